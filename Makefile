@@ -1,8 +1,9 @@
 # Needs Python >= 3.11 with venv, and nothing else: the first target that runs installs the rest into .venv.
 # With VENV= nothing is installed, and PYTHON runs as it is, for example in a container with torch and CUDA.
+# TORCH=2.15.0 takes another version of torch than the pinned one, in an environment of its own.
 
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv$(if $(TORCH),-$(TORCH))
 RUN := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 READY := $(if $(VENV),$(VENV)/.ready)
 
@@ -24,15 +25,16 @@ help: ## list the targets
 setup: $(READY) ## make .venv and install everything into it
 
 # pyproject.toml is the one place that pins torch. To get a CPU build where the default index has
-# only CUDA ones, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. TORCH=2.12.1 installs
-# another version afterwards.
+# only CUDA ones, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. With TORCH, the other
+# requirements of development are listed without that pin.
 ifdef VENV
 $(READY): pyproject.toml
 	@echo "installing into $(VENV): a few minutes the first time"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install --disable-pip-version-check -qq --editable '.[dev]'
-	@$(if $(TORCH),$(RUN) -m pip install --disable-pip-version-check -qq 'torch==$(TORCH)')
+	@$(if $(TORCH),$(RUN) tests/helpers/unpinned_requirements.py > $(VENV)/requirements.txt)
+	@$(RUN) -m pip install --disable-pip-version-check -qq --editable $(if $(TORCH),. \
+		--requirement $(VENV)/requirements.txt 'torch==$(TORCH)','.[dev]')
 	@$(RUN) tests/helpers/chromium.py
 	@touch $@
 else
@@ -45,7 +47,8 @@ demo: $(READY) ## train a byte-level GPT on four stages for a minute; results in
 smoke: $(READY) ## every schedule on one tiny model, against eager torch, in half a minute
 	$(RUN) -m pytest -q tests/test_smoke.py
 
-test: lint ## lint, types and the tests that take no longer than a second or two
+# Types are those of the pinned torch.
+test: $(if $(TORCH),$(READY),lint) ## lint, types and the tests that take no longer than a second or two
 	$(RUN) -m pytest $(PARALLEL) -m "not slow"
 
 full: lint ## lint, types and every test
@@ -90,4 +93,4 @@ format: $(READY) ## rewrite the code as the linter wants it
 	$(RUN) -m ruff format
 
 clean: ## remove .venv and everything that was built
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

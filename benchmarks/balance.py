@@ -28,7 +28,7 @@ from transformers import (
 
 import pipec
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.compiler.pass_list import CompilerOptions, make_passes
 from pipec.cost.profile import Profile
 from pipec.graph import TrainingGraph, copy_graph
@@ -120,7 +120,7 @@ def measure(case: Case) -> Row:
     example = case.make()
     call = ModelCall(example.args, dict(example.kwargs), example.target)
     canonical = ModelTensors.of(example.model).canonical
-    graph = capture(example.model, example.loss_fn, Mode.TRAIN, call, canonical)
+    graph = capture(CaptureRequest(example.model, example.loss_fn, Mode.TRAIN, call, canonical))
     seen, judge = (
         profile_graph(copy_graph(graph), example.model, call, torch.device("cpu")) for _ in range(2)
     )

@@ -2,8 +2,7 @@
 
 ``capture`` and ``differentiate`` are torch's own work; everything else is pipec's. ``--first-step`` compares
 a narrow GPT-2 of as many layers with ``torch.compile`` and no cache of inductor's, in processor seconds.
-``--calls`` has those of the first call of each kind, for this model and for Llamas of 4 and 32 equal layers,
-and those of a second process that finds in ``PIPEC_COMPILE_CACHE`` what the first one compiled.
+``--calls`` has those of the first call of each kind, for this model and for Llamas of 4 and 32 equal layers.
 ``--ranks`` starts these models under ``torchrun`` on 1, 2 and 4 ranks. Rank 0 compiles for all: its processor
 seconds are the critical path, and the first step's on 4 ranks over one rank's is what waiting costs.
 """
@@ -179,32 +178,6 @@ def first_calls(num_rounds: int) -> str:
     return "\n".join([*header, *rows])
 
 
-def process_seconds(name: str, folder: str) -> Mapping[str, float]:
-    """What ``call_seconds`` measures in a process of its own, with what others kept in ``folder``."""
-    command = [sys.executable, __file__, "--calls", "--model", name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PIPEC_COMPILE_CACHE": folder}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-    seconds: Mapping[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds
-
-
-def second_processes(num_rounds: int) -> str:
-    """A table of medians: processes without a cache, those that fill it, and those that read it."""
-    rows = list[str]()
-    for name in pipec.progress(MODELS, "processes"):
-        taken: dict[str, list[Mapping[str, float]]] = {"no cache": [], "first": [], "second": []}
-        for _ in range(num_rounds):
-            with tempfile.TemporaryDirectory() as folder:
-                for which, seconds in taken.items():
-                    seconds.append(process_seconds(name, "" if which == "no cache" else folder))
-        kinds = [*taken["first"][0]]
-        for which, seconds in taken.items():
-            medians = (statistics.median(each[kind] for each in seconds) for kind in kinds)
-            rows.append(f"| {name} | {which} | {' | '.join(f'{each:.1f}' for each in medians)} |")
-    header = [f"| processor seconds of the first | process | {' | '.join(kinds)} |"]
-    return "\n".join([*header, "|---|---|" + "--:|" * len(kinds), *rows])
-
-
 RANKS = (1, 2, 4)
 
 
@@ -277,7 +250,6 @@ def main() -> None:
         return
     if args.calls:
         pipec.log(first_calls(args.rounds))
-        pipec.log(second_processes(args.rounds))
         return
     rounds = [compile_seconds(args.stages) for _ in pipec.progress(range(args.rounds), "compiling GPT-2")]
     medians = {name: statistics.median(seconds[name] for seconds in rounds) for name in rounds[0]}

@@ -20,7 +20,7 @@ from models import gpt, next_token_loss
 from torch import Tensor, nn
 
 import pipec
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.compiler.infeasible import infeasible_error
 from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.errors import InfeasibleError
@@ -62,15 +62,15 @@ RUN = Sizes(width=128, context=64, vocabulary=256, rows=2, limit=24 << 20, devic
 def once(model: nn.Module, *args: object, **options: object) -> TrainingGraph:
     """Capture a model the first time alone: its graph is the same for any number of ranks."""
     if model not in CAPTURED:
-        CAPTURED[model] = capture(model, *args, **options)  # type: ignore[arg-type]
+        CAPTURED[model] = capture(CaptureRequest(model, *args, **options))  # type: ignore[arg-type]
     return copy_graph(CAPTURED[model])
 
 
 CAPTURED: dict[nn.Module, TrainingGraph] = {}
 
 
-def at_once(evaluated: EvaluatedPlan, search: object) -> None:
-    """Refuse a evaluated that lacks memory, and do not look for a limit that would be enough."""
+def at_once(evaluated: EvaluatedPlan, search: object, instead: object) -> None:
+    """Refuse a plan that lacks memory, and do not look for a limit that would be enough."""
     if any(evaluated.excess_bytes):
         raise infeasible_error(evaluated)
 

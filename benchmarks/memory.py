@@ -33,7 +33,7 @@ from transformers import (
 )
 
 import pipec
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.runtime.processes.launch import world
 
@@ -149,7 +149,7 @@ def once(model: nn.Module, *args: Any, **options: Any) -> TrainingGraph:
     """Capture a model the first time alone, in each precision: that takes most of the time."""
     key = type(model), torch.is_autocast_enabled("cpu")
     if key not in CAPTURED:
-        CAPTURED[key] = capture(model, *args, **options)
+        CAPTURED[key] = capture(CaptureRequest(model, *args, **options))
     return copy_graph(CAPTURED[key])
 
 

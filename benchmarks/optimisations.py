@@ -31,7 +31,6 @@ from pipec.passes.fuse_cross_entropy import FuseCrossEntropy
 from pipec.passes.make_row_sparse_gradients import MakeRowSparseGradients
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
 from pipec.passes.precompute_weights import PrecomputeWeights
-from pipec.passes.recompose_linear import RecomposeLinear
 from pipec.passes.reuse_memory import ReuseMemory
 from pipec.passes.simplify import Simplify
 
@@ -70,7 +69,6 @@ VARIANTS: dict[str, Change] = {
     "without Simplify": without_pass(Simplify),
     "without MergeSliceGradients": without_pass(MergeSliceGradients),
     "without PrecomputeWeights": without_pass(PrecomputeWeights),
-    "without RecomposeLinear": without_pass(RecomposeLinear),
     "without MakeRowSparseGradients": without_pass(MakeRowSparseGradients),
     "without ReuseMemory": without_pass(ReuseMemory),
     "without FuseCrossEntropy": without_pass(FuseCrossEntropy),

@@ -31,7 +31,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy
@@ -213,7 +213,7 @@ def captured(sizes: Sizes) -> TrainingGraph:
     kept: list[TrainingGraph] = []
 
     def keep(*args: object, **options: object) -> TrainingGraph:
-        kept.append(capture(*args, **options))  # type: ignore[arg-type]
+        kept.append(capture(CaptureRequest(*args, **options)))  # type: ignore[arg-type]
         return kept[0]
 
     with torch.device("meta"):

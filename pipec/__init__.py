@@ -2,11 +2,7 @@
 
 import importlib
 import random
-import time
 from typing import TYPE_CHECKING
-
-_IMPORTED = time.time()
-"""Before any other file of pipec was read. Source that changed since then is not what runs."""
 
 if TYPE_CHECKING:
     from pipec import ops
@@ -26,6 +22,7 @@ if TYPE_CHECKING:
         PipecWarning,
         PlanError,
         TransportError,
+        UnsupportedTorchError,
         VerifyError,
     )
     from pipec.hardware.calibration import calibrate
@@ -55,6 +52,7 @@ __all__ = [
     "Profile",
     "Topology",
     "TransportError",
+    "UnsupportedTorchError",
     "VerifyError",
     "calibrate",
     "compile",

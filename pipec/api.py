@@ -1,5 +1,6 @@
 """The front door: compile a model, and profile one."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,10 @@ from pipec.capture.model_call import ModelCall
 from pipec.checkpoint import PretrainedWeights, read_pretrained, weights_for
 from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.compiler.candidate import Candidate
-from pipec.compiler.compile_settings import CompileSettings
-from pipec.compiler.compiler import Compiler
+from pipec.compiler.compiler import Compiler, CompileSettings
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy, resolve_num_microbatches
-from pipec.console import warn
+from pipec.console import notice
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, resolve_device
@@ -136,11 +136,17 @@ def _agreed_weights(
     return made[0]
 
 
+@functools.cache
+def _note_version(version: str) -> None:
+    """Say once if this version of torch was not tested."""
+    if message := untested_version(version):
+        notice(message)
+
+
 def _pipeline(
     model: nn.Module, options: Options, ranks: Ranks, weights: PretrainedWeights | None
 ) -> Pipeline:
-    if ranks.world.rank == 0 and (warning := untested_version(torch.__version__)):
-        warn(warning)
+    _note_version(torch.__version__)
     if ranks.world.is_distributed:
         require_same_options(ranks, model, options)
     device = next(iter(ranks.devices.values()))
@@ -274,7 +280,10 @@ def profile(
         CaptureError: the model cannot be captured.
         InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
     """
-    from pipec.capture.tracer import capture  # loads torch._dynamo, as no other function here does
+    from pipec.capture.tracer import (  # loads torch._dynamo, as no other function here does
+        CaptureRequest,
+        capture,
+    )
 
     check_arguments(PROFILE_ARGUMENTS, locals())
     given = ModelCall(example.args, dict(example.kwargs), example.target)
@@ -288,5 +297,5 @@ def profile(
     model, rows = example.model, call.rows(0, size)
     canonical = ModelTensors.of(model).canonical
     with autocast(None if precision is None else Precision(precision), where):
-        graph = capture(model, example.loss_fn, Mode.TRAIN, rows, canonical, where)
+        graph = capture(CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where))
     return profile_graph(graph, model, rows, where, repeats, ranks, progress)

@@ -21,6 +21,10 @@ class CaptureError(PipecError):
     """The model cannot be captured as one graph."""
 
 
+class UnsupportedTorchError(PipecError):
+    """The installed torch is not as pipec knows it: a part that pipec uses is gone or has changed."""
+
+
 class InputError(PipecError, ValueError):
     """The arguments of a call are wrong: wrong shape, dtype, batch size, device count or name."""
 
@@ -72,12 +76,14 @@ class TransportError(PipecError):
 def trim_traceback(error: BaseException | None) -> None:
     """Leave in the traceback of an error, and of its causes, the frames of scripts and models alone.
 
-    Errors of Dynamo among the causes are left out: ours say what is to be known of them.
+    The causes of a CaptureError or InputError that torch defines, as Dynamo's, are left out: ours say what is
+    to be known of them.
     """
+    says_all = isinstance(error, CaptureError | InputError)
     while error is not None:
         error.__traceback__ = _of_scripts(error.__traceback__)
         cause = _cause(error)
-        while cause is not None and type(cause).__module__.startswith("torch._dynamo"):
+        while says_all and cause is not None and type(cause).__module__.startswith("torch."):
             cause = _cause(cause)
         error.__cause__ = cause
         error = cause

@@ -46,7 +46,7 @@ ORDER = (
     Package("plan"),
     Package("artifact"),
     Package("compiler"),
-    Package("runtime", only=frozenset({"errors", "console", "ir", "artifact"})),
+    Package("runtime", only=frozenset({"errors", "console", "torch_compat", "ir", "artifact"})),
     Package("viz", torch=False, only=frozenset({"errors", "ir", "timeline"})),
     Package("drawn_artifacts"),
     Package("checkpoint"),
@@ -81,33 +81,6 @@ RUNTIME = (
 
 OUTSIDE = ("examples", "tests", "benchmarks")
 
-PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
-    "pipec.torch_compat": ("torch",),
-    "pipec.capture.traced_step": ("torch._check",),  # documented, for all its underscore
-    "pipec.runtime.absent_tensors": (
-        "torch.utils._pytree",
-        "torch._C.DisableTorchFunctionSubclass",
-        "torch._has_compatible_shallow_copy_type",  # which nn.Module.to asks
-        "torch.jit._recursive",
-    ),
-    "pipec.runtime.local_gradients": ("torch.utils._pytree",),
-    "pipec.runtime.total_norm": ("torch.nn.utils.clip_grad._get_total_norm",),
-    "pipec.runtime.stages.gradients": ("torch._foreach_add_",),
-    "pipec.runtime.stages.inductor": (
-        "torch._inductor.compile_fx.compile_fx",
-        "torch._inductor.codecache.PyCodeCache",
-    ),
-    "pipec.runtime.processes.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
-    "pipec.runtime.linked_artifacts": ("torch.utils._pytree",),
-    "pipec.runtime.loaded_pipeline": ("torch.utils._pytree",),
-    "pipec.runtime.stream.read_ahead": ("torch.utils._pytree",),
-    "pipec.runtime.memory.meter": ("torch.utils._python_dispatch.TorchDispatchMode",),
-    "pipec.runtime.optimizers.stage_optimizer": ("torch._foreach_mul_",),
-    "pipec.runtime.optimizers.norms": ("torch._foreach_norm",),
-    "pipec.runtime.memory.storage": ("torch._C._storage_Use_Count",),
-}
-"""Which private names of torch a module or package may use, by prefix. Exceptions are declared here alone."""
-
 
 def within(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
@@ -127,21 +100,6 @@ def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             origin = ".".join([*parents, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
-
-
-def attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every attribute chain, such as ``torch._foreach_add_``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield node.lineno, ast.unparse(node)
-
-
-def is_private_torch(name: str) -> bool:
-    """Operators such as ``torch.ops.aten._softmax`` are not: graphs are made of them, whatever the name."""
-    first, *rest = name.split(".")
-    if first != "torch" or rest[:1] == ["ops"]:
-        return False
-    return any(part.startswith("_") and not part.startswith("__") for part in rest)
 
 
 def import_violations(module: str, package: str, source: str) -> list[str]:
@@ -164,22 +122,6 @@ def import_violations(module: str, package: str, source: str) -> list[str]:
             continue
         found.append(f"{module}:{line}: {lines[line - 1].strip()}\n    imports {name}, but {reason}")
     return found
-
-
-def private_torch_violations(module: str, package: str, source: str) -> list[str]:
-    """One message a use of a private name of torch that ``PRIVATE_TORCH_ALLOWED`` does not declare."""
-    tree, lines = ast.parse(source), source.splitlines()
-    used = sorted({*imports(tree, package), *attributes(tree)})
-    private = {line: name for line, name in used if is_private_torch(name)}  # of a chain, the longest
-    allowed = {
-        prefix for each, names in PRIVATE_TORCH_ALLOWED.items() if within(module, (each,)) for prefix in names
-    }
-    return [
-        f"{module}:{line}: {lines[line - 1].strip()}\n"
-        f"    uses {name}, but: private names of torch belong in torch_compat"
-        for line, name in private.items()
-        if not within(name, tuple(allowed))
-    ]
 
 
 def pipec_sources() -> Iterator[tuple[str, str, str]]:
@@ -229,23 +171,6 @@ def imported_by(*modules: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.slow
-def test_only_torch_compat_uses_private_names_of_torch() -> None:
-    found = [message for source in pipec_sources() for message in private_torch_violations(*source)]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.slow
-def test_every_exception_is_still_needed() -> None:
-    used = {
-        module
-        for module, package, source in pipec_sources()
-        for _, name in [*imports(ast.parse(source), package), *attributes(ast.parse(source))]
-        if is_private_torch(name)
-    }
-    assert all(any(within(module, (each,)) for module in used) for each in PRIVATE_TORCH_ALLOWED)
-
-
 def test_every_package_that_is_imported_is_declared() -> None:
     """And no other is declared: GPU machines have torch, and often no way to install more.
 
@@ -275,7 +200,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 def test_the_runtime_loads_without_the_compiler() -> None:
     """The claim behind the order: a rank that runs a saved artifact never loads the compiler."""
-    own = ("errors", "console", "ir", "programs", "artifact", "runtime")
+    own = ("errors", "console", "torch_compat", "ir", "programs", "artifact", "runtime")
     others = tuple(f"pipec.{each.name}" for each in ORDER if each.name not in own)
     assert not [name for name in imported_by("pipec.runtime") if within(name, others)]
 
@@ -303,27 +228,6 @@ def test_an_import_in_the_wrong_direction_is_reported_with_its_line(
     found = import_violations(module, module.rpartition(".")[0], source)
     line = len(source.splitlines())
     assert any(f"{module}:{line}: " in message and f"imports {offence}, but " in message for message in found)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch._dynamo",
-        "from torch.utils import _pytree",
-        "from torch._guards import tracing",
-        "import torch\ntorch._foreach_add_([], [])",
-    ],
-)
-def test_a_private_name_of_torch_is_reported(source: str) -> None:
-    (message,) = private_torch_violations("pipec.runtime.stages.bound_stage", "pipec.runtime", source)
-    assert "private names of torch belong in torch_compat" in message
-    assert not private_torch_violations("pipec.torch_compat", "pipec", source)
-
-
-def test_public_names_of_torch_are_not_reported() -> None:
-    assert not private_torch_violations(
-        "pipec.capture.model_call", "pipec.capture", "import torch\ntorch.__version__\ntorch.nn.Module"
-    )
 
 
 def test_every_public_name_can_be_imported() -> None:

@@ -137,7 +137,7 @@ PASSED_ON = frozenset(
     {
         "pipec.artifact.plan_rules._variables",
         "pipec.checkpoint.async_save._before_exit",
-        "pipec.compiler.compiler._warn_once",
+        "pipec.compiler.compiler.warn",
         "pipec.integrations.transformers.__getattr__",
         "pipec.pipeline.pipeline_module.__getattr__",
         "pipec.pipeline.pipeline_module.backward",

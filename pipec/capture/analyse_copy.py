@@ -25,8 +25,8 @@ def analyse_differentiated(
 
     Where it would rewrite the loss, it is not known how losses add up. Results are marked as they are there.
     """
-    assert captured.traced_backward is not None
-    graph, num_results = captured.module.graph, captured.traced_backward.results.num_leaves
+    assert captured.results is not None
+    graph, num_results = captured.module.graph, captured.results.num_leaves
     results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     forward = fx.GraphModule(captured.module, _forward(graph, num_results))
     if of_batch is not None and of_batch.module is not None:

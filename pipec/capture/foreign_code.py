@@ -1,13 +1,11 @@
 """Refuses what a script defines that changes operators of torch in a way that stages would not repeat."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from pipec import torch_compat
-from pipec.capture.graph_calls import describe_call
 from pipec.errors import CaptureError, InputError
 from pipec.graph import TrainingGraph, UpdatedBuffer
 from pipec.ir.batch_split import leaf_path
@@ -89,26 +87,3 @@ def _memory(tensor: Tensor) -> int | None:
     """The address of a tensor's memory; None if it has none of its own."""
     is_real = torch_compat.is_plain_tensor(tensor) and not tensor.is_meta and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() or None if is_real else None
-
-
-def refuse_layout_reads(captured: "torch_compat.CapturedGraph", changed: Sequence[str]) -> None:
-    """Raise CaptureError if a forward depends on strides, which those of ``changed`` arguments are not."""
-    if not changed:
-        return
-    reads = [*captured.layout_reads, *map(describe_call, filter(_reads_memory, captured.module.graph.nodes))]
-    if reads:
-        raise CaptureError(
-            f"forward() asks for the layout of a tensor, with {reads[0]}\nStages get contiguous tensors, and "
-            f"{changed[0]} is not. Pass {changed[0]}.contiguous(), or call contiguous() in forward() and do "
-            "not ask"
-        )
-
-
-def _reads_memory(node: fx.Node) -> bool:
-    aten = torch.ops.aten
-    return node.target in (
-        "as_strided",
-        torch.as_strided,
-        aten.as_strided.default,
-        aten.as_strided_scatter.default,
-    )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipec.errors import InputError, TargetRowsError
 from pipec.ir import Variable
 from pipec.ir.batch_axis import LEADING, BatchAxis
-from pipec.ir.batch_split import leaf_path, repeated_tensors
+from pipec.ir.batch_split import leaf_path
 from pipec.torch_compat import marked_dimensions, pytree
 
 
@@ -26,10 +26,11 @@ class ModelCall:
     its rows in front here, and ``Step`` puts them back. ``split`` is None in the call of a whole batch, whose
     tensors say so by their sizes. A microbatch gets ``split`` from its batch: with two rows, an edge list of
     shape (2, n) would look batched. ``ambiguous_leaves`` are the paths of those that may not be split after
-    all, each with the name of its argument. ``changed_layouts`` are the paths of those that the user passes
-    with other strides than the model is traced with. ``keyword_order`` has the names of keyword arguments in
-    the user's order, if ``forward`` gets them in a dict and may ask for it. ``marked`` has the leaf and the
-    dimension, rows first, of sizes that torch's ``mark_dynamic`` said will differ in later calls.
+    all, each with the name of its argument. ``transposed`` are the positions of leaves with their rows
+    elsewhere that are contiguous once the rows are in front, and not before. ``keyword_order`` has the names
+    of keyword arguments in the user's order, if ``forward`` gets them in a dict and may ask for it.
+    ``marked`` has the leaf and the dimension, rows first, of sizes that torch's ``mark_dynamic`` said will
+    differ in later calls.
     ``repeated`` has the leaves at which a tensor is passed again, each with the leaf that has it first.
 
     What is read off the arguments is kept, because the checks before a step read it several times.
@@ -40,7 +41,7 @@ class ModelCall:
     target: Any = None
     split: tuple[BatchAxis | None, ...] | None = None
     ambiguous_leaves: Mapping[str, str | int] = field(default_factory=dict)
-    changed_layouts: tuple[str, ...] = ()
+    transposed: tuple[int, ...] = ()
     keyword_order: tuple[str, ...] = ()
     marked: tuple[tuple[int, int], ...] = ()
     repeated: tuple[tuple[int, int], ...] = ()
@@ -95,7 +96,7 @@ class ModelCall:
             names.setdefault(variable.position, {})[variable.dim] = variable.name
         named = [names.get(position, {}) for position in range(len(self.leaves))]
         kinds = tuple(map(_kind, self.leaves, self.axes, self.paths, named))
-        return self._structure, kinds, self.changed_layouts, self.keyword_order
+        return self._structure, kinds, self.transposed, self.keyword_order, self.repeated
 
     def without_arguments(self) -> "ModelCall":
         """A copy with what is known of this call, without its arguments."""
@@ -104,11 +105,25 @@ class ModelCall:
         return form
 
     def with_batch_first(self, rows: int) -> "ModelCall":
-        """The call with its ``rows`` in front, which it has where ``split`` says."""
+        """The call with its ``rows`` in front, which it has where ``split`` says.
+
+        Raises:
+            InputError: a tensor with its rows elsewhere has gaps, which its microbatches would not have.
+        """
         if all(axis is None or axis.is_leading for axis in self.axes):
             return self
+        transposed = list[int]()
+        for position, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
+            if axis and not axis.is_leading and not leaf.is_contiguous():
+                if axis.num_merged or not axis.rows_first(leaf, rows).is_contiguous():
+                    path = self.paths[position]
+                    raise InputError(
+                        f"{path} is not contiguous, and the rows of the batch are not its first dimension: "
+                        f"microbatches would be laid out otherwise. Pass {path}.contiguous()"
+                    )
+                transposed.append(position)
         args, kwargs, target = self.with_leaves(self.batch_first(self.leaves, rows))
-        return replace(self, args=args, kwargs=kwargs, target=target)
+        return replace(self, args=args, kwargs=kwargs, target=target, transposed=tuple(transposed))
 
     def batch_first(self, leaves: Sequence[Any], rows: int) -> list[Any]:
         """The leaves that a user passes, with the rows of those that are split as dimension 0."""
@@ -133,14 +148,6 @@ class ModelCall:
         others = [name for name in self.kwargs if name not in named]
         is_asked = takes_dict and others != sorted(others)
         return replace(self, keyword_order=tuple(others)) if is_asked else self
-
-    def laid_out_from(self, given: Sequence[Any]) -> "ModelCall":
-        """The call with its ``changed_layouts`` and what is ``repeated`` of ``given``, the user's leaves."""
-        leaves = zip(self.paths, given, self.leaves, strict=True)
-        changed = tuple(
-            path for path, old, new in leaves if isinstance(old, Tensor) and _is_changed(old, new)
-        )
-        return replace(self, changed_layouts=changed, repeated=repeated_tensors(given))
 
     def marked_as(self, given: Sequence[Any]) -> "ModelCall":
         """The call with what is ``marked`` of ``given``, the leaves that the user passes."""
@@ -264,14 +271,6 @@ def _layout(tensor: Tensor, is_general: bool) -> Hashable:
         return None
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tuple(order) if is_general else tensor.stride()
-
-
-def _is_changed(given: Tensor, laid_out: Tensor) -> bool:
-    """Whether a model is traced with other strides than those of the tensor that the user passes."""
-    if given.layout is not torch.strided:
-        return False
-    traced = torch.empty(given.shape, device="meta") if laid_out.is_contiguous() else laid_out
-    return given.stride() != traced.stride()
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -37,25 +37,6 @@ def insert_after(
     return node
 
 
-def insert_part(
-    call: fx.Node,
-    name: str,
-    function: Callable[..., Any],
-    *args: Any,
-    value_of: Callable[..., Any] | None = None,
-) -> fx.Node:
-    """A call of ``function`` before ``call``, which it helps to replace: with the same meta.
-
-    Its fake value is what ``value_of``, or else the function itself, returns for the fake arguments.
-    """
-    with call.graph.inserting_before(call):
-        made = call.graph.create_node("call_function", function, args, name=f"{call.name}_{name}".strip("_"))
-    made.meta = dict(call.meta)
-    key = "example_value" if "example_value" in made.meta else "val"
-    made.meta[key] = (value_of or function)(*fx.map_arg(args, fake_value))
-    return made
-
-
 @dataclass
 class NodeInserter:
     """Inserts nodes one after the other."""

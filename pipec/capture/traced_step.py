@@ -22,7 +22,7 @@ class TracedStep(nn.Module):
     of other dimensions of one size, each given by the position of its leaf and its own. The leaves at the
     positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them. The model
     gets the keyword arguments of ``keyword_order`` in that order, behind the others. At the positions of
-    ``repeated`` it gets the tensors at others again, if it compares them.
+    ``repeated`` it gets the tensors at others again.
     """
 
     def __init__(
@@ -35,18 +35,21 @@ class TracedStep(nn.Module):
         equal_dimensions: Sequence[Sequence[tuple[int, int]]] = (),
         numbers: Sequence[int] = (),
         keyword_order: Sequence[str] = (),
+        repeated: Sequence[tuple[int, int]] = (),
+        transposed: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.mode = mode
         self.moved_axes = [(k, axis) for k, axis in enumerate(axes) if axis and not axis.is_leading]
+        self.transposed = transposed
         self.batched = tuple(axis is not None for axis in axes)
         self.outputs = outputs
         self.equal_dimensions = tuple(map(tuple, equal_dimensions))
         self.numbers = tuple(numbers)
         self.keyword_order = tuple(keyword_order)
-        self.repeated: Sequence[tuple[int, int]] = ()
+        self.repeated = tuple(repeated)
         self.training = model.training
         self.replaceable_buffers = tuple(_replaceable_buffers(model))
 
@@ -64,7 +67,8 @@ class TracedStep(nn.Module):
             for position, dim in others:
                 torch._check(leaves[position].shape[dim] == leaves[first].shape[axis])
         for position, place in self.moved_axes:  # laid out as what the user passes, which may be viewed
-            leaves[position] = place.restore(leaves[position]).contiguous()
+            restored = place.restore(leaves[position])
+            leaves[position] = restored if position in self.transposed else restored.contiguous()
         for position, first in self.repeated:
             leaves[position] = leaves[first]
         if self.numbers or self.moved_axes or self.repeated:
@@ -109,7 +113,11 @@ def make_traced_step(
     """The traced step of a call in which these variables are symbols."""
     numbers = [variable.position for variable in variables if variable.dim is None]
     equal = equal_dimensions(variables)
-    return TracedStep(model, loss_fn, mode, call.axes, outputs, equal, numbers, call.keyword_order)
+    return TracedStep(
+        *(model, loss_fn, mode, call.axes, outputs, equal, numbers, call.keyword_order),
+        repeated=call.repeated,
+        transposed=call.transposed,
+    )
 
 
 def _detached(tree: Any) -> Any:

@@ -1,22 +1,22 @@
 """Captures an nn.Module as a TrainingGraph: forward, loss and backward, each node with its operator.
 
 Dynamo's full-graph capture comes first: it keeps torch-level operators, variable names, source lines and
-custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Where neither can, because the model
-differentiates something itself, forward and backward are traced together. Each is asked for a symbolic batch
-first, and then for a fixed one; the log says why the first attempts failed.
+custom backwards, and records what the code read. What it cannot trace because of the model is traced with
+``make_fx`` while it runs. Each is asked for a symbolic batch first, and then for a fixed one; the log says
+why the first attempts failed.
 """
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mha
 
 from pipec import ops, torch_compat
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
@@ -26,8 +26,7 @@ from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
 from pipec.capture.diagnosis import capture_error, error_summary
-from pipec.capture.foreign_code import refuse_foreign_model, refuse_layout_reads, refuse_shared_constants
-from pipec.capture.grad_mode import depends_on_grad_mode
+from pipec.capture.foreign_code import refuse_foreign_model, refuse_shared_constants
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
 from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
 from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
@@ -35,16 +34,15 @@ from pipec.capture.microbatch_checks import require_full_scatter
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.normalize import TracedCall, training_graph
 from pipec.capture.number_operators import number_operators
+from pipec.capture.own_operators import use_own_operators
 from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
-from pipec.capture.split_fused_attention import split_fused_attention
-from pipec.capture.split_recurrent import split_recurrent_layers
-from pipec.capture.trace_text import TraceText
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
-from pipec.errors import CaptureError, InputError, PipecError
+from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
+from pipec.primitives import recurrent_network
 from pipec.torch_compat import CapturedGraph
 
 log = logging.getLogger("pipec")
@@ -57,130 +55,140 @@ _warned: WeakSet[nn.Module] = WeakSet()
 Timed = Callable[[str], AbstractContextManager[None]]
 """Measures a block, which is a step of this name."""
 
-Find = Callable[[Callable[..., TraceText]], tuple[str, TrainingGraph | None]]
-"""Takes a function that makes the text of a trace. Returns the text, or "", and the graph if it is known."""
-
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.SymbolicDims], CapturedGraph]
 
 FRONT_ENDS: Mapping[str, FrontEnd] = {
     "Dynamo": torch_compat.capture_with_dynamo,
-    "torch.export": torch_compat.capture_with_export,
-    "autograd": torch_compat.capture_with_autograd,
+    "make_fx": torch_compat.capture_with_make_fx,
 }
 
 
-def capture(
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    mode: Mode,
-    call: ModelCall,
-    canonical: Mapping[str, str] | None = None,
-    device: torch.device = CPU,
-    symbolic: bool = True,
-    rewrite_loss: bool = True,
-    may_have_tail: bool = False,
-    outputs: bool = False,
-    variables: Sequence[Variable] = (),
-    num_replicas: int | None = 1,
-    batch: ModelCall | None = None,
-    timed: Timed = lambda step: nullcontext(),
-    find: Find = lambda trace: ("", None),
-) -> TrainingGraph:
-    """Trace ``call`` of ``model`` into one graph. The model is left as it was.
+@dataclass(frozen=True, eq=False)
+class CaptureRequest:
+    """A call of a model to capture.
 
-    Args:
+    Attributes:
         call: One microbatch. A symbolic batch is traced with at least two rows, because torch traces a
             dimension of size one as a constant.
         canonical: Maps every name of a tied tensor to the one that the graph uses.
         device: The model is traced as if it were there, wherever its tensors are.
+        symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
         rewrite_loss: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the
             graph is of the loss as the model has it.
         may_have_tail: Let what mixes rows run once, of the rows of all microbatches.
         outputs: Return the model's output besides the loss.
-        symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
         variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
         num_replicas: How many replicas take part in the model's own collectives. None if that differs by
             stage, or is not known; a model with collectives is then refused.
         batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
             those of arguments.
         timed: Measures each step of the capture, by its name.
-        find: Finds the graph of a trace of Dynamo's for any number of rows; if it does, the rest is skipped.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    mode: Mode
+    call: ModelCall
+    canonical: Mapping[str, str] = field(default_factory=dict)
+    device: torch.device = CPU
+    symbolic: bool = True
+    rewrite_loss: bool = True
+    may_have_tail: bool = False
+    outputs: bool = False
+    variables: Sequence[Variable] = ()
+    num_replicas: int | None = 1
+    batch: ModelCall | None = None
+    timed: Timed = lambda step: nullcontext()
+
+    @property
+    def has_loss(self) -> bool:
+        return self.mode is not Mode.FORWARD
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the graph is rewritten so that the results of microbatches add up."""
+        return self.rewrite_loss or not self.has_loss
+
+    @property
+    def whole_batch(self) -> ModelCall:
+        return self.batch or self.call
+
+
+def capture(request: CaptureRequest) -> TrainingGraph:
+    """Trace a call of a model into one graph. The model is left as it was.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
         InputError: the model fails on these arguments, or its loss is not one number.
         SpecializedVariableError: the variables cannot be symbolic, all of them.
+        UnsupportedTorchError: torch is not as pipec knows it.
     """
+    model, call, is_training = request.model, request.call, request.mode is Mode.TRAIN
     refuse_kv_cache(call)
     refuse_foreign_model(model)
-    if mode is Mode.TRAIN:
+    _refuse_other_splits(call)
+    if is_training:
         refuse_input_gradients(call)
         _refuse_gradient_hooks(model)
-    step = make_traced_step(model, loss_fn, mode, call, outputs, variables)
-    rewrite_loss = rewrite_loss or mode is Mode.FORWARD
-    with _tracing(model, step, mode, num_replicas):
-        branches = BranchDecider(call, batch or call, torch_compat.replace_with_fake_tensors(step, device))
-        names = canonical or {}
-        tracer = _Tracer(
-            step,
-            mode,
-            call,
-            names,
-            device,
-            rewrite_loss,
-            may_have_tail,
-            num_replicas,
-            branches,
-            timed,
-            find,
-        )
+    step = make_traced_step(model, request.loss_fn, request.mode, call, request.outputs, request.variables)
+    with _tracing(request, step):
+        tracer = _Tracer(request, step)
         generators = NonTorchGenerators(step)
-        if not symbolic and call.ambiguous_leaves:
+        if not request.symbolic and call.ambiguous_leaves:
             tracer.trace_ambiguous_leaves()
-        if variables:
-            graph, failures = tracer.trace_variables(variables), list[Exception]()
-        else:
-            kinds = (True, False) if symbolic else (False,)
-            graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
+        graph, failures = _first_success(tracer, request)
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
-        with timed("compare operators without gradients"):
-            depends = mode is not Mode.TRAIN or tracer.is_found or tracer.depends_on_grad_mode()
-        batched, repeated = step.batched, step.repeated
-        compares_tensors = tracer.compares_tensors
+        batched = step.batched
     refuse_shared_constants(model, graph)
-    step.batched, step.repeated = batched, repeated  # which guards of the capture look at
+    step.batched = batched  # which guards of the capture look at
     if not tracer.is_guarded:
         _warn_of_missing_guards(model, tracer, failures)
-    if mode is Mode.TRAIN and not tracer.is_found:
+    if is_training:
         _check_trained(graph)
-    graph = replace(graph, reads=tracer.reads(), depends_on_grad_mode=depends)
-    graph = replace(graph, repeated=call.repeated if compares_tensors else None)
-    if symbolic and graph.batch is None and not tracer.is_found:
+    if request.symbolic and graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
             graph.batch_size,
             error_summary(failures[0]),
         )
-    return graph
+    return replace(graph, reads=tracer.reads(), repeated=call.repeated)
 
 
 @contextmanager
-def _tracing(model: nn.Module, step: TracedStep, mode: Mode, num_replicas: int | None) -> Iterator[None]:
+def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
     """Let torch trace a step inside a ``with``, and leave the model as it was."""
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet_logging())
         stack.enter_context(torch_compat.restore_module(step))
-        stack.enter_context(without_kv_cache(model))
+        stack.enter_context(without_kv_cache(request.model))
         stack.enter_context(torch_compat.lazy_graph_modules())
         stack.enter_context(torch_compat.cached_size_arithmetic())
         stack.enter_context(torch_compat.skip_distribution_validation())
-        stack.enter_context(torch_compat.keep_interpolation_operators())
-        stack.enter_context(torch_compat.keep_recurrent_operators())
+        stack.enter_context(torch_compat.trace_recurrent_networks(recurrent_network))
         stack.enter_context(torch_compat.bound_ctc_loss_workspace())
+        stack.enter_context(torch_compat.ignored_cudnn_flags())
+        stack.enter_context(_without_fused_attention(step))
         stack.enter_context(local_sync_batch_norms())
-        stack.enter_context(ops.tracing_with_replicas(num_replicas or 1))
-        stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
+        stack.enter_context(ops.tracing_with_replicas(request.num_replicas or 1))
+        stack.enter_context(torch.set_grad_enabled(request.mode is Mode.TRAIN))
         yield
+
+
+@contextmanager
+def _without_fused_attention(step: TracedStep) -> Iterator[None]:
+    """Let attention modules of torch make the calls of training in evaluation too.
+
+    Their one fused call would read weights of several stages.
+    """
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(before and not any(isinstance(each, _ATTENTION) for each in step.modules()))
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(before)
+
+
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 def _warn_of_missing_guards(model: nn.Module, tracer: "_Tracer", failures: Sequence[Exception]) -> None:
@@ -195,9 +203,7 @@ def _warn_of_missing_guards(model: nn.Module, tracer: "_Tracer", failures: Seque
         )
 
 
-def _first_success(
-    tracer: "_Tracer", attempts: Sequence[tuple[str, bool]]
-) -> tuple[TrainingGraph, list[Exception]]:
+def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[TrainingGraph, list[Exception]]:
     """The graph of the first attempt that succeeds, and the errors of those before it.
 
     An attempt is the name of a front end, and whether the batch is symbolic. What pipec itself refuses, it
@@ -205,8 +211,11 @@ def _first_success(
     dry run does what only the first call of some models does, such as to install hooks under a lock; if it
     changes anything, that attempt is made again.
     """
+    if request.variables:
+        return tracer.trace_variables(), []
     errors: list[Exception] = []
-    waiting, dry_run = list(attempts), None
+    waiting = [*itertools.product(FRONT_ENDS, (True, False) if request.symbolic else (False,))]
+    dry_run = None
     while waiting:
         name, symbolic = waiting.pop(0)
         try:
@@ -214,6 +223,7 @@ def _first_success(
         except PipecError:
             raise
         except Exception as error:
+            torch_compat.raise_if_unsupported(error)
             log.debug(
                 "%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", error_summary(error)
             )
@@ -253,34 +263,15 @@ def _check_trained(graph: TrainingGraph) -> None:
 
 
 class _Tracer:
-    """Traces one call of a step with any front end, the batch symbolic or fixed."""
+    """Traces the call of a request with any front end, the batch symbolic or fixed."""
 
-    def __init__(
-        self,
-        step: TracedStep,
-        mode: Mode,
-        call: ModelCall,
-        canonical: Mapping[str, str],
-        device: torch.device,
-        rewrite_loss: bool,
-        may_have_tail: bool,
-        num_replicas: int | None,
-        branches: BranchDecider,
-        timed: Timed,
-        find: Find,
-    ) -> None:
-        self._step = step
-        self._mode = mode
-        self._call = call
-        self._adds_up = rewrite_loss
-        self._may_have_tail = may_have_tail
-        self._num_replicas = num_replicas
-        self._fqns, self._constants = model_names(step, canonical)
-        self._device = device if any(True for _ in step.model.parameters()) else None
-        self._branches = branches
-        self._timed, self._find = timed, find
+    def __init__(self, request: CaptureRequest, step: TracedStep) -> None:
+        self._request, self._call, self._step = request, request.call, step
+        self._fqns, self._constants = model_names(step, request.canonical)
+        self._device = request.device if any(True for _ in step.model.parameters()) else None
+        originals = torch_compat.replace_with_fake_tensors(step, request.device)
+        self._branches = BranchDecider(request.call, request.whole_batch, originals)
         self._captured: CapturedGraph | None = None
-        self.draws_with_numpy = self.has_traced_backward = self.is_found = False
 
     @property
     def refused_branch(self) -> str:
@@ -293,91 +284,63 @@ class _Tracer:
         return self._captured is not None and self._captured.dynamo_output is not None
 
     @property
-    def compares_tensors(self) -> bool:
-        """Whether the last graph may depend on which arguments are one tensor."""
-        return bool(self._step.repeated) or self._captured is None or self._captured.compares_tensors
+    def has_traced_backward(self) -> bool:
+        """Whether the last graph was traced together with its backward."""
+        return self._captured is not None and self._captured.has_backward
 
-    def depends_on_grad_mode(self) -> bool:
-        """Whether the last graph may be another one without gradients."""
-        captured = self._captured
-        return (
-            captured is None or captured.depends_on_grad_mode or depends_on_grad_mode(captured.module.graph)
-        )
+    @property
+    def draws_with_numpy(self) -> bool:
+        """Whether the last graph draws random numbers in the place of numpy."""
+        return self._captured is not None and torch_compat.draws_with_numpy(self._captured.module)
 
     def dry_run(self) -> torch_compat.DryRun:
         """Run the step in eager mode on fake tensors."""
         return torch_compat.dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
 
-    def trace_variables(self, variables: Sequence[Variable]) -> TrainingGraph:
-        """With these variables symbolic, as the batch is.
+    def trace_variables(self) -> TrainingGraph:
+        """Trace with the variables of the request symbolic, as the batch is.
 
         Raises:
             SpecializedVariableError: that cannot be done.
         """
         try:
-            graph = self.trace(torch_compat.capture_with_dynamo, True, variables)
-        except SpecializedVariableError:
+            graph = self.trace(torch_compat.capture_with_dynamo, symbolic=True)
+        except (SpecializedVariableError, UnsupportedTorchError):
             raise
         except Exception as error:
+            torch_compat.raise_if_unsupported(error)
             raise SpecializedVariableError(error_summary(error)) from error
         if not graph.is_valid_for(self._call.batch_size, graph.planned_sizes):
             raise SpecializedVariableError("what holds of it does not hold of this call")
         return graph
 
-    def trace(self, front_end: FrontEnd, symbolic: bool, variables: Sequence[Variable] = ()) -> TrainingGraph:
-        size = self._call.batch_size
-        proves = symbolic and front_end is torch_compat.capture_with_dynamo
-        captured = self.trace_ambiguous_leaves(variables) if proves else None
-        sample = self._sample(variables) if symbolic else self._call.sample(size, self._device)
-        if captured is None:
-            self._step.batched = tuple(sample.batched)
-            with self._branches.deciding(sample, symbolic):
-                captured = front_end(
-                    self._step, sample.tree, _symbolic(sample, variables) if symbolic else []
-                )
-        has_loss, is_of_dynamo = self._mode is not Mode.FORWARD, captured.dynamo_output is not None
-        if has_loss and is_of_dynamo and not torch_compat.returns_loss_first(captured):
-            raise TypeError("the model returns an object that torch makes before it returns the loss")
-        if captured.compares_tensors and self._step.repeated != self._call.repeated:
-            _refuse_other_splits(self._call)
-            self._step.repeated = self._call.repeated
-            return self.trace(front_end, symbolic, variables)
-        refuse_layout_reads(captured, self._call.changed_layouts)
-        self._captured, self.has_traced_backward = captured, captured.traced_backward is not None
-        self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
-        changed, text = _changed_state(self._step.model, captured.changed_state), ""
-        if proves:
-            trace = functools.partial(TraceText.of, captured, self._step, self._constants, changed)
-            text, known = self._find(trace)
-            if known is not None:
-                self.is_found = True
-                return known
-        split_recurrent_layers(captured.module)
-        split_fused_attention(captured.module)
+    def trace(self, front_end: FrontEnd, symbolic: bool) -> TrainingGraph:
+        """The training graph of what a front end captures."""
+        sample = self._sample() if symbolic else self._call.sample(self._call.batch_size, self._device)
+        captured = self._trace_forward(front_end, sample, symbolic)
+        self._captured = captured
+        use_own_operators(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)
         require_full_scatter(captured.module.graph, sample)
-        _warn_of_changed_state(changed)
-        first_collective = resolve_model_collectives(captured.module, self._step, self._num_replicas)
-        if first_collective and self.has_traced_backward:
-            raise CaptureError(
-                f"{first_collective} is a collective, which a model that differentiates by itself cannot have"
-            )
+        _warn_of_changed_state(self._step.model, captured.changed_state)
+        first_collective = self._resolve_collectives(captured)
         batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
         if symbolic and batch_symbol_of(captured.module.graph, batched) is None:
             findings = NO_FINDINGS  # the graph is refused, for it is for this number of rows alone
         else:
             of_batch = None if symbolic else self._capture_batch(front_end)
-            with self._timed("analyse the batch"):
+            with self._request.timed("analyse the batch"):
                 findings = self._analyse(captured, batched, first_collective, of_batch)
 
         def read(joint: torch_compat.JointGraph) -> TrainingGraph:
+            variables = self._request.variables
             traced = TracedCall(
                 joint,
-                self._mode,
+                self._request.mode,
                 operators,
                 sample,
-                size,
+                self._call.batch_size,
                 symbolic,
                 variable_values(variables, self._call.leaves),
                 variables,
@@ -387,13 +350,33 @@ class _Tracer:
                 self._step.model.training,
                 findings,
                 first_collective,
-                self._num_replicas or 1,
+                self._request.num_replicas or 1,
             )
             return training_graph(traced)
 
-        with self._timed("differentiate"):
+        with self._request.timed("differentiate"):
             runs = [] if findings.assumed else self._repeated_blocks(captured)
-            return replace(self._differentiate(captured, runs, read), text=text)
+            return self._differentiate(captured, runs, read)
+
+    def _trace_forward(self, front_end: FrontEnd, sample: ModelCall, symbolic: bool) -> CapturedGraph:
+        is_dynamo = front_end is torch_compat.capture_with_dynamo
+        captured = self.trace_ambiguous_leaves() if symbolic and is_dynamo else None
+        if captured is None:
+            self._step.batched = tuple(sample.batched)
+            with self._branches.deciding(sample, symbolic):
+                captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
+        if is_dynamo and self._request.has_loss and not torch_compat.returns_loss_first(captured):
+            raise TypeError("the model returns an object that torch makes before it returns the loss")
+        return captured
+
+    def _resolve_collectives(self, captured: CapturedGraph) -> str:
+        """The first collective of the model itself, if it has one."""
+        first = resolve_model_collectives(captured.module, self._step, self._request.num_replicas)
+        if first and captured.has_backward:
+            raise CaptureError(
+                f"{first} is a collective, which a model that differentiates by itself cannot have"
+            )
+        return first
 
     def _repeated_blocks(self, captured: CapturedGraph) -> list[RepeatedBlocks]:
         """The runs of equal blocks in a graph of Dynamo's that is about to be differentiated."""
@@ -411,7 +394,7 @@ class _Tracer:
         read: Callable[[torch_compat.JointGraph], TrainingGraph],
     ) -> TrainingGraph:
         """What ``read`` makes of the joint graph, in which the middle blocks of runs are copies."""
-        training = self._mode is Mode.TRAIN
+        training = self._request.mode is Mode.TRAIN
         if runs:
             with torch_compat.replaced_graph(captured, without_middle(captured.module.graph, runs)):
                 joint = torch_compat.differentiate(captured, training)
@@ -421,12 +404,12 @@ class _Tracer:
                 log.info("equal blocks are differentiated one by one: %s", error)
         return read(torch_compat.differentiate(captured, training))
 
-    def _sample(self, variables: Sequence[Variable]) -> ModelCall:
+    def _sample(self) -> ModelCall:
         """A call to be traced with symbols, and numbers that are to be symbols in tensors.
 
         No symbol has one element, nor has the batch the size of another one by chance.
         """
-        sizes = {*variable_values(variables, self._call.leaves).values()}
+        sizes = {*variable_values(self._request.variables, self._call.leaves).values()}
         rows = next(rows for rows in itertools.count(max(self._call.batch_size, 2)) if rows not in sizes)
         positions = itertools.count()
 
@@ -436,7 +419,13 @@ class _Tracer:
 
         return self._call.sample(rows, self._device).map(as_symbol)
 
-    def trace_ambiguous_leaves(self, variables: Sequence[Variable] = ()) -> CapturedGraph | None:
+    def _symbolic(self, sample: ModelCall) -> list[tuple[Tensor, int]]:
+        """The dimensions of the sample that are to be symbols."""
+        split = [(leaf, 0) for leaf, split in zip(sample.leaves, sample.batched, strict=True) if split]
+        variables = self._request.variables
+        return split + [(sample.leaves[x.position], x.dim) for x in variables if x.dim is not None]
+
+    def trace_ambiguous_leaves(self) -> CapturedGraph | None:
         """Find out whether the model requires the tensors that may be split to have the batch's rows.
 
         They are traced with as many rows as the batch, but each with a symbol of its own; where the model
@@ -447,21 +436,21 @@ class _Tracer:
         """
         if not self._call.ambiguous_leaves:
             return None
-        sample = self._sample(variables)
+        sample = self._sample()
         named = zip(sample.paths, sample.batched, strict=True)
         self._step.batched = tuple(split and path not in self._call.ambiguous_leaves for path, split in named)
         try:
-            symbolic = _symbolic(sample, variables)
             with self._branches.deciding(sample, symbolic=True):
-                captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
+                captured = torch_compat.capture_with_dynamo(self._step, sample.tree, self._symbolic(sample))
         except Exception as error:
+            torch_compat.raise_if_unsupported(error)
             log.debug("nothing shows which tensors are split: %s", error_summary(error))
             return None
         return captured if all_share_batch_symbol(captured.module, self._call) else None
 
     def _capture_batch(self, front_end: FrontEnd) -> WholeBatchCapture | None:
         """A capture of the whole batch, for comparison with a graph that is for these rows alone."""
-        batch = self._branches.batch
+        batch = self._request.whole_batch
         rows, batch_size = self._call.batch_size, batch.batch_size
         if rows == batch_size:
             return None
@@ -470,9 +459,10 @@ class _Tracer:
             with replace(self._branches, call=batch, refused=[]).deciding(sample, symbolic=False):
                 module = front_end(self._step, sample.tree, []).module
         except Exception as error:
+            torch_compat.raise_if_unsupported(error)
             log.debug("the whole batch cannot be captured: %s", error_summary(error))
             return WholeBatchCapture(None, rows, batch_size)
-        split_recurrent_layers(module)
+        use_own_operators(module)
         describe_branches(module)
         require_full_scatter(module.graph, sample)
         return WholeBatchCapture(module, rows, batch_size)
@@ -488,15 +478,17 @@ class _Tracer:
 
         Where the user says how they add up, only the other results are looked at.
         """
-        if not (self._adds_up or first_collective):
+        request = self._request
+        if not (request.adds_up or first_collective):
             refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
-        has_loss = self._mode is not Mode.FORWARD
-        size, num_replicas = self._call.batch_size, self._num_replicas or 1
-        if captured.traced_backward is not None:
-            return analyse_differentiated(captured, batched, size, has_loss, num_replicas, of_batch)
-        if self._adds_up:
-            rows = self._branches.batch.batch_size if self._may_have_tail else 0
-            return analyse_batch(captured.module, batched, size, has_loss, num_replicas, of_batch, rows)
+        size, num_replicas = self._call.batch_size, request.num_replicas or 1
+        if captured.has_backward:
+            return analyse_differentiated(captured, batched, size, request.has_loss, num_replicas, of_batch)
+        if request.adds_up:
+            rows = request.whole_batch.batch_size if request.may_have_tail else 0
+            return analyse_batch(
+                captured.module, batched, size, request.has_loss, num_replicas, of_batch, rows
+            )
         return analyse_outputs(captured.module, batched, size, num_replicas, of_batch)
 
     def reads(self) -> ReadValues:
@@ -516,12 +508,6 @@ def _refuse_other_splits(call: ModelCall) -> None:
                 f"{path} is {call.paths[first]}, but is not split like it, and forward() may ask whether "
                 f"they are one tensor; pass {path}.clone()"
             )
-
-
-def _symbolic(call: ModelCall, variables: Sequence[Variable]) -> list[tuple[Tensor, int]]:
-    """The dimensions that are to be symbols."""
-    split = [(leaf, 0) for leaf, split in zip(call.leaves, call.batched, strict=True) if split]
-    return split + [(call.leaves[x.position], x.dim) for x in variables if x.dim is not None]
 
 
 _TYPES = {float: torch.float64, int: torch.int64}
@@ -544,8 +530,8 @@ def _changed_state(model: nn.Module, changed: Sequence[str]) -> list[tuple[str, 
     return of_modules + [(path, "") for path in sorted(others) if not _is_record(model, path)]
 
 
-def _warn_of_changed_state(changed: Sequence[tuple[str, str]]) -> None:
-    for path, kind in changed:
+def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
+    for path, kind in _changed_state(model, changed):
         if kind:
             log.warning(
                 "forward() of %s (%s) sets attributes of the module; pipelines run what was captured and "

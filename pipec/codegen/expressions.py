@@ -72,7 +72,6 @@ FUNCTIONS = {
     aten.mm.default: "mm",
     aten.bmm.default: "bmm",
     aten.addmm.default: "addmm",
-    aten.linear.default: "nn.functional.linear",
     aten.baddbmm.default: "baddbmm",
     aten.convolution.default: "convolution",
     aten.native_layer_norm.default: "native_layer_norm",
@@ -134,11 +133,12 @@ PRIMITIVES = {
     primitives.cross_entropy_gradient: "cross_entropy_gradient",
     primitives.check_row_independence: "check_row_independence",
     primitives.require: "require",
-    primitives.CUDNN_RNN: "CUDNN_RNN",
-    primitives.CUDNN_RNN_BACKWARD: "CUDNN_RNN_BACKWARD",
-    primitives.ONEDNN_LSTM: "ONEDNN_LSTM",
-    primitives.RECURRENCE: "RECURRENCE",
-    primitives.RECURRENCE_BACKWARD: "RECURRENCE_BACKWARD",
+    primitives.CTC_LOSS: "CTC_LOSS",
+    primitives.CTC_LOSS_BACKWARD: "CTC_LOSS_BACKWARD",
+    primitives.INTERPOLATE: "INTERPOLATE",
+    primitives.INTERPOLATE_BACKWARD: "INTERPOLATE_BACKWARD",
+    primitives.RECURRENT_LAYER: "RECURRENT_LAYER",
+    primitives.RECURRENT_LAYER_BACKWARD: "RECURRENT_LAYER_BACKWARD",
 }
 """Operators of pipec's own."""
 
@@ -216,7 +216,7 @@ def output_argument(node: fx.Node) -> str | None:
     if node.target is primitives.cross_entropy_gradient:
         return "out"
     variant = out_variant(node.target)
-    return variant._schema.arguments[-1].name if variant else None
+    return torch_compat.schema(variant).arguments[-1].name if variant else None
 
 
 def in_place_arguments(node: fx.Node, written: fx.Node) -> list[Any]:
@@ -229,7 +229,7 @@ def _in_place(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
     """``x.add_(y)``"""
     variant = in_place_variant(node.target)
     assert variant is not None
-    method = variant._schema.name.split("::")[1]
+    method = variant.overloadpacket.__name__
     if node.target in (*INFIX, *METHODS, *FUNCTIONS) and hasattr(torch.Tensor, method):
         return f"{args[0]}.{method}({', '.join(args[1:] + kwargs)})"
     return f"{_qualified(variant)}({', '.join(args + kwargs)})"
@@ -294,7 +294,7 @@ def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
 
 def _qualified(target: Any) -> str:
     if isinstance(target, torch_compat.OpOverload):
-        return f"torch.ops.{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+        return f"torch.ops.{target}"
     raise NotImplementedError(f"code generation does not know how to call {target!r}")
 
 

@@ -26,10 +26,12 @@ from pipec.graph import (
     is_data_dependent_number,
     is_forward,
     is_tensor,
+    is_view,
     recv,
     send,
 )
 from pipec.ir import Mode
+from pipec.torch_compat import OpOverload
 
 RESERVED = frozenset(
     [
@@ -67,14 +69,8 @@ ITEM_NAMES = {
     torch.ops.aten.convolution_backward.default: ("grad_input", "grad_weight", "grad_bias"),
     torch.ops.aten.native_dropout.default: ("", "mask"),
     torch.ops.aten.max_pool2d_with_indices.default: ("", "indices"),
-    primitives.ONEDNN_LSTM: ("", "h", "c", "kept"),
-    primitives.CUDNN_RNN: ("", "h", "c", "kept"),
-    primitives.CUDNN_RNN_BACKWARD: (
-        *("grad_x", "grad_h", "grad_c"),
-        *("grad_w_ih", "grad_w_hh", "grad_b_ih", "grad_b_hh"),
-    ),
-    primitives.RECURRENCE: ("", "h", "c", "kept"),
-    primitives.RECURRENCE_BACKWARD: ("grad_gates", "grad_h", "grad_c", "grad_w_hh", "grad_b_hh", "grad_w_hr"),
+    primitives.RECURRENT_LAYER: ("", "h", "c"),
+    primitives.RECURRENT_LAYER_BACKWARD: ("grad_x", "grad_h", "grad_c", *["grad_weight"] * 10),
 }
 """The names of the items of operators that return several tensors."""
 
@@ -146,13 +142,24 @@ def _names_in_others(
 def _operator_results(graph: TrainingGraph) -> dict[int, fx.Node]:
     """For each operator, the node of the user's variable: its last forward tensor.
 
-    For an operator that returns several tensors, it is the first of them.
+    For an operator that returns several tensors, it is the first of them. For a product, it is the product
+    and not the view of it that is read, since views are written where they are read.
     """
     return {
         node.meta["operator"]: node
         for node in graph.nodes
-        if is_forward(node) and is_tensor(node) and node.target not in (send, recv) and not _item(node)
+        if is_forward(node)
+        and is_tensor(node)
+        and node.target not in (send, recv)
+        and not _item(node)
+        and not _is_view_of_result(node)
     }
+
+
+def _is_view_of_result(node: fx.Node) -> bool:
+    """Whether the node is a view of what the same operator computes."""
+    source = node.all_input_nodes[0] if is_view(node) else node
+    return source is not node and source.meta.get("operator") == node.meta["operator"] and not is_view(source)
 
 
 def _item(node: fx.Node) -> int:
@@ -215,8 +222,8 @@ def _operator_name(node: fx.Node) -> str:
         return "_".join(filter(None, [_operator_name(source), suffix]))
     if is_data_dependent_number(node):
         return "size"
-    schema = getattr(node.target, "_schema", None)
-    name = schema.name.split("::")[1] if schema else str(node.target)
+    target = node.target
+    name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else str(target)
     return identifier(IMPLEMENTATION_WORDS.sub("", name.strip("_")))
 
 

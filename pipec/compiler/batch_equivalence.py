@@ -1,12 +1,15 @@
 """Errors and warnings where microbatches are not, or may not be, equivalent to the whole batch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from pipec.errors import InputError, MixedRowsError
 from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer, is_collective
+from pipec.graph.size_text import format_size
 from pipec.ir import Payload, Placement, Plan
+from pipec.ir.text_format import names_in
 
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -79,6 +82,41 @@ def require_rows_for_norms(findings: BatchFindings, sizes: Sequence[int]) -> Non
             f"value per channel, but of {sum(sizes)} rows in {len(sizes)} microbatches, some have one row; "
             "pass more rows or fewer microbatches, call eval() on the layer, or leave out a short batch, "
             "as drop_last=True does"
+        )
+
+
+def require_concatenable_outputs(graph: TrainingGraph) -> None:
+    """Raise InputError if it is unknown how the results of microbatches are concatenated."""
+    if all(axis is None or axis.is_leading for axis in graph.axes):
+        return
+    outputs = ((role, node.meta["val"]) for role, node in graph.returned)
+    if any(role.axis is None and _may_have_rows_elsewhere(graph, value.shape) for role, value in outputs):
+        raise InputError(
+            "the model or loss_fn returns tensors, and nothing shows where their rows are: an argument has "
+            "them elsewhere than in dimension 0, and the number of rows is a constant in what was captured; "
+            "compile with dynamic=True, or pass the batch as dimension 0"
+        )
+
+
+def _may_have_rows_elsewhere(graph: TrainingGraph, shape: Sequence[Any]) -> bool:
+    """Whether an unanalysed result may have its rows in any dimension, or merged with another one."""
+    if graph.batch is None:
+        return bool(shape)
+    sizes = [format_size(size, graph.symbols) for size in shape]
+    return any("b" in names_in(size) and size != "b" for size in sizes)
+
+
+def require_independent_graphs(plan: Plan, sizes: Sequence[int]) -> None:
+    """Raise InputError if microbatches of several graphs need a count over the mini-batch, or all its rows.
+
+    ``plan`` is that of one of the graphs, and ``sizes`` are the rows of all microbatches.
+    """
+    if any(stage.batch_counts or stage.tail for stage in plan.stages):
+        what = "all rows" if any(stage.tail for stage in plan.stages) else "a count over the rows"
+        raise InputError(
+            f"the loss needs {what} of the mini-batch, but its {len(sizes)} microbatches of "
+            f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
+            f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
         )
 
 

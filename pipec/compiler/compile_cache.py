@@ -1,24 +1,25 @@
-"""The in-memory cache of everything compiled for the calls of one pipeline.
+"""The compiled calls of one pipeline, in memory, and the keys under which they are found.
 
 Every rank makes the same calls in the same order, and so evicts the same entries. Rank 0 alone compiles: the
 other ranks hold programs and no graphs.
 """
 
+import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from pipec.artifact.artifact import Artifact
 from pipec.capture.model_call import ModelCall
-from pipec.compiler.capture_key import CaptureKey, CaptureSignature
-from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import notice
-from pipec.graph import Fingerprint, TrainingGraph, difference
-from pipec.ir import Mode, Sizes
+from pipec.graph import Fingerprint, difference
+from pipec.ir import Mode, Sizes, Variable
+from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import variable_values
 from pipec.ir.text_format import holds
+from pipec.torch_compat import pytree
 
 MAX_SIGNATURES = 8
 """Most signatures cached for each mode, the value of torch._dynamo.config.recompile_limit.
@@ -29,6 +30,59 @@ MAX_PROGRAMS = 32
 """Most programs cached for one signature: one for each number of rows, or size that the model depends on."""
 
 _MAX_VALID_SIZES = 1024
+
+
+@dataclass(frozen=True)
+class CaptureKey:
+    """Everything that decides a capture, except the Python values that the model's code reads.
+
+    Calls with equal keys, whose code reads equal values, run the same programs. ``call_signature`` describes
+    a call without its values, its number of rows and its ``variables``. With ``outputs``, the model's output
+    is returned beside the loss. ``fingerprint`` is that of the model and of torch.
+    """
+
+    mode: Mode
+    call_signature: Hashable
+    outputs: bool
+    fingerprint: Fingerprint
+    variables: tuple[Variable, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.mode, self.call_signature, self.outputs, self.fingerprint, self.variables))
+
+    @property
+    def without_fingerprint(self) -> tuple[Mode, Hashable, bool]:
+        return self.mode, self.call_signature, self.outputs
+
+
+@dataclass(frozen=True)
+class CaptureSignature:
+    """Identifies a captured graph: a capture key, and a version for each set of Python values read."""
+
+    key: CaptureKey
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledArtifact:
+    """An artifact, and the structure of the model's output.
+
+    ``axes`` maps results whose rows were moved to the front to the dimension where the model has them.
+    ``number`` identifies the artifact on every rank.
+    """
+
+    artifact: Artifact
+    output_spec: pytree.TreeSpec | None
+    axes: Mapping[str, BatchAxis]
+    number: int = field(default_factory=itertools.count().__next__)
+
+
+MicrobatchGroups = list[tuple[CompiledArtifact, list[int]]]
+"""The artifact of each group of consecutive microbatches of a call, and the sizes of the microbatches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,18 +102,29 @@ class CompiledGraphs:
         used = {staged for staged, _, _ in artifacts}
         return CompiledGraphs(tuple(staged for staged in self.graphs if staged in used), artifacts)
 
+    def guard_failure(self, key: CaptureKey, call: ModelCall | None) -> str:
+        """The first guard of the captures that no longer holds, as text; empty if all hold.
+
+        Guards on values of the call are not evaluated if ``call`` is None.
+        """
+        leaves, sizes = None, {}
+        if call is not None:
+            leaves = call.leaves
+            sizes = {"b": call.batch_size, **variable_values(key.variables, leaves)}
+        return next((why for each in self.graphs if (why := each.graph.guard_failure(leaves, sizes))), "")
+
 
 @dataclass(eq=False)
-class _CachedProgram:
+class _Program:
     """The artifacts that run batches of ``rows`` rows, and the sizes for which their guards held."""
 
     rows: int
     groups: MicrobatchGroups
     _valid_sizes: set[tuple[float, ...]] = field(default_factory=set)
 
-    def is_valid_for(self, rows: int, values: Sizes, repeated: tuple[tuple[int, int], ...]) -> bool:
+    def is_valid_for(self, rows: int, values: Sizes) -> bool:
         """Whether the artifacts are valid for such a batch. Evaluates guards once for each size."""
-        if rows != self.rows or self.groups[0][0].artifact.plan.repeated not in (None, repeated):
+        if rows != self.rows:
             return False
         sizes = tuple(values.values())
         if sizes in self._valid_sizes:
@@ -83,152 +148,107 @@ class _CachedProgram:
 
 
 @dataclass(eq=False)
-class _CachedCalls:
-    """The programs of one signature, the most recently used at the end.
+class _Entry:
+    """The programs of one signature, the most recently used last, and on rank 0 what they were made of."""
 
-    ``compiled`` holds the graphs and artifacts of the programs, and ``used`` the time of the last use.
-    """
-
-    programs: list[_CachedProgram] = field(default_factory=list)
+    programs: list[_Program] = field(default_factory=list)
     compiled: CompiledGraphs = field(default_factory=CompiledGraphs)
-    used: int = 0
 
 
 class CompileCache:
-    """Compiled programs by capture key and version; evicts the least recently used."""
+    """Compiled programs by signature, the most recently used last; evicts the least recently used."""
 
     def __init__(self) -> None:
-        self._calls: dict[CaptureKey, dict[int, _CachedCalls]] = {}
-        self._clock = itertools.count(1)
+        self._entries: dict[CaptureSignature, _Entry] = {}
 
     def find(self, signature: CaptureSignature, rows: int, call: ModelCall) -> MicrobatchGroups | None:
         """The artifacts that run this call with ``rows`` rows, if they were compiled."""
-        cached = self._calls.get(signature.key, {}).get(signature.version)
-        if cached is None:
+        entry = self._entries.get(signature)
+        if entry is None:
             return None
         values = variable_values(signature.key.variables, call.leaves)
-        for program in reversed(cached.programs):
-            if program.is_valid_for(rows, values, call.repeated):
-                self._use(cached, program)
+        for program in reversed(entry.programs):
+            if program.is_valid_for(rows, values):
+                entry.programs.remove(program)
+                self._use(signature, program)
                 return program.groups
         return None
 
     def add(self, signature: CaptureSignature, rows: int, groups: MicrobatchGroups) -> None:
         """Add the artifacts of a call, and evict the least recently used."""
-        cached = self._entry(signature)
-        self._use(cached, _CachedProgram(rows, groups))
-        numbers = {compiled.number for program in cached.programs for compiled, _ in program.groups}
-        cached.compiled = cached.compiled.only(numbers)
-        of_mode = [(each.used, other) for other, each in self._all() if other.key.mode is signature.key.mode]
-        for _, oldest in sorted(of_mode, key=itemgetter(0))[:-MAX_SIGNATURES]:
-            del self._calls[oldest.key][oldest.version]
-            if not self._calls[oldest.key]:
-                del self._calls[oldest.key]
+        entry = self._use(signature, _Program(rows, groups))
+        del entry.programs[:-MAX_PROGRAMS]
+        numbers = {compiled.number for program in entry.programs for compiled, _ in program.groups}
+        entry.compiled = entry.compiled.only(numbers)
+        complete = (each for each, held in self._entries.items() if held.programs)
+        of_mode = [each for each in complete if each.key.mode is signature.key.mode]
+        for oldest in of_mode[:-MAX_SIGNATURES]:
+            del self._entries[oldest]
 
-    def _use(self, cached: _CachedCalls, program: _CachedProgram) -> None:
-        cached.used = next(self._clock)
-        if not cached.programs or cached.programs[-1] is not program:
-            others = [each for each in cached.programs if each is not program]
-            cached.programs = [*others, program][-MAX_PROGRAMS:]
-
-    def _entry(self, signature: CaptureSignature) -> _CachedCalls:
-        return self._calls.setdefault(signature.key, {}).setdefault(signature.version, _CachedCalls())
+    def _use(self, signature: CaptureSignature, program: _Program) -> _Entry:
+        """Make a program the most recently used of all."""
+        entry = self._entries.pop(signature, None) or _Entry()
+        entry.programs.append(program)
+        self._entries[signature] = entry
+        return entry
 
     @property
     def compiled(self) -> Iterator[CompiledArtifact]:
         """All artifacts in the cache."""
-        for _, cached in self._all():
-            yield from (compiled for program in cached.programs for compiled, _ in program.groups)
+        for entry in self._entries.values():
+            yield from (compiled for program in entry.programs for compiled, _ in program.groups)
 
     @property
     def staged_graphs(self) -> list[StagedGraph]:
-        """All cut graphs, in the order in which their keys were first compiled."""
-        return [staged for _, cached in self._all() for staged in cached.compiled.graphs]
-
-    def _all(self) -> Iterator[tuple[CaptureSignature, _CachedCalls]]:
-        for key, versions in self._calls.items():
-            yield from ((CaptureSignature(key, version), cached) for version, cached in versions.items())
+        """All cut graphs."""
+        return [staged for entry in self._entries.values() for staged in entry.compiled.graphs]
 
     def get(self, signature: CaptureSignature) -> CompiledGraphs:
         """The graphs and artifacts of a signature, on the rank that compiles."""
-        cached = self._calls.get(signature.key, {}).get(signature.version)
-        return cached.compiled if cached else CompiledGraphs()
+        entry = self._entries.get(signature)
+        return entry.compiled if entry else CompiledGraphs()
 
     def put(self, signature: CaptureSignature, compiled: CompiledGraphs) -> None:
         """Set the graphs and artifacts of a signature."""
-        self._entry(signature).compiled = compiled
-
-    def trained_graphs(self, key: CaptureKey) -> Iterator[TrainingGraph]:
-        """The captured graphs of steps that train on calls such as this evaluation, the latest first."""
-        yield from self._trained_graphs(key, key.fingerprint)
-
-    def graphs_trained_in_other_modes(self, key: CaptureKey) -> Iterator[TrainingGraph]:
-        """The same of a model whose modules were in other modes, as before ``eval()``."""
-        mine = key.fingerprint.without("training")
-        for other in {each.fingerprint.without("requires_grad"): None for each in self._calls}:
-            if other != key.fingerprint and other.without("training") == mine:
-                yield from self._trained_graphs(key, other)
-
-    def _trained_graphs(self, key: CaptureKey, fingerprint: Fingerprint) -> Iterator[TrainingGraph]:
-        for other in reversed(self._calls if key.mode is Mode.LOSS else ()):
-            evaluated = replace(other, mode=Mode.LOSS, fingerprint=other.fingerprint.without("requires_grad"))
-            if evaluated == replace(key, fingerprint=fingerprint):
-                for cached in reversed(self._calls[other].values()):
-                    yield from (staged.captured for staged in reversed(cached.compiled.graphs))
+        self._entries.setdefault(signature, _Entry()).compiled = compiled
 
     def version(self, key: CaptureKey, call: ModelCall | None) -> int:
-        """The latest version of a capture key whose guards hold; a new number if none holds.
+        """The last used version of a capture key whose guards hold; a new number if none holds.
 
         Guards on values of the call are not evaluated if ``call`` is None.
         """
-        versions = self._calls.get(key, {})
-        for number in reversed(versions):
-            if not _guard_failure(versions[number].compiled.graphs, key, call):
-                return number
-        return max(versions, default=-1) + 1
+        signatures = [each for each in self._entries if each.key == key]
+        for signature in reversed(signatures):
+            if not self._entries[signature].compiled.guard_failure(key, call):
+                return signature.version
+        return max((each.version for each in signatures), default=-1) + 1
 
     def is_valid(self, signature: CaptureSignature) -> bool:
         """Whether the captured graphs are still valid for the model."""
-        return not _guard_failure(self.get(signature).graphs, signature.key, None)
+        return not self.get(signature).guard_failure(signature.key, None)
 
     def recompile_reason(self, signature: CaptureSignature, call: ModelCall, change: str) -> str:
         """The reason why a call is compiled; logs it if the model is captured again.
 
         ``change`` says which variables of the call became symbolic.
         """
-        key, number = signature.key, signature.version
-        versions, last = self._calls.get(key, {}), self._last_similar(key)
-        if number in versions:
+        if signature in self._entries:
             return "for other rows or sizes than before"
-        reason = change
-        if last is not None and last.fingerprint != key.fingerprint:
-            reason = difference(last.fingerprint.values, key.fingerprint.values)
-        elif versions and number > max(versions):
-            failure = _guard_failure(versions[max(versions)].compiled.graphs, key, call)
-            reason = f"{failure}{_OFTEN * (number >= 3)}"
+        key, reason = signature.key, change
+        similar = [each for each in self._entries if each.key.without_fingerprint == key.without_fingerprint]
+        if similar and similar[-1].key.fingerprint != key.fingerprint:
+            reason = difference(similar[-1].key.fingerprint.values, key.fingerprint.values)
+        elif same := [each for each in similar if each.key == key]:
+            failure = self.get(same[-1]).guard_failure(key, call)
+            reason = f"{failure}{_OFTEN * (signature.version >= 3)}"
         if reason:
             notice("recompiling: %s", reason)
         return reason or f"for the first call like this ({key.mode})"
-
-    def _last_similar(self, key: CaptureKey) -> CaptureKey | None:
-        """The most recently used key that differs from this one at most in its fingerprint and variables."""
-        similar = key.without_fingerprint
-        keys = [(x.used, each.key) for each, x in self._all() if each.key.without_fingerprint == similar]
-        return max(keys, key=itemgetter(0))[1] if keys else None
 
     def read(self, signature: CaptureSignature) -> dict[str, Any]:
         """The Python values that the model and the loss read in this signature's captures, by expression."""
         graphs = [staged.graph for staged in self.get(signature).graphs]
         return {source: x for graph in graphs for source, x in graph.reads.plain.items()}
-
-
-def _guard_failure(known: Sequence[StagedGraph], key: CaptureKey, call: ModelCall | None) -> str:
-    """The first guard of the captures that no longer holds, as text; empty if all hold."""
-    leaves, sizes = None, {}
-    if call is not None:
-        leaves = call.leaves
-        sizes = {"b": call.batch_size, **variable_values(key.variables, leaves)}
-    return next((why for each in known if (why := each.graph.guard_failure(leaves, sizes))), "")
 
 
 _OFTEN = ". What changes often is better a tensor that step() is given, or a buffer of the model"

@@ -1,23 +1,40 @@
 """The compiler of one model: holds the decisions and the compiled artifacts that later calls use."""
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
+from pipec import console
 from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import traced_step_without_call
 from pipec.compiler.candidate import Candidate
-from pipec.compiler.capture_key import CaptureKey, CaptureSignature
-from pipec.compiler.compile_cache import CompileCache
-from pipec.compiler.compile_settings import CompileSettings
-from pipec.compiler.microbatch_groups import MicrobatchGroups, require_one_graph
+from pipec.compiler.compile_cache import CaptureSignature, CompileCache, MicrobatchGroups
 from pipec.compiler.stopwatch import Stopwatch
-from pipec.console import warn
-from pipec.ir import Mode, Sizes
+from pipec.errors import InputError
+from pipec.ir import Mode, Precision, Sizes
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """The settings that all calls of a pipeline share.
+
+    ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
+    if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
+    ``microbatch_weight`` is recorded in the plan. With ``requires_proof``, losses whose sum is unproven are
+    refused. With ``calibrates_cpu``, costs are measured on this CPU.
+    """
+
+    loss_fn: Callable[..., Any] | None
+    device: torch.device
+    precision: Precision | None = None
+    microbatch_weight: str = ""
+    requires_proof: bool = False
+    calibrates_cpu: bool = False
 
 
 @dataclass
@@ -41,14 +58,6 @@ class Compiler:
         """A compiler for a copy of the model, with the same decisions and an empty cache."""
         return Compiler(model, self.canonical, self.settings, self.decided)
 
-    def version(self, key: CaptureKey, call: ModelCall | None) -> int:
-        """The version of a capture key that is valid for the call; a new number if none is."""
-        return self.cache.version(key, call)
-
-    def is_valid(self, signature: CaptureSignature) -> bool:
-        """Whether the captured graphs are still valid for the model."""
-        return self.cache.is_valid(signature)
-
     def compile(
         self, signature: CaptureSignature, call: ModelCall, change: str, refuses_mixed_rows: bool
     ) -> MicrobatchGroups:
@@ -66,22 +75,11 @@ class Compiler:
             # It loads torch._dynamo, which takes seconds that ranks save for which another one compiles.
             from pipec.compiler.compile import CompileRequest, compile_call
 
-            request = CompileRequest(
-                settings=self.settings,
-                model=self.model,
-                canonical=self.canonical,
-                key=signature.key,
-                call=call,
-                stopwatch=self.stopwatch,
-                warn=self._warn_once,
-                refuses_mixed_rows=refuses_mixed_rows,
-                change=change,
-                trained=tuple(self.cache.trained_graphs(signature.key)),
-                trained_in_other_modes=tuple(self.cache.graphs_trained_in_other_modes(signature.key)),
-            )
-            compiled = compile_call(request, self.decided, self.cache.get(signature))
+            known = self.cache.get(signature)
+            request = CompileRequest(self, signature.key, call, known, bool(change), refuses_mixed_rows)
+            compiled = compile_call(request)
         self.decided = compiled.decided
-        self.cache.put(signature, compiled.cached)
+        self.cache.put(signature, compiled.known)
         return compiled.groups
 
     def require_one_graph_for(self, signature: CaptureSignature, sizes: Sequence[int], values: Sizes) -> None:
@@ -91,11 +89,14 @@ class Compiler:
             InputError: the model makes a constant of the batch size, or was captured for one size.
         """
         graphs = [staged.graph for staged in self.cache.get(signature).graphs]
-        require_one_graph(graphs, sizes, values, self.decided.dynamic)
-
-    def read(self, signature: CaptureSignature) -> dict[str, Any]:
-        """The Python values that the model and the loss read in this signature's captures, by expression."""
-        return self.cache.read(signature)
+        graph = next((each for each in graphs if each.is_valid_for(max(sizes), values)), graphs[0])
+        if invalid := [size for size in sizes if not graph.is_valid_for(size, values)]:
+            reason = "the model makes a constant of the batch" if self.decided.dynamic else "dynamic is False"
+            raise InputError(
+                "replicas that pass their own parts of a batch run one graph, which cannot take microbatches "
+                f"of {invalid[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
+                "its microbatches divide, as drop_last=True does"
+            )
 
     def traced(self, mode: Mode) -> nn.Module:
         """A module with the model and the loss, from which the expressions of ``read`` are evaluated."""
@@ -103,10 +104,11 @@ class Compiler:
             self._traced[mode] = traced_step_without_call(self.model, self.settings.loss_fn, mode)
         return self._traced[mode]
 
-    def _warn_once(self, warning: str) -> None:
+    def warn(self, warning: str) -> None:
+        """Issue a warning, unless it is empty or was issued before."""
         if warning and warning not in self._warned:
             self._warned.add(warning)
-            warn(warning)
+            console.warn(warning)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
 from pipec.passes.precompute_weights import PrecomputeWeights
-from pipec.passes.recompose_linear import RecomposeLinear
 from pipec.passes.reuse_memory import ReuseMemory
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_at_collectives import SplitAtCollectives
@@ -88,6 +87,5 @@ def make_passes(
         SplitAtCollectives(),
         SplitBackward(),
         ReuseMemory(),
-        RecomposeLinear(),
         FuseCrossEntropy(exact=not options.fused_gradients),
     ]

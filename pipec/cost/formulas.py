@@ -36,6 +36,7 @@ from pipec.cost.symbolic_sizes import (
 )
 from pipec.graph import is_collective, is_view
 from pipec.hardware.devices import Arithmetic, DeviceModel
+from pipec.torch_compat import OpOverload, pytree, schema
 
 NodeSizes = Mapping[fx.Node, tuple[TensorSize, ...]]
 """The tensors that make up each node's value."""
@@ -118,8 +119,10 @@ def operator_name(node: fx.Node) -> str:
 
     In-place variants share the name.
     """
-    schema = getattr(node.target, "_schema", None)
-    return str(schema.name).removeprefix("aten::").removesuffix("_") if schema else str(node.target)
+    if not isinstance(node.target, OpOverload):
+        return str(node.target)
+    name, _, _ = str(node.target.name()).partition(".")
+    return name.removeprefix("aten::").removesuffix("_")
 
 
 def launches_no_kernel(node: fx.Node) -> bool:
@@ -193,8 +196,8 @@ def _convolution_backward_flops(node: fx.Node, sizes: NodeSizes) -> sympy.Expr:
 def _recurrent_flops(node: fx.Node, sizes: NodeSizes, recurrent: RecurrentOperator) -> sympy.Expr:
     """Each weight is multiplied with every row of every step."""
     arguments = _arguments(node)
-    weights = [arguments[name] for name in recurrent.weights if arguments[name] is not None]
-    elements = total(sizes[weight][0].elements for weight in weights)
+    weights = pytree.tree_leaves([arguments[name] for name in recurrent.weights])
+    elements = total(sizes[weight][0].elements for weight in weights if len(sizes[weight][0].shape) == 2)
     return (
         sympy.Integer(2 * recurrent.products)
         * product(sizes[arguments[recurrent.steps]][0].shape[:2])
@@ -248,14 +251,17 @@ def _registered_flops(formula: Callable[..., Any], node: fx.Node, sizes: NodeSiz
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments that were given, by their names in the operator's schema, else by position."""
-    schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema else map(str, range(len(node.args)))
+    if isinstance(node.target, OpOverload):
+        names = [argument.name for argument in schema(node.target).arguments]
+    else:
+        names = [*map(str, range(len(node.args)))]
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def _writes_to_argument(node: fx.Node) -> bool:
-    schema: Any = getattr(node.target, "_schema", None)
-    return any(result.alias_info is not None and result.alias_info.is_write for result in schema.returns)
+    assert isinstance(node.target, OpOverload)
+    results = schema(node.target).returns
+    return any(result.alias_info is not None and result.alias_info.is_write for result in results)
 
 
 def _touched(values: Iterable[Any], sizes: NodeSizes) -> list[sympy.Expr]:

@@ -43,7 +43,7 @@ FLOPS_PER_OUTPUT: Mapping[str, int] = _each(
             native_dropout_backward softshrink_backward upsample_nearest1d_backward
             upsample_nearest2d_backward upsample_nearest3d_backward
             """,
-        9: "avg_pool2d max_pool2d_with_indices upsample_bilinear2d upsample_linear1d",
+        9: "avg_pool2d max_pool2d_with_indices pipec::interpolate",
         10: """
             acos asin atan atan2 bernoulli bucketize cos cosh elu erf erfc exp exp2 exponential expm1 glu
             log log10 log1p log2 logit multinomial native_dropout normal normal_functional pow rand
@@ -52,7 +52,7 @@ FLOPS_PER_OUTPUT: Mapping[str, int] = _each(
             """,
         20: """
             elu_backward gelu gelu_backward glu_backward log_sigmoid_backward log_sigmoid_forward logaddexp
-            mish mish_backward silu_backward softplus softplus_backward upsample_bicubic2d
+            mish mish_backward silu_backward softplus softplus_backward
             """,
         27: "avg_pool3d max_pool3d_with_indices",
     }
@@ -75,7 +75,7 @@ FLOPS_PER_INPUT: Mapping[str, int] = _each(
             _batch_norm_with_update _batch_norm_with_update_functional _fused_rms_norm
             _native_batch_norm_legit _native_batch_norm_legit_functional
             _native_batch_norm_legit_no_training avg_pool2d_backward cudnn_batch_norm native_batch_norm
-            native_group_norm native_layer_norm upsample_bilinear2d_backward
+            native_group_norm native_layer_norm pipec::interpolate_backward
             """,
         14: """
             _fused_rms_norm_backward _log_softmax _log_softmax_backward_data _safe_softmax _softmax
@@ -93,7 +93,8 @@ class RecurrentOperator(NamedTuple):
     """A recurrent layer in one operator: which arguments it multiplies, and how often.
 
     ``steps`` is the argument of shape (length, rows, ...). ``launches`` are the kernels that each step
-    starts; without any, there is one kernel for all.
+    starts; without any, there is one kernel for all. A backward that computes the layer again multiplies
+    three times.
     """
 
     steps: str
@@ -103,13 +104,10 @@ class RecurrentOperator(NamedTuple):
 
 
 RECURRENT_OPERATORS: Mapping[str, RecurrentOperator] = {
-    "pipec::onednn_lstm": RecurrentOperator("x", ("w_ih", "w_hh"), 1, 0),
+    "pipec::recurrent_layer": RecurrentOperator("x", ("weights",), 1, 1),
+    "pipec::recurrent_layer_backward": RecurrentOperator("x", ("weights",), 3, 3),
     "mkldnn_rnn_layer": RecurrentOperator("input", ("weight0", "weight1"), 1, 0),
     "mkldnn_rnn_layer_backward": RecurrentOperator("input", ("weight1", "weight2"), 2, 0),
-    "pipec::cudnn_rnn": RecurrentOperator("x", ("w_ih", "w_hh"), 1, 1),
-    "pipec::cudnn_rnn_backward": RecurrentOperator("x", ("w_ih", "w_hh"), 2, 2),
-    "pipec::recurrence": RecurrentOperator("gates", ("w_hh", "w_hr"), 1, 10),
-    "pipec::recurrence_backward": RecurrentOperator("output", ("w_hh", "w_hr"), 2, 20),
 }
 
 GATHER_SOURCES: Mapping[str, str] = {

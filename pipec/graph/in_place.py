@@ -35,7 +35,7 @@ from pipec.graph.nodes import (
     storage_owner,
 )
 from pipec.primitives import cross_entropy_gradient
-from pipec.torch_compat import OpOverload, formula
+from pipec.torch_compat import OpOverload, formula, schema
 
 aten = torch.ops.aten
 
@@ -119,7 +119,7 @@ def in_place_variant(target: Any) -> OpOverload | None:
     """The in-place variant of an elementwise operator, which writes its first operand."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    packet = getattr(getattr(torch.ops, target.namespace), f"{target._schema.name.split('::')[1]}_", None)
+    packet = getattr(getattr(torch.ops, target.namespace), f"{target.overloadpacket.__name__}_", None)
     variants = (getattr(packet, name) for name in packet.overloads()) if packet else ()
     return next((each for each in variants if _arguments(each) == _arguments(target)), None)
 
@@ -130,7 +130,7 @@ def out_variant(target: Any) -> OpOverload | None:
 
 
 def _arguments(target: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    return [(argument.name, str(argument.type)) for argument in schema(target).arguments]
 
 
 def storage_readers(owner: fx.Node) -> Iterator[fx.Node]:

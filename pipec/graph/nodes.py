@@ -37,7 +37,7 @@ from torch import fx
 from pipec.ir import Phase
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ops import COLLECTIVES
-from pipec.torch_compat import OpOverload
+from pipec.torch_compat import OpOverload, schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers. Attention without dropout draws none, nor does its gradient."""
     if not isinstance(node.target, OpOverload):
         return False
-    arguments = node.target._schema.arguments
+    arguments = schema(node.target).arguments
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     if any(argument.name == "philox_seed" for argument in arguments):  # where the forward drew
@@ -287,7 +287,7 @@ def is_view(node: fx.Node) -> bool:
 
 @functools.cache
 def _returns_views(operator: OpOverload) -> bool:
-    returned = [result.alias_info for result in operator._schema.returns]
+    returned = [result.alias_info for result in schema(operator).returns]
     is_view = any(info is not None and not info.is_write for info in returned)
     return is_view or operator is torch.ops.aten._unsafe_view.default
 

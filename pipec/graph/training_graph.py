@@ -74,8 +74,6 @@ class TrainingGraph:
     * ``assignment`` has the stages of a graph that is cut.
     * ``paths`` names the leaves of the arguments, and ``axes`` says where the user has the rows of the leaves
       that are split. ``training`` is the mode of the model.
-    * ``text`` is all that the graph was made of, the same in each process that makes it; without a
-      compilation cache a digest, to compare traces of this process. It is empty if unknown.
     """
 
     module: fx.GraphModule
@@ -106,9 +104,7 @@ class TrainingGraph:
     training: bool = True
     reads: ReadValues = NOTHING_READ
     input_branches: InputBranches = NO_INPUT_BRANCHES
-    depends_on_grad_mode: bool = True
     repeated: tuple[tuple[int, int], ...] | None = None
-    text: str = field(default="", repr=False)
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

@@ -30,6 +30,7 @@ from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
 from pipec.runtime.processes.launch import world
+from pipec.torch_compat import persistent_buffers
 
 __all__ = ["PipecMetrics", "PipecStrategy"]
 
@@ -181,8 +182,7 @@ class PipecStrategy(SingleDeviceStrategy):
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
         own = self.lightning_module
-        names = own._buffers.keys() - own._non_persistent_buffers_set
-        state = OrderedDict[str, Any]({name: own._buffers[name] for name in own._buffers if name in names})
+        state = OrderedDict[str, Any](persistent_buffers(own))
         for name, child in own.named_children():
             found = self._pipes[name].state_dict() if name in self._pipes else child.state_dict()
             state.update({f"{name}.{key}": value for key, value in found.items()})

@@ -30,8 +30,8 @@ MIN_ROW_BYTES = 8192
 class FuseCrossEntropy:
     """Fuse the two calls on CPUs, for logits [rows, classes].
 
-    Like ``RecomposeLinear`` this pass runs last, because other passes know only torch's own operators. With
-    ``exact``, every value keeps its bits.
+    This pass runs last, because other passes know only torch's own operators. With ``exact``, every value
+    keeps its bits.
     """
 
     exact: bool = True

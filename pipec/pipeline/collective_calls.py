@@ -19,12 +19,13 @@ from pipec.capture.call_cache import CallCache, CallKey
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.variable_history import VariableHistory
-from pipec.compiler.capture_key import CaptureKey, CaptureSignature, CollectiveCall
+from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
 from pipec.compiler.compiler import Compiler
 from pipec.console import warn
 from pipec.errors import InputError, PipecError
 from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, same_objects, torch_values
 from pipec.ir import Mode
+from pipec.ir.batch_split import repeated_tensors
 from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.runtime.messages.agreement import CallRole, RankReply
 from pipec.runtime.messages.call_description import (
@@ -36,7 +37,6 @@ from pipec.runtime.messages.call_description import (
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.random_seeds import peek_seed
 from pipec.runtime.sharded_loaders import dropped_parts_warning
-from pipec.runtime.stages.input_layout import as_contiguous
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.torch_compat import pytree
 
@@ -52,6 +52,21 @@ class CallRequest:
     @property
     def name(self) -> str:
         return f"{self.method} with outputs" if self.outputs else self.method
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A call that all ranks make, with its signature and random seed.
+
+    ``generator_after`` is torch's default generator after drawing the seed. ``rows[k]`` is the number of rows
+    of replica k if each replica passes its own part of the batch; otherwise ``rows`` has one entry, all rows.
+    """
+
+    call: ModelCall
+    signature: CaptureSignature
+    seed: int
+    generator_after: Generator
+    rows: tuple[int, ...]
 
 
 class CallAgreement:
@@ -110,7 +125,7 @@ class CallAgreement:
             seed, after = peek_seed()
             return CollectiveCall(
                 call,
-                CaptureSignature(key, self._compiler.version(key, call)),
+                CaptureSignature(key, self._compiler.cache.version(key, call)),
                 seed,
                 after,
                 (call.batch_size,),
@@ -136,7 +151,7 @@ class CallAgreement:
             return False
         if self._fingerprint(Mode.TRAIN, snapshot) != signature.key.fingerprint:
             return False
-        return self._ranks.world.rank != 0 or self._compiler.is_valid(signature)
+        return self._ranks.world.rank != 0 or self._compiler.cache.is_valid(signature)
 
     @property
     def _has_arguments(self) -> bool:
@@ -232,7 +247,7 @@ class CallAgreement:
     def _reply_values(self, key: CaptureKey | None, call: ModelCall) -> list[int]:
         """The version that rank 0's guards choose, and a hash of the requires_grad flags of this rank."""
         whole = call if self.batch != "local" else None
-        version = self._compiler.version(key, whole) if key and self._ranks.world.rank == 0 else 0
+        version = self._compiler.cache.version(key, whole) if key and self._ranks.world.rank == 0 else 0
         return [version, hash(self._owned.tensors.requires_grad_flags())]
 
     def _changes_model(self, replies: Sequence[RankReply], snapshot: ModelSnapshot) -> bool:
@@ -260,7 +275,8 @@ class CallAgreement:
 
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
         activity = f"sharing rank 0's batch of {request.name}"
-        given = call.tree, *_form(call)
+        contiguous = pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, call.tree)
+        given = contiguous, *_form(call)
         sent = self._ranks.agreement.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
         (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
         return ModelCall(args, kwargs, target, *form)
@@ -302,7 +318,7 @@ class CallAgreement:
             if key and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
                 self.checked_calls.put(key, cached)
             return cached
-        laid_out = cached.batch_first([*map(as_contiguous, leaves)], cached.batch_size)
+        laid_out = cached.batch_first(leaves, cached.batch_size)
         if not same_objects(laid_out, leaves):
             structure = pytree.tree_structure((args, dict(sorted(kwargs.items())), target))
             args, kwargs, target = pytree.tree_unflatten(laid_out, structure)
@@ -312,7 +328,7 @@ class CallAgreement:
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
         given = ModelCall(args, kwargs, target).leaves
-        call = ModelCall(*pytree.tree_map(as_contiguous, (args, kwargs, target))).laid_out_from(given)
+        call = ModelCall(args, kwargs, target, repeated=repeated_tensors(given))
         call.check(self._compiler.model)
         call = self._divided(call.in_order_for(self._compiler.model)).marked_as(given)
         if mode is not Mode.FORWARD:
@@ -326,7 +342,7 @@ class CallAgreement:
 def _form(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
     splits = call.split, call.ambiguous_leaves
-    return *splits, call.changed_layouts, call.keyword_order, call.marked, call.repeated
+    return *splits, call.transposed, call.keyword_order, call.marked, call.repeated
 
 
 def _requires_grad(leaf: object) -> bool:

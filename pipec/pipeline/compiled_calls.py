@@ -10,15 +10,14 @@ from torch import Tensor
 from pipec.capture.batch_inputs import observed_splits
 from pipec.capture.model_call import ModelCall
 from pipec.capture.sequence_first import sequence_first_spec
-from pipec.compiler.capture_key import CollectiveCall
+from pipec.compiler.compile_cache import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.compiler import Compiler
-from pipec.compiler.microbatch_groups import CompiledArtifact, MicrobatchGroups
 from pipec.console import logger
 from pipec.errors import CaptureError, InputError, MixedRowsError, TargetRowsError
 from pipec.graph import PlainValues
 from pipec.ir import Mode
 from pipec.ir.batch_split import replica_microbatch_sizes, require_equal_rows, variable_values
-from pipec.pipeline.collective_calls import CallAgreement, CallRequest
+from pipec.pipeline.collective_calls import CallAgreement, CallRequest, CollectiveCall
 from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.plan.local_batch_check import check_local_batch
 from pipec.runtime.absent_tensors import materialized
@@ -146,14 +145,12 @@ class CompiledCalls:
             advance_default_generator(collective_call.generator_after)
 
         first, key = collective_call.call, collective_call.signature.key
-        variables, repeated = key.variables, groups[0][0].artifact.plan.repeated
+        variables = key.variables
 
         def split(arguments: CallArguments) -> StreamBatch | None:
             args, kwargs = arguments.args, dict(arguments.kwargs)
             call = self._agreement.check_call(Mode.TRAIN, args, kwargs, arguments.target)
             if call.batch_size != first.batch_size or call.signature(variables) != key.call_signature:
-                return None
-            if repeated not in (None, call.repeated):
                 return None
             if variable_values(variables, call.leaves) != variable_values(variables, first.leaves):
                 return None
@@ -249,7 +246,7 @@ class CompiledCalls:
             whole = call if len(collective_call.rows) == 1 else call.sample(rows, None)
             with materialized(self._owned.tensors.unique().values()):
                 groups = self._compiler.compile(collective_call.signature, whole, change, refuses_mixed_rows)
-                return groups, self._compiler.read(collective_call.signature)
+                return groups, self._compiler.cache.read(collective_call.signature)
 
         values = variable_values(key.variables, call.leaves)
         request = repr(

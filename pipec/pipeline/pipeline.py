@@ -319,9 +319,9 @@ class Pipeline(PipelineBase):
                 module.training = self._modes_before_eval.get(module, mode) if mode else mode
 
     @exclusive_call
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _convert(self, function: Any, recurse: bool = True) -> Self:
         """``half`` and its kin call this. A tensor that ``to`` moves returns to its stage's device."""
-        super()._apply(fn, recurse)
+        super()._convert(function, recurse)
         self._owned.adopt_replaced()
         return self
 

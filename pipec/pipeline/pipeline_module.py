@@ -20,13 +20,13 @@ from pipec.errors import InputError
 from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import ModuleLoss
 from pipec.runtime.wrappers import AcceleratedModule, refuse_wrappers
-from pipec.torch_compat import pytree
+from pipec.torch_compat import ConvertedModule, pytree, share_registries
 
 if TYPE_CHECKING:
     from pipec.pipeline.pipeline import Pipeline
 
 
-class PipelineModule(AcceleratedModule):
+class PipelineModule(AcceleratedModule, ConvertedModule):
     """What ``Pipeline.as_module`` returns.
 
     It has the submodules and other attributes of the model, and the parameters, buffers and state of the
@@ -40,9 +40,7 @@ class PipelineModule(AcceleratedModule):
     def __init__(self, pipe: "Pipeline", model: nn.Module, outputs: bool) -> None:
         super().__init__()
         self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
-        self._modules = model._modules
-        self._parameters, self._buffers = model._parameters, model._buffers  # which modules around it list
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        share_registries(self, model)  # which modules around it list
         self._outputs = outputs
         self._anchor = torch.zeros((), requires_grad=True)
         self._dropped = _DroppedSteps()
@@ -167,8 +165,8 @@ class PipelineModule(AcceleratedModule):
         """As the pipeline's: by the norm of the whole model."""
         return self._pipe.clip_grad_norm_(max_norm, norm_type)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._pipe._apply(fn, recurse)
+    def _convert(self, function: Any, recurse: bool = True) -> Self:
+        self._pipe._convert(function, recurse)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PipelineModule":

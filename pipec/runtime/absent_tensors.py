@@ -12,17 +12,17 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import GetSetDescriptorType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.jit import _recursive
-from torch.utils import _pytree as pytree
 
 from pipec.errors import InputError
 from pipec.runtime.wrappers import calls_module, refuse_wrappers
+from pipec.torch_compat import pytree
 
-plain_tensors = torch._C.DisableTorchFunctionSubclass
+plain_tensors = torch.DisableTorchFunctionSubclass
 """Inside a ``with`` of it, absent tensors are plain ones: of NaN, each in the memory of one element."""
 
 
@@ -53,13 +53,13 @@ class _Absent:
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            refuse_wrappers()
-            with plain_tensors():
-                return func(*args, **kwargs)
+            return _metadata(func, args, kwargs)
         if func == _SET_DATA:
             return _set_data(*args)
         if func in _ELEMENTWISE:
             return _elementwise(func, args, kwargs)
+        if isinstance(getattr(func, "__self__", None), GetSetDescriptorType) and len(args) == 1:
+            return _property(func, args[0])
         if func in _ELEMENTWISE_UPDATES:
             return _update(func, args, kwargs)
         if func in _UPDATES_OF_LISTS:
@@ -170,16 +170,16 @@ def _release(tensor: Tensor, absence: Absence) -> None:
 @functools.cache
 def _refuse_scripting() -> None:
     """Let ``torch.jit.script`` refuse modules with absent tensors, which it reads without calling any."""
-    create = _recursive.create_script_module
+    plain = torch.jit.script
 
-    @functools.wraps(create)
-    def create_script_module(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for tensor in (*nn_module.parameters(), *nn_module.buffers()):
+    @functools.wraps(plain)
+    def script(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        for tensor in (*obj.parameters(), *obj.buffers()) if isinstance(obj, nn.Module) else ():
             if is_absent(tensor):
                 _refuse("torch.jit.script", [tensor])
-        return create(nn_module, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return plain(obj, *args, **kwargs)
 
-    _recursive.create_script_module = create_script_module
+    torch.jit.script = script
 
 
 def _one_element(like: Tensor) -> Tensor:
@@ -204,6 +204,21 @@ def _number(value: Any) -> Any:
         return value
     with plain_tensors():
         return value.detach().as_strided((), ())
+
+
+def _metadata(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``func`` returns, which does not depend on values."""
+    refuse_wrappers()
+    with plain_tensors():
+        return func(*args, **kwargs)
+
+
+def _property(get: Callable[..., Any], tensor: Tensor) -> Any:
+    """A property of an absent tensor such as ``shape``. Raises InputError if it is a tensor, as ``mT`` is."""
+    found = _metadata(get, [tensor], {})
+    if isinstance(found, Tensor):
+        _refuse(get, [tensor])
+    return found
 
 
 def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -282,7 +297,8 @@ def _refuse(func: Callable[..., Any] | str, args: Sequence[Any], kwargs: Any = N
         )
     name = func if isinstance(func, str) else getattr(func, "__qualname__", str(func)).split(".")[-1]
     if name == "__get__":
-        name = f"reading .{getattr(func, '__self__').__name__}"  # noqa: B009
+        read = getattr(func, "__self__")  # noqa: B009
+        name = f"reading .{getattr(read, '__name__', None) or read.fget.__name__}"
     raise InputError(
         f"{name} cannot use {absence.name}: it is {absence.place}, and this process has none of its values. "
         "Every rank calls one of these: pipe.state_dict(), which is the whole model's on rank 0; "
@@ -309,20 +325,10 @@ def _functions(owner: object, names: str) -> frozenset[Callable[..., Any]]:
     return frozenset(getattr(owner, name) for name in names.split() if hasattr(owner, name))
 
 
-def _getters(names: str) -> frozenset[Callable[..., Any]]:
-    return frozenset(getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name))
-
-
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 _METADATA = (
-    _getters(
-        "shape dtype device layout ndim requires_grad is_leaf grad_fn retains_grad is_cuda is_cpu is_meta "
-        "is_mps is_xpu is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla is_mtia is_maia "
-        "is_ipu is_ort is_vulkan itemsize nbytes names output_nr _version _backward_hooks "
-        "_post_accumulate_grad_hooks"
-    )
-    | _functions(
+    _functions(
         Tensor,
         "size dim numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference "
         "get_device requires_grad_ register_hook register_post_accumulate_grad_hook __len__ __format__ "
@@ -331,7 +337,6 @@ _METADATA = (
     | _functions(torch, "is_floating_point is_complex is_signed numel is_conj is_neg is_inference")
     | {
         Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        Tensor._backward_hooks.__set__,  # type: ignore[union-attr]
         torch._has_compatible_shallow_copy_type,
     }
 )
@@ -344,7 +349,7 @@ _ELEMENTWISE = (
         "__radd__ __rsub__ __rmul__ __rtruediv__",
     )
     | _functions(torch, "clone add sub mul div true_divide lerp rsub neg empty_like")
-    | _getters("data")
+    | {Tensor.data.__get__}  # type: ignore[attr-defined]
 )
 """What gives absent tensors of absent tensors and numbers."""
 

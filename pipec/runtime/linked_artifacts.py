@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import cast
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipec.artifact.artifact import Artifact
 from pipec.errors import InputError
@@ -18,6 +17,7 @@ from pipec.runtime.optimizers import StateShard
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.torch_compat import pytree
 
 
 class LinkedArtifacts:

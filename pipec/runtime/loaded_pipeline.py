@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipec.artifact.artifact import Artifact
 from pipec.artifact.verification import read_verified
@@ -58,6 +57,7 @@ from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.stream_session import CompiledStream
 from pipec.runtime.stream_training import OnStarted, StreamTraining, nothing
 from pipec.runtime.tensor_owners import owner_ranks, tensor_devices
+from pipec.torch_compat import pytree
 
 
 def load(

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipec.errors import InputError
 from pipec.runtime.absent_tensors import plain_tensors
+from pipec.torch_compat import pytree
 
 _ADVICE = (
     "pipe.clip_grad_norm_(max_norm) and torch.nn.utils.clip_grad_norm_(pipe.parameters(), max_norm), called "

@@ -11,6 +11,7 @@ from pipec.errors import InputError
 from pipec.ir import Plan
 from pipec.runtime.absent_tensors import hold, is_absent, plain_tensors, release_unread
 from pipec.runtime.messages.call_description import format_names
+from pipec.torch_compat import register_buffer
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,7 @@ def register_tensors(module: nn.Module, tensors: ModelTensors) -> None:
         owner._parameters[leaf] = parameter
     for fqn, buffer in tensors.buffers.items():
         owner, leaf = _owner(module, fqn)
-        owner._buffers[leaf] = buffer
-        if fqn not in tensors.persistent:
-            owner._non_persistent_buffers_set.add(leaf)
+        register_buffer(owner, leaf, buffer, fqn in tensors.persistent)
 
 
 def unregister_tensors(module: nn.Module, fqns: Iterable[str]) -> None:

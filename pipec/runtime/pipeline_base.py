@@ -23,9 +23,10 @@ from pipec.runtime.stream.call_arguments import ITERABLE
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.whole_model import StateOfRank0, WholeModel, local_optimizer_state
 from pipec.runtime.wrappers import is_called_by_dcp, refuse_wrappers
+from pipec.torch_compat import ConvertedModule
 
 
-class PipelineBase(nn.Module):
+class PipelineBase(ConvertedModule):
     """The tensors of this process under the model's own names, and the parts that train them.
 
     A subclass registers the tensors, and sets ``_stream``, which makes the steps of streams.
@@ -335,16 +336,16 @@ class PipelineBase(nn.Module):
         A step refuses tensors that have been given no values by then.
         """
         on_meta = [fqn for fqn, tensor in self._linked.tensors().items() if tensor.is_meta]
-        self._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device), recurse)
+        self._convert(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device), recurse)
         tensors = self._linked.tensors()
         self._linked.uninitialized.mark({fqn: x for fqn, x in tensors.items() if fqn in on_meta})
         return self
 
     @exclusive_call
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _convert(self, function: Any, recurse: bool = True) -> Self:
         """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked again."""
         self._linked.unshard()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._convert(function, recurse)
         self._linked.clear()
         return self
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipec.runtime.random_seeds import generator_of_seed
+from pipec.torch_compat import schema
 
 _default_generator = threading.Lock()
 
@@ -74,9 +75,9 @@ def _seeded_operator(function: Any) -> Any:
 
     ``aten::bernoulli(Tensor self)    ->    pipec::seeded_bernoulli_default(Tensor seed, Tensor self)``
     """
-    schema = str(function._schema)
-    arguments = schema[schema.index("(") + 1 :]
-    name = f"seeded_{function._schema.name.split('::')[1]}_{function._overloadname}"
+    _, _, arguments = str(schema(function)).partition("(")
+    _, *names = str(function).split(".")
+    name = "_".join(["seeded", *names])
 
     def call(seed: Tensor, *args: Any, **kwargs: Any) -> Any:
         named = kwargs.get("device") or torch.device("cpu")

@@ -19,8 +19,8 @@ from pipec.runtime.absent_tensors import is_absent, plain_tensors
 from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.optimizers import StateShard
 from pipec.runtime.pipeline_context import PipelineContext
-from pipec.runtime.total_norm import replace_total_norm
 from pipec.runtime.wrappers import refuse_scheduler_of_accelerate, refuse_wrappers
+from pipec.torch_compat import replace_total_norm
 
 
 class StateOfRank0(OrderedDict[str, Tensor]):

@@ -42,8 +42,7 @@ REFUSED = {
         "DistributedDataParallel",
         _REPLICAS,
     ),
-    ("torch.distributed._composable.replicate", "replicate"): ("replicate", _REPLICAS),
-    ("torch.distributed._composable.replicate_with_fsdp", "replicate"): ("replicate", _REPLICAS),
+    ("torch.distributed", "replicate"): ("replicate", _REPLICAS),
     ("torch.nn.parallel.replicate", "replicate"): ("DataParallel", _REPLICAS),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): (
         "FullyShardedDataParallel",
@@ -53,7 +52,7 @@ REFUSED = {
         "FullyShardedDataParallel",
         _SHARDS,
     ),
-    ("torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard"): ("fully_shard", _SHARDS),
+    ("torch.distributed.fsdp", "fully_shard"): ("fully_shard", _SHARDS),
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer.__init__"): (
         "ZeroRedundancyOptimizer",
         _SHARDS,
@@ -62,7 +61,7 @@ REFUSED = {
         "parallelize_module",
         "Leave it out: pipec divides a model into stages and replicas alone",
     ),
-    ("torch.distributed.tensor._api", "distribute_module"): (
+    ("torch.distributed.tensor", "distribute_module"): (
         "distribute_module",
         "Leave it out: pipec divides a model into stages and replicas alone",
     ),
@@ -76,11 +75,11 @@ REFUSED = {
     (_DCP, "set_optimizer_state_dict"): ("set_optimizer_state_dict", _STATE),
     (_DCP, "get_state_dict"): ("get_state_dict", _STATE),
     (_DCP, "set_state_dict"): ("set_state_dict", _STATE),
-    ("torch._dynamo.eval_frame", "OptimizedModule.__init__"): (
+    ("torch", "compile"): (
         "torch.compile",
         'Leave it out: pipec.compile(..., kernels="inductor") compiles the code of each stage',
     ),
-    ("torch.nn.utils.stateless", "_functional_call"): (
+    ("torch", "functional_call"): (
         "functional_call",
         "Call the model itself with other parameters before it is compiled, or write them into the pipeline "
         "by pipe.load_state_dict(...)",
@@ -91,7 +90,12 @@ REFUSED = {
         "then rank 0 update_bn(loader, model), and every rank loads its state by pipe.load_state_dict(...)",
     ),
 }
-"""By module and function: the name that users know, and what to do instead."""
+"""By module and function: the name that users know, and what to do instead.
+
+A function of a module inside of the named one counts, too: torch defines many in a private file.
+"""
+
+_FUNCTIONS = frozenset(function for _, function in REFUSED)
 
 
 def refuse_wrappers() -> None:
@@ -99,10 +103,10 @@ def refuse_wrappers() -> None:
     calls = [
         (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
         for frame in _frames()
-        if frame.f_code.co_name != "prepare_model"
-        or not isinstance(frame.f_locals.get("model"), AcceleratedModule)
+        if frame.f_code.co_qualname in _FUNCTIONS
+        and not isinstance(frame.f_locals.get("model"), AcceleratedModule)
     ]
-    if found := [REFUSED[call] for call in calls if call in REFUSED]:
+    if found := [each for call in calls for each in _refused(*call)]:
         name, instead = found[-1]
         if name == "DistributedDataParallel":
             instead += lightning_advice()
@@ -110,6 +114,13 @@ def refuse_wrappers() -> None:
             f"{name} cannot take a pipeline, nor the model of one: it is no module of layers that this "
             f"process holds. {instead}"
         )
+
+
+def _refused(module: str, function: str) -> Iterator[tuple[str, str]]:
+    """What is refused by the name of this function, if it is in the module of that name, or inside of it."""
+    for (owner, name), advice in REFUSED.items():
+        if name == function and f"{module}.".startswith(f"{owner}."):
+            yield advice
 
 
 class AcceleratedModule(nn.Module):
@@ -191,7 +202,7 @@ _DCP_CALLERS = {f"torch.distributed.checkpoint.state_dict_{name}" for name in ("
 
 def calls_module() -> bool:
     """Whether the forward of a module runs."""
-    return any(frame.f_code is nn.Module._call_impl.__code__ for frame in _frames())
+    return any(frame.f_code is nn.Module.__call__.__code__ for frame in _frames())
 
 
 def _frames() -> Iterator[FrameType]:

@@ -39,15 +39,6 @@ SEARCHED_SCHEDULES: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
 }
 """Schedules that depend on times and memory."""
 
-_REGISTRIES: Sequence[Mapping[str, object]] = (
-    SCHEDULES,
-    SEARCHED_SCHEDULES,
-    ASYNCHRONOUS_SCHEDULES,
-    LOOPED_SCHEDULES,
-)
-
-_OWN = [dict(each) for each in _REGISTRIES]
-
 _SUFFIXED = re.compile(r"(.+)-v([0-9]{1,9})")
 
 
@@ -71,18 +62,6 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Worklo
     if name in SEARCHED_SCHEDULES:
         return SEARCHED_SCHEDULES[name](num_ranks, num_microbatches, work or Workload.uniform(num_ranks))
     return cast("Callable[[int, int], Schedule]", make)(num_ranks, num_microbatches)
-
-
-def foreign_schedule(name: str) -> str:
-    """The name of a schedule that a step by ``name`` may run, and that is not pipec's own; else empty."""
-    named = (*SCHEDULES, *SEARCHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
-    changed = (
-        each
-        for registry, own in zip(_REGISTRIES, _OWN, strict=True)
-        for each in {**own, **registry}
-        if registry.get(each) is not own.get(each)
-    )
-    return next(changed, "" if name in named or _looped(name) else name)
 
 
 def _looped(name: str) -> Callable[[int, int], Schedule] | None:

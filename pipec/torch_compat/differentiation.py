@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import FrameSummary
@@ -24,12 +24,11 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
-from pipec.torch_compat.front_ends import CapturedGraph, TracedBackward
+from pipec.torch_compat.captured_graph import CapturedGraph
 from pipec.torch_compat.module_state import without_autocast
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
@@ -57,26 +56,6 @@ def size_of_symbol(symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat |
     shapes = number.node.shape_env
     sizes = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val
     return int(sizes[symbol]) if symbol in sizes else None
-
-
-def without_symbols(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor of ``mode`` like ``value``, with the sizes that symbols had when they were traced.
-
-    Computing with it leaves the symbols of ``value`` as they are.
-    """
-    match value:
-        case torch.Tensor():
-            with mode:
-                sizes, strides = (tuple(map(_hint, each)) for each in (value.shape, value.stride()))
-                return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-        case tuple() | list():
-            return type(value)(without_symbols(each, mode) for each in value)
-    return _hint(value)
-
-
-def _hint(size: Any) -> Any:
-    is_symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return size.node.hint if is_symbolic else size
 
 
 @dataclass(frozen=True)
@@ -118,10 +97,10 @@ def differentiate(captured: CapturedGraph, training: bool) -> JointGraph:
 
     ``node.meta["custom"]`` of a captured node is copied to every node that it causes.
     """
-    if captured.traced_backward is not None:
+    if captured.trained is not None:
         with without_autocast():  # tracing has converted dtypes already
-            joint_graph = differentiate(replace(captured, traced_backward=None), False)
-        return _with_gradients(joint_graph, captured.traced_backward)
+            joint_graph = differentiate(replace(captured, trained=None), False)
+        return _with_gradients(joint_graph, captured.trained)
     meta = captured.module.meta
     context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
     with contextlib.ExitStack() as stack:
@@ -141,7 +120,7 @@ def differentiate(captured: CapturedGraph, training: bool) -> JointGraph:
         guards=tuple(guard.expr for guard in shape_env.guards) if shape_env else (),
         branches=tuple(_branches(shape_env)) if shape_env else (),
         replacements=dict(shape_env.replacements) if shape_env else {},
-        output_spec=joint.out_spec,
+        output_spec=captured.results or joint.out_spec,
         specialized_by=_specialized_by(shape_env),
         data_dependent_sizes=tuple(_data_dependent_sizes(graph_module.graph)),
         asserted=tuple(_asserted(graph_module.graph, shape_env)),
@@ -206,11 +185,11 @@ def _asserted(graph: torch.fx.Graph, shape_env: ShapeEnv | None) -> Iterator[sym
         yield from (each.expr for each in asserts)
 
 
-def _with_gradients(joint: JointGraph, backward: TracedBackward) -> JointGraph:
-    """The same graph, with its tangent and gradients described as such."""
-    num_results, (*arguments, tangent) = backward.results.num_leaves, joint.arguments
+def _with_gradients(joint: JointGraph, trained: Sequence[str]) -> JointGraph:
+    """The same graph, with its tangent and the gradients of ``trained`` described as such."""
+    num_results, (*arguments, tangent) = joint.output_spec.num_leaves, joint.arguments
     assert tangent[0] == "input", tangent
-    names = dict(enumerate(backward.trained, num_results))
+    names = dict(enumerate(trained, num_results))
 
     def result(described: tuple[str, str | int]) -> tuple[str, str | int]:
         kind, index = described
@@ -220,7 +199,6 @@ def _with_gradients(joint: JointGraph, backward: TracedBackward) -> JointGraph:
         joint,
         arguments=(*arguments, ("tangent", 0)),
         results=tuple(map(result, joint.results)),
-        output_spec=backward.results,
     )
 
 

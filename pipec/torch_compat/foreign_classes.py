@@ -27,8 +27,13 @@ def active_mode() -> str:
     for mode in _get_current_function_mode_stack():
         if not is_of_torch(type(mode)):
             return f"the mode {type(mode).__qualname__}"
+    return "saved_tensors_hooks" if active_saved_tensors_hooks() else ""
+
+
+def active_saved_tensors_hooks() -> bool:
+    """Whether hooks on saved tensors are active that may change values."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return "" if hooks is None or keep_values(hooks) else "saved_tensors_hooks"
+    return hooks is not None and not keep_values(hooks)
 
 
 def keep_values(hooks: Iterable[object]) -> bool:

@@ -5,6 +5,7 @@ import copy
 import io
 import logging
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,11 @@ NEEDS_VALUES = (
 """Errors of operators that fail on fake tensors and would work on real ones."""
 
 
-NEEDS_MEMORY = ("not allocated yet", "access data pointer", "access storage", "for tensor subclasses")
-"""Parts of the errors that kernels and ``Tensor.numpy`` raise for a tensor without memory."""
+NEEDS_MEMORY = (
+    *("not allocated yet", "access data pointer", "access storage", "for tensor subclasses"),
+    "Couldn't swap",
+)
+"""Parts of the errors that kernels, ``Tensor.numpy`` and ``Module.to`` raise for a tensor without memory."""
 
 
 LOGGERS = (
@@ -139,9 +143,18 @@ def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> 
 
 
 def _replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> None:
+    """Replace tensors, also in lists: recurrent layers move their weights if a list of theirs has others."""
+
+    def replaced(value: Any) -> Any:
+        if type(value) is weakref.ref and id(value()) in fakes:
+            return weakref.ref(fakes[id(value())])
+        return fakes.get(id(value), value)
+
     for registry in _registries(module):
         for name, value in registry.items():
-            registry[name] = fakes.get(id(value), value)
+            registry[name] = replaced(value)
+            if type(value) is list:
+                value[:] = map(replaced, value)
 
 
 def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
@@ -186,30 +199,13 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     try:
         _replace_tensors(module, {id(tensor): _fake(tensor, tensor.device, mode) for tensor in tensors})
         fake_args = pytree.tree_map_only(torch.Tensor, lambda leaf: _fake(leaf, leaf.device, mode), args)
-        with mode, silence_output(), skip_no_op_conversions():
+        with mode, silence_output():
             module(*fake_args)
     except Exception as raised:
         error = raised
     finally:
         changed = [_restore_tensors(*pair) for pair in zip(containers, before, strict=True)]
     return DryRun(error, any(changed))
-
-
-@contextlib.contextmanager
-def skip_no_op_conversions() -> Iterator[None]:
-    """Let ``module.to(...)`` skip fake parameters that need no conversion: torch would fail to swap them."""
-    swap = torch.utils.swap_tensors
-
-    def swap_converted(original: torch.Tensor, converted: torch.Tensor) -> None:
-        old, new = ((each.dtype, each.device, each.shape) for each in (original, converted))
-        if old != new:
-            swap(original, converted)  # type: ignore[no-untyped-call]
-
-    torch.utils.swap_tensors = swap_converted
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap
 
 
 def _restore_tensors(container: Container, before: Container) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.backends import cuda, mha
+from torch.backends import cuda
 
 uninitialized: Any = torch.utils.deterministic
 cudnn: Any = torch.backends.cudnn
@@ -38,7 +38,6 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
     "memory-efficient attention": cuda.mem_efficient_sdp_enabled,
     "math attention": cuda.math_sdp_enabled,
     "cudnn attention": cuda.cudnn_sdp_enabled,
-    "fast path of attention modules": mha.get_fastpath_enabled,
     "anomaly detection": torch.is_anomaly_enabled,
     "default device": lambda: torch.get_default_device().type,
 }

@@ -1,10 +1,9 @@
 """The names of ``pipec.torch_compat`` that capture and differentiate a model, and need torch._dynamo."""
 
-from pipec.torch_compat.autograd_front_end import CAUSE, capture_with_autograd
+from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
 from pipec.torch_compat.differentiation import (
     ASSERTIONS,
     DataDependentSize,
-    FakeTensorMode,
     JointGraph,
     argument_tensors,
     differentiate,
@@ -15,7 +14,6 @@ from pipec.torch_compat.differentiation import (
     returns_loss_first,
     size_of_symbol,
     unbacked_symbols,
-    without_symbols,
 )
 from pipec.torch_compat.dynamo_branches import (
     Decision,
@@ -26,19 +24,17 @@ from pipec.torch_compat.dynamo_branches import (
     placeholder_example,
     shape_symbols,
 )
-from pipec.torch_compat.front_ends import (
-    CapturedGraph,
-    FakeTensor,
-    SymbolicDims,
+from pipec.torch_compat.dynamo_front_end import (
     capture_with_dynamo,
-    capture_with_export,
     draws_with_numpy,
+    ignored_cudnn_flags,
     is_data_dependent_error,
     model_raised,
     reason_of,
     user_frames,
 )
 from pipec.torch_compat.guards import Guards
+from pipec.torch_compat.make_fx_front_end import CAUSE, capture_with_make_fx
 from pipec.torch_compat.module_state import (
     DryRun,
     dry_run,
@@ -48,38 +44,20 @@ from pipec.torch_compat.module_state import (
     restore_module,
 )
 from pipec.torch_compat.operator_patches import (
-    ATTENTION,
-    ENCODER_LAYER,
     bound_ctc_loss_workspace,
-    computes_with_cudnn,
-    computes_with_onednn,
     decompositions,
-    keep_interpolation_operators,
-    keep_recurrent_operators,
     skip_distribution_validation,
-)
-from pipec.torch_compat.own_code import (
-    exact_text,
-    global_state,
-    is_own,
-    name_of,
-    replaced_code,
-    shape_facts,
-    symbol_texts,
+    trace_recurrent_networks,
 )
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 __all__ = [
     "ASSERTIONS",
-    "ATTENTION",
     "CAUSE",
-    "ENCODER_LAYER",
     "CapturedGraph",
     "DataDependentSize",
     "Decision",
     "DryRun",
-    "FakeTensor",
-    "FakeTensorMode",
     "Guards",
     "JointGraph",
     "SymbolicDims",
@@ -87,44 +65,33 @@ __all__ = [
     "argument_tensors",
     "bound_ctc_loss_workspace",
     "cached_size_arithmetic",
-    "capture_with_autograd",
     "capture_with_dynamo",
-    "capture_with_export",
-    "computes_with_cudnn",
-    "computes_with_onednn",
+    "capture_with_make_fx",
     "decide_branches",
     "decompositions",
     "differentiate",
     "draws_with_numpy",
     "dry_run",
     "evaluate_symbolic",
-    "exact_text",
-    "global_state",
     "has_partial_backward_hook",
     "has_values",
+    "ignored_cudnn_flags",
     "is_data_dependent",
     "is_data_dependent_error",
-    "is_own",
-    "keep_interpolation_operators",
-    "keep_recurrent_operators",
     "model_raised",
-    "name_of",
     "placeholder_example",
     "python_expression",
     "quiet_logging",
     "reason_of",
     "replace_with_fake_tensors",
-    "replaced_code",
     "replaced_graph",
     "restore_module",
     "result_tree",
     "returns_loss_first",
-    "shape_facts",
     "shape_symbols",
     "size_of_symbol",
     "skip_distribution_validation",
-    "symbol_texts",
+    "trace_recurrent_networks",
     "unbacked_symbols",
     "user_frames",
-    "without_symbols",
 ]

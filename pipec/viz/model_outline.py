@@ -3,7 +3,7 @@
 Generated code names the module, its class and the source line above the statements that come from it::
 
     # h.3.attn · Linear                                                    # gpt.py:9
-    linear_9 = torch.nn.functional.linear(layer_norm_6_1, h_3_attn_weight)  # f32[b, 32, 64]
+    addmm_9 = torch.addmm(h_3_attn_bias, view_6, t_9)  # f32[32*b, 64]
 
 So the outline is that of the code that runs, and an artifact that was loaded has it, too.
 """
@@ -95,7 +95,7 @@ def _operators(
 
 
 def _call(value: ast.expr) -> str:
-    """``linear`` for ``torch.nn.functional.linear(...)``; an operator such as ``*`` by its name."""
+    """``addmm`` for ``torch.addmm(...)``; an operator such as ``*`` by its name."""
     if isinstance(value, ast.Call):
         called = value.func
         parts = ast.unparse(called).split(".") if not isinstance(called, ast.Attribute) else [called.attr]

@@ -252,7 +252,7 @@ def test_ragged_padding_makes_no_difference(factory: Any, tmp_path: Path) -> Non
     kept: list[TrainingGraph] = []
 
     def capture_once(*args: Any, **options: Any) -> TrainingGraph:
-        kept.extend([] if kept else [tracer.capture(*args, **options)])
+        kept.extend([] if kept else [tracer.capture(tracer.CaptureRequest(*args, **options))])
         return kept[0]
 
     with mock.patch("pipec.compiler.compile.capture", capture_once):

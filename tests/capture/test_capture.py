@@ -34,12 +34,13 @@ from awkward_modules import (
     batch,
 )
 from huggingface_models import llama
+from slow_params import slow
 from torch import Tensor, nn
 from unsplit_reference import Inputs, StepResult, assert_equal, microbatches, unsplit_step
 
 import pipec
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import CaptureError, InputError
 from pipec.ir import Mode
 from pipec.pipeline import Pipeline
@@ -106,13 +107,9 @@ def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(make: Calla
     assert_equal(found, expected, tied(pipe))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11"), reason="torch 2.11 takes apart an LSTM into one of another shape"
-)
-def test_a_recurrent_layer_trains_with_the_bits_of_the_unsplit_model() -> None:
-    """In double precision: in single, eager torch calls oneDNN for an LSTM, which rounds in another way."""
-    found, expected, _ = trained_both_ways(Between(Recurrent).double(), batch(torch.float64))
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
+def test_a_recurrent_layer_trains_with_the_bits_of_the_unsplit_model(dtype: torch.dtype) -> None:
+    found, expected, _ = trained_both_ways(Between(Recurrent).to(dtype), batch(dtype))
     assert_equal(found, expected)
 
 
@@ -240,7 +237,7 @@ def test_a_model_on_meta_is_captured_as_on_its_device() -> None:
     def graph_on(device: str) -> list[str]:
         with torch.device(device):
             model, tokens = _Attending(), torch.zeros(4, 8, dtype=torch.int64)
-        graph = capture(model, _token_loss, Mode.TRAIN, ModelCall((tokens,), {}, tokens))
+        graph = capture(CaptureRequest(model, _token_loss, Mode.TRAIN, ModelCall((tokens,), {}, tokens)))
         assert all(parameter.device.type == device for parameter in model.parameters())
         return [f"{node.name} {node.target} {node.meta['phase']}" for node in graph.nodes]
 

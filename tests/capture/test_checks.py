@@ -10,7 +10,7 @@ from unsplit_reference import StepResult, relative_error
 
 import pipec
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import CaptureError, ExecutionError
 from pipec.graph import is_constant, is_forward
 from pipec.ir import Mode
@@ -99,7 +99,7 @@ class Overwriting(nn.Module):
 def test_operators_follow_the_data_where_a_tensor_is_changed() -> None:
     """torch makes views anew behind a change, and says they were of the operator that made the first one."""
     call = ModelCall((torch.randn(ROWS, WIDTH, WIDTH),), {})
-    graph = capture(Overwriting(), None, Mode.TRAIN, call)
+    graph = capture(CaptureRequest(Overwriting(), None, Mode.TRAIN, call))
     edges = [(source, node) for node in graph.nodes for source in node.all_input_nodes if _is_placed(source)]
     for source, node in edges:
         one, other = source.meta["operator"], node.meta["operator"]

@@ -253,7 +253,8 @@ def test_transformers_are_assembled_as_torch_differentiates_them(
     case = next(huggingface.find(each) for each in huggingface.architectures() if each.endswith(f"/{name}"))
     model, inputs = case.make(), case.batch(4)
     assembled, whole, runs = captured_both_ways(
-        monkeypatch, lambda: tracer.capture(model, None, Mode.TRAIN, ModelCall((), inputs, None))
+        monkeypatch,
+        lambda: tracer.capture(tracer.CaptureRequest(model, None, Mode.TRAIN, ModelCall((), inputs, None))),
     )
     assert runs
     assert_same_graph(assembled, whole)

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import CaptureError
 from pipec.graph import Fingerprint, ModelSnapshot, TrainingGraph, torch_values
 from pipec.ir import Mode
@@ -679,7 +679,7 @@ def net_of(read: Read) -> Any:
 
 
 def captured(net: nn.Module, x: Tensor) -> tuple[TrainingGraph, Fingerprint]:
-    graph = capture(net, None, Mode.FORWARD, ModelCall((x,), {}), symbolic=False)
+    graph = capture(CaptureRequest(net, None, Mode.FORWARD, ModelCall((x,), {}), symbolic=False))
     return graph, fingerprint(net)
 
 

@@ -164,17 +164,6 @@ CALLS: dict[OpOverload, list[Arguments]] = {
 }
 """Calls of every operator of the tables, and of some that keep their ATen form."""
 
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.t.default}
-COMPOSED: dict[OpOverload, list[tuple[Arguments, OpOverload]]] = {
-    aten.linear.default: [
-        (call(X, SQUARE, X[0]), aten.addmm.default),
-        (call(BATCHED, BATCHED[0], X[0, :3]), aten.addmm.default),
-        (call(X, SQUARE), aten.mm.default),
-        (call(BATCHED, BATCHED[0]), aten.mm.default),
-    ]
-}
-"""Calls of what torch makes of views and another operator, and that one."""
-
 
 class Recorder(TorchDispatchMode):
     """Every operator that reaches the dispatcher, with its arguments."""
@@ -273,15 +262,6 @@ def test_an_expression_dispatches_the_operator_it_stands_for(
         assert_same(found, target(*concrete[0], **concrete[1]), source)
 
 
-@pytest.mark.parametrize("target", COMPOSED, ids=str)
-def test_what_is_composed_dispatches_the_operators_that_it_stands_for(target: OpOverload) -> None:
-    for arguments, product in COMPOSED[target]:
-        source, tensors = printed(target, arguments)
-        found, calls = dispatched(source, tensors)
-        assert [called for called, _ in calls if called not in VIEWS] == [product], source
-        assert_same(found, target(*arguments[0]), source)
-
-
 @pytest.mark.parametrize("target", filter(in_place_variant, CALLS), ids=str)
 def test_a_call_that_writes_its_operand_dispatches_the_same_operator_in_place(target: OpOverload) -> None:
     variant, num_tried = in_place_variant(target), 0
@@ -303,8 +283,7 @@ def test_every_entry_is_called_above_in_the_form_that_the_table_gives_it(
     table: dict[OpOverload, str],
 ) -> None:
     for target, name in table.items():
-        calls = CALLS.get(target) or [arguments for arguments, _ in COMPOSED[target]]
-        sources = [printed(target, arguments)[0] for arguments in calls]
+        sources = [printed(target, arguments)[0] for arguments in CALLS[target]]
         form = f" {name} " if table is INFIX else f".{name}("
         assert any(form in source and "torch.ops" not in source for source in sources), (target, sources)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.graph import TailInput, TrainingGraph, UpdatedBuffer
 from pipec.graph.before_tail import needed_by_tail, needed_by_tail_alone, not_repeatable
 from pipec.hardware.devices import DEVICES
@@ -50,7 +50,9 @@ class Counting(nn.Module):
 def graph_of(between: nn.Module) -> TrainingGraph:
     call = ModelCall((torch.randn(8, 6),), {}, None)
     captured = capture(
-        Contrastive(between), None, Mode.TRAIN, call, symbolic=True, batch=call, may_have_tail=True
+        CaptureRequest(
+            Contrastive(between), None, Mode.TRAIN, call, symbolic=True, batch=call, may_have_tail=True
+        )
     )
     return run_passes(captured, [Simplify(), AnnotateCost(DEVICES["cpu"]), ExtractTail()])
 

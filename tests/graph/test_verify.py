@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from pipec import ops
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.compiler.pass_list import CompilerOptions, make_passes
 from pipec.errors import VerifyError
 from pipec.graph import TrainingGraph, is_forward, recv, send
@@ -40,7 +40,7 @@ class Counted(nn.Module):
 @pytest.fixture(scope="module")
 def compiled() -> TrainingGraph:
     call = ModelCall((torch.randn(4, 4),), {}, torch.randn(4, 2))
-    graph = capture(Counted(), nn.functional.mse_loss, Mode.TRAIN, call)
+    graph = capture(CaptureRequest(Counted(), nn.functional.mse_loss, Mode.TRAIN, call))
     device = DEVICES["cpu"]
     devices = equal_devices(2, device.link)
     return run_passes(

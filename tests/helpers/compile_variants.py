@@ -15,7 +15,7 @@ from unsplit_reference import Inputs, StepResult, unsplit_step
 import pipec
 from pipec.artifact.artifact import Artifact, write_artifact
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.graph import TrainingGraph, copy_graph
@@ -76,7 +76,7 @@ def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
     kept: list[TrainingGraph] = []
 
     def capture_and_keep(*args: Any, **options: Any) -> TrainingGraph:
-        graph = capture(*args, **options)
+        graph = capture(CaptureRequest(*args, **options))
         kept.append(copy_graph(graph))
         return graph
 

@@ -35,7 +35,7 @@ from torch.optim import lr_scheduler
 import pipec
 from pipec import console
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.runtime.absent_tensors import hold, is_absent
@@ -307,7 +307,7 @@ def capture_once(
     state = id(model), model.training, model.flagged, trained
     key = repr((state, mode, loss_fn is None, given, sorted(told.items())))
     if key not in _captured:
-        _captured[key] = copy_graph(capture(model, loss_fn, mode, call, *args, **options))
+        _captured[key] = copy_graph(capture(CaptureRequest(model, loss_fn, mode, call, *args, **options)))
     return copy_graph(_captured[key])
 
 

@@ -125,7 +125,7 @@ def captured_both_ways(
 
 def capture_stack(model: nn.Module, mode: Mode = Mode.TRAIN) -> TrainingGraph:
     loss_fn = None if mode is Mode.FORWARD else nn.functional.mse_loss
-    return tracer.capture(model, loss_fn, mode, call())
+    return tracer.capture(tracer.CaptureRequest(model, loss_fn, mode, call()))
 
 
 def assert_same_graph(graph: TrainingGraph, other: TrainingGraph) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import InfeasibleError
 from pipec.graph import Parameter, TrainingGraph, copy_graph
 from pipec.hardware.devices import DEVICES
@@ -31,7 +31,9 @@ def graph() -> TrainingGraph:
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
     layers[0].weight.requires_grad_(False)
     x = torch.randn(ROWS, WIDTH)
-    captured = capture(nn.Sequential(*layers), nn.functional.mse_loss, Mode.TRAIN, ModelCall((x,), {}, x))
+    captured = capture(
+        CaptureRequest(nn.Sequential(*layers), nn.functional.mse_loss, Mode.TRAIN, ModelCall((x,), {}, x))
+    )
     return run_passes(captured, [Simplify(), AnnotateCost(DEVICES["cpu"])])
 
 
@@ -73,7 +75,9 @@ class Centered(nn.Module):
 def test_what_only_the_tail_reads_counts_for_its_stage() -> None:
     """The second stage has a trained layer, which counts twice, and the head."""
     call = ModelCall((torch.randn(ROWS, WIDTH),), {}, None)
-    captured = capture(Centered(), None, Mode.TRAIN, call, symbolic=True, batch=call, may_have_tail=True)
+    captured = capture(
+        CaptureRequest(Centered(), None, Mode.TRAIN, call, symbolic=True, batch=call, may_have_tail=True)
+    )
     graph = run_passes(captured, [Simplify(), AnnotateCost(DEVICES["cpu"]), ExtractTail()])
     assert graph.tail is not None
     assert cut(graph, 4 * LAYER_BYTES).assignment.stages[-1] == 1

@@ -59,7 +59,7 @@ def test_calls_of_other_threads_are_refused(pipe: pipec.Pipeline, tmp_path: Path
         "full_state_dict": pipe.full_state_dict,
         "load_state_dict": lambda: pipe.load_state_dict({}),
         "gather_into": lambda: pipe.gather_into(model()),
-        "_apply": pipe.double,
+        "_convert": pipe.double,
         "optimizer": pipe.optimizer.state_dict,
     }
     refused = dict[str, str]()

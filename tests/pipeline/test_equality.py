@@ -35,7 +35,6 @@ from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
 from pipec.passes.precompute_weights import PrecomputeWeights
-from pipec.passes.recompose_linear import RecomposeLinear
 from pipec.passes.simplify import Simplify
 from pipec.schedules import make_schedule
 
@@ -52,7 +51,7 @@ def test_a_step_has_the_bits_of_the_unsplit_model(factory: Factory, combination:
     assert_equal(outcome, expected(model), tied_parameters(artifact))
 
 
-@pytest.mark.parametrize("left_out", [Simplify, MergeSliceGradients, PrecomputeWeights, RecomposeLinear])
+@pytest.mark.parametrize("left_out", [Simplify, MergeSliceGradients, PrecomputeWeights])
 @pytest.mark.parametrize("factory", each(llama, resnet))
 def test_no_pass_changes_a_bit(factory: Factory, left_out: type, monkeypatch: pytest.MonkeyPatch) -> None:
     model, every = captured(factory), pass_list.make_passes

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from unsplit_reference import StepResult, assert_equal, unsplit_step
 
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import CaptureRequest, capture
 from pipec.graph import Assignment, TrainingGraph, is_constant
 from pipec.ir import Mode, Schedule
 from pipec.passes.assign_stages import AssignStages
@@ -83,7 +83,7 @@ def batch(num_rows: int) -> dict[str, Tensor]:
 def captured(seed: int) -> Captured:
     """In double precision, in which another order of a sum cannot be taken for an error."""
     model, inputs = RandomModel(seed).double(), batch(2)
-    return Captured(model, inputs, capture(model, None, Mode.TRAIN, ModelCall((), inputs)))
+    return Captured(model, inputs, capture(CaptureRequest(model, None, Mode.TRAIN, ModelCall((), inputs))))
 
 
 def cut_before(operators: Sequence[int]) -> AssignStages:

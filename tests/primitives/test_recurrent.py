@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
-from pipec.capture import split_recurrent
-from pipec.primitives import recurrent
 
 ROWS, MICROBATCHES, WIDTH = 8, 4, 6
 
@@ -191,97 +188,7 @@ def test_dropout_between_layers_draws_the_same_wherever_layers_are() -> None:
 def test_a_layer_is_one_call_of_generated_code() -> None:
     pipe = pipec.compile(made(Language, 16), 2, loss_fn=loss, microbatches=MICROBATCHES)
     pipe.prepare(words(), target=words())
-    assert (
-        "\n    lstm_l3, onednn_lstm_h_3, onednn_lstm_c_3, onednn_lstm_kept_3 = primitives.ONEDNN_LSTM("
-        in pipe.source(1)
-    )
-
-
-class EmulatedCudnn:
-    """cuDNN's operators in the place of ``torch.ops.aten``, for one layer in one direction on a CPU."""
-
-    CALLS = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)
-
-    def __init__(self) -> None:
-        self.num_forwards = self.num_backwards = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.ops.aten, name)
-
-    def _cudnn_rnn(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        self.num_forwards += 1
-        return *self._layer(*arguments), torch.zeros(3, dtype=torch.uint8), torch.zeros(1)
-
-    def _layer(self, *arguments: Any) -> tuple[Tensor, ...]:
-        assert len(arguments) == len(torch.ops.aten._cudnn_rnn.default._schema.arguments)
-        x, weights, stride, _, h, c, mode, width, *options = arguments
-        assert options == [0, 1, False, 0.0, True, False, [], None]
-        assert (x.is_contiguous(), h.is_contiguous(), len(weights), h.shape[0]) == (True, True, stride, 1)
-        assert h.shape[2] == width
-        assert (c is not None) == (mode == 2)
-        states = h if c is None else (h, c)
-        made = self.CALLS[mode](x, states, weights, stride == 4, 1, 0.0, True, False, False)
-        return *made, *([] if c is not None else [h.new_empty(0)])
-
-    def _cudnn_rnn_backward(self, *arguments: Any) -> tuple[Any, ...]:
-        self.num_backwards += 1
-        assert len(arguments) == len(torch.ops.aten._cudnn_rnn_backward.default._schema.arguments)
-        x, weights, stride, whole, h, c, output, *gradients = arguments[:10]
-        *options, saved, mask = arguments[10:]
-        assert whole.tolist() == torch.cat([weight.flatten() for weight in weights]).tolist()
-        is_lstm = options[0] == 2  # another cell has no cell state, whose gradient cuDNN refuses to compute
-        assert (mask, saved.tolist()) == ([True, True, is_lstm, True], [0, 0, 0])
-        saved.fill_(1)  # as cuDNN does
-        inputs = [None if given is None else given.detach().requires_grad_() for given in (x, h, c, *weights)]
-        x, h, c, *weights = inputs
-        with torch.enable_grad():
-            made = self._layer(x, weights, stride, None, h, c, *options)
-        torch.testing.assert_close(made[0], output)
-        known = [(y, grad) for y, grad in zip(made, gradients, strict=True) if grad is not None]
-        made, grads = [y for y, _ in known], [grad for _, grad in known]
-        present = [given for given in inputs if given is not None]
-        found = iter(torch.autograd.grad(made, present, grads, allow_unused=True))
-        first = [None if given is None else next(found) for given in (x, h, c)]
-        return *first, list(found)
-
-    @staticmethod
-    def _cudnn_rnn_flatten_weight(weights: Sequence[Tensor], *options: Any) -> Tensor:
-        """The weights become views of the result."""
-        assert 1 + len(options) == len(torch.ops.aten._cudnn_rnn_flatten_weight.default._schema.arguments)
-        whole, start = torch.cat([weight.flatten() for weight in weights]), 0
-        for weight in weights:
-            weight.set_(whole[start : start + weight.numel()].view_as(weight))
-            start += weight.numel()
-        return whole
-
-
-@pytest.fixture
-def cudnn(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudnn:
-    found = EmulatedCudnn()
-    monkeypatch.setattr(recurrent, "_aten", found)
-    monkeypatch.setattr(split_recurrent, "computes_with_cudnn", lambda tensors: True)
-    monkeypatch.setattr(split_recurrent, "computes_with_onednn", lambda tensors: False)
-    return found
-
-
-@pytest.mark.slow
-def test_on_a_gpu_layers_are_those_of_cudnn(cudnn: EmulatedCudnn) -> None:
-    """All but the projected ones, with one call each; the weights stay the memory that they are."""
-    model = made(Every)
-    unsplit = copy.deepcopy(model)
-    places = [parameter.data_ptr() for parameter in model.parameters()]
-    pipe = pipec.compile(model, 4, loss_fn=F.mse_loss, microbatches=MICROBATCHES)
-    x, target = numbers(5, WIDTH), torch.ones(ROWS, 2 * WIDTH)
-    found = pipe.step(x, target=target)
-    num_layers = 4 + 2 + 4 + 2 + 2
-    assert cudnn.num_forwards == cudnn.num_backwards == num_layers * MICROBATCHES
-    expected = F.mse_loss(unsplit(x), target)
-    expected.backward()
-    torch.testing.assert_close(found, expected.detach())
-    gradients = dict(pipe.named_parameters())
-    for name, parameter in unsplit.named_parameters():
-        torch.testing.assert_close(gradients[name].grad, parameter.grad, atol=1e-6, rtol=1e-4)
-    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert "\n    lstm_l3, _, _ = primitives.RECURRENT_LAYER(" in pipe.source(1)
 
 
 def test_weights_are_not_moved_to_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -292,7 +293,8 @@ def test_ranks_that_were_started_again_do_not_meet_those_before(monkeypatch: pyt
     """The store of ``torchrun`` outlives the ranks, and with it what they wrote."""
     store = HashStore()
     monkeypatch.setattr(rendezvous.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(rendezvous, "_get_default_store", lambda: store)
+    world = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
+    monkeypatch.setattr(rendezvous.dist, "group", world)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for _ in range(2):
         found = together([partial(meet_late, rank) for rank in (0, 1)])

@@ -103,7 +103,6 @@ class Options:
 
     def __init__(self, is_high_priority_stream: bool) -> None:
         self.is_high_priority_stream = is_high_priority_stream
-        self._timeout = timedelta(minutes=10)
         self.config = SimpleNamespace(max_ctas=32)
 
 
@@ -514,7 +513,7 @@ def test_groups_have_streams_of_their_own(distributed: Distributed) -> None:
     assert direction.options.is_high_priority_stream
     assert collective.options.is_high_priority_stream
     assert direction.options.config.max_ctas < collective.options.config.max_ctas
-    assert direction.options._timeout == direction.timeout
+    assert direction.timeout == collective.timeout == NO_LIMIT
 
 
 def test_more_groups_than_streams_are_refused_by_every_rank(distributed: Distributed) -> None:

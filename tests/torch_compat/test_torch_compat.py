@@ -18,14 +18,15 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._functorch._aot_autograd import descriptors
 from torch._guards import TracingContext
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pipec import torch_compat
 from pipec.graph import PlainValues, ReadValues
-from pipec.torch_compat import differentiation, front_ends, module_state, operator_patches
+from pipec.primitives import recurrent_network
+from pipec.torch_compat import differentiation, dynamo_front_end, module_state, operator_patches
 
 SOURCES = sorted(Path(torch_compat.__file__).parent.glob("*.py"))
 NODES = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
@@ -80,7 +81,7 @@ def test_a_mentioned_name_exists(name: str) -> None:
         value = getattr(value, part)
 
 
-@pytest.mark.parametrize("option", [*front_ends.DYNAMO_CONFIG, "ignore_logger_methods"])
+@pytest.mark.parametrize("option", [*dynamo_front_end.DYNAMO_CONFIG, "ignore_logger_methods"])
 def test_a_dynamo_option_exists(option: str) -> None:
     assert hasattr(torch._dynamo.config, option)
 
@@ -307,13 +308,26 @@ def test_an_error_of_the_model_itself_is_told_from_a_limit_of_dynamo(module: nn.
     assert torch_compat.model_raised(failure(module))
 
 
-# export
+# make_fx
 
 
-def test_export_returns_fake_arguments_of_its_own_mode() -> None:
-    x = torch.zeros(4, 4)
-    found = torch_compat.capture_with_export(Net(), (x,), [(x, 0)])
-    (fake,) = found.args
+def traced(module: nn.Module, x: Tensor) -> torch_compat.CapturedGraph:
+    """The graph of a module that is given its arguments as a traced step is."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module
+
+        def forward(self, args: tuple[Tensor], kwargs: dict[str, Any], target: None) -> Any:
+            return self.model(*args)
+
+    return torch_compat.capture_with_make_fx(Step(), ((x,), {}, None), [(x, 0)])
+
+
+def test_make_fx_returns_fake_arguments_of_its_own_mode() -> None:
+    found = traced(Net(), torch.zeros(4, 4))
+    fake = found.args[0]
     assert isinstance(fake, FakeTensor)
     assert fake.fake_mode is found.module.meta["fake_mode"]
     assert isinstance(fake.shape[0], torch.SymInt)
@@ -336,16 +350,12 @@ class WithRegions(nn.Module):
         return self.linear(x) * scale
 
 
-def test_export_inlines_regions_of_no_grad_and_autocast() -> None:
-    net, x = WithRegions(), torch.randn(4, 4)
-    graph_module = torch_compat.capture_with_export(net, (x,), [(x, 0)]).module
-    assert not any(
-        isinstance(node.target, torch_compat.HigherOrderOperator) for node in graph_module.graph.nodes
-    )
-    (gradient,) = torch.autograd.grad(graph_module(x).sum(), graph_module.linear.weight)
-    (expected,) = torch.autograd.grad(net(x).sum(), net.linear.weight)
-    torch.testing.assert_close(gradient, expected)
-    assert net.calls == 2  # both have the same buffer
+def test_make_fx_traces_no_grad_and_autocast_as_calls() -> None:
+    found = traced(WithRegions(), torch.randn(4, 4))
+    targets = [node.target for node in found.module.graph.nodes]
+    assert not any(isinstance(target, torch_compat.HigherOrderOperator) for target in targets)
+    assert targets.count(torch._C._set_grad_enabled) == 4
+    assert not found.has_backward
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
 
@@ -361,35 +371,38 @@ class Doubled(torch.autograd.Function):
 
 
 class WithFunction(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(x)
-
-
-class WithHook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(self.layer(x)).sum()
+
+
+class WithHook(WithFunction):
+    def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
         y.register_hook(lambda gradient: 2 * gradient)
-        return y
+        return y.sum()
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (WithFunction(), "custom autograd function Doubled would be lost"),
-        (WithHook(), "register_hook would be lost"),
-    ],
-)
-def test_export_refuses_what_it_would_lose_and_restores_what_it_replaced(
-    module: nn.Module, message: str
-) -> None:
-    before = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
-    with pytest.raises(TypeError, match=message):
-        torch_compat.capture_with_export(module, (torch.zeros(4, 4),), [])
-    assert before == (torch.autograd.Function.__dict__["apply"], Tensor.register_hook)
+class Penalized(WithFunction):
+    """Takes a gradient, and hides that it could not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        try:
+            (gradient,) = torch.autograd.grad(self.layer(x).sum(), x, create_graph=True)
+        except Exception:
+            return self.layer(x).sum()
+        return gradient.square().sum()
+
+
+@pytest.mark.parametrize("make", [WithFunction, WithHook, Penalized])
+def test_make_fx_traces_a_backward_of_the_models_own(make: type[nn.Module]) -> None:
+    found = traced(make(), torch.zeros(4, 4))
+    assert found.trained == ("model.layer.weight", "model.layer.bias")
+    assert any(torch_compat.CAUSE in node.meta for node in found.module.graph.nodes)
 
 
 # differentiation
@@ -530,7 +543,7 @@ def test_what_values_tell_is_found_with_what_was_asserted_of_it() -> None:
 def test_recurrent_networks_stay_whole_for_any_length() -> None:
     network = nn.GRU(4, 3, bidirectional=True, batch_first=True)
     x = torch.zeros(5, 7, 4)
-    with torch_compat.keep_recurrent_operators():
+    with torch_compat.trace_recurrent_networks(recurrent_network):
         graph = torch_compat.capture_with_dynamo(network, (x,), [(x, 0), (x, 1)]).module.graph
     (call,) = [node for node in graph.nodes if node.target is torch.gru]
     output, last = call.meta["example_value"]
@@ -674,12 +687,24 @@ def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch
     assert torch.distributions.Normal(0.0, 1.0)._validate_args
 
 
-def test_interpolations_are_taken_apart_again_afterwards() -> None:
-    whole = [getattr(torch.ops.aten, name).vec for name in operator_patches.INTERPOLATIONS]
+def test_recurrent_networks_are_taken_apart_again_afterwards() -> None:
+    whole = [getattr(torch.ops.aten, name).input for name in operator_patches.RECURRENT.values()]
     before = [dict(operator.py_kernels) for operator in whole]
-    with torch_compat.keep_interpolation_operators():
+    with torch_compat.trace_recurrent_networks(recurrent_network):
         assert all(operator.py_kernels != kernels for operator, kernels in zip(whole, before, strict=True))
     assert [operator.py_kernels for operator in whole] == before
+
+
+def test_torch_refuses_to_trace_the_workspace_of_ctc_loss_again_afterwards() -> None:
+    def trace() -> Tensor:
+        with FakeTensorMode():
+            scores, lengths = torch.zeros(5, 3, 4), torch.ones(3, dtype=torch.int64)
+            return nn.functional.ctc_loss(scores, torch.ones(3, 2, dtype=torch.int64), 5 * lengths, lengths)
+
+    with torch_compat.bound_ctc_loss_workspace():
+        assert trace().shape == ()
+    with pytest.raises(DynamicOutputShapeException):
+        trace()
 
 
 def test_a_dry_run_says_nothing_of_a_model_that_needs_memory() -> None:

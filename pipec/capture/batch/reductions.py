@@ -296,6 +296,11 @@ def within_last_dims(num: int) -> Callable[[OperatorCall], Dependence]:
     return rule
 
 
+def interpolate(call: OperatorCall) -> Dependence:
+    """Images of shape (rows, channels, ...)."""
+    return within_last_dims(call.first.ndim - 2)(call)
+
+
 def convolution(call: OperatorCall) -> Dependence:
     """The batch is dimension 0; or the channels, with a kernel for each row."""
     x, weight = call.dependence_of(call["input"]), call.dependence_of(call["weight"])
@@ -335,7 +340,7 @@ def batch_norm(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
 
 
 def recurrence(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
-    """A layer of an LSTM, GRU or RNN over (length, rows, width), with states (rows, width)."""
+    """A layer of an LSTM, GRU or RNN over (length, rows, width), with states (directions, rows, width)."""
     values = [value for value in call.values if not isinstance(value, Whole)]
     if unknown := mixed_or_unproven(call.values):
         return unknown

@@ -204,9 +204,9 @@ RULES: Mapping[str, Rule] = {
     "pipec::batch_counts": lambda call: Whole(),
     "pipec::batch_fraction": _batch_fraction,
     "pipec::row_numbers": _row_numbers,
-    "pipec::cudnn_rnn": r.recurrence,
-    "pipec::onednn_lstm": r.recurrence,
-    "pipec::recurrence": r.recurrence,
+    "pipec::ctc_loss": _ctc_loss,
+    "pipec::interpolate": r.interpolate,
+    "pipec::recurrent_layer": r.recurrence,
     "pipec::output_merge": lambda call: call.values[0],
 }
 """By name, without the underscore of those that write into their first argument."""

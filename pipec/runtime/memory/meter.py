@@ -9,10 +9,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.ir import RankMemory
 from pipec.runtime.memory.storage import tensors_in
+from pipec.torch_compat import TorchDispatchMode
 
 TensorsByUse = Mapping[str, Iterable[Tensor]]
 """Tensors by their use, one of ``pipec.ir.memory_figures.MEMORY_CATEGORIES``."""

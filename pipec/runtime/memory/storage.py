@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-# The one private torch name of the runtime's memory handling: how many tensors share a storage.
-_storage_use_count = torch._C._storage_Use_Count
+from pipec.torch_compat import storage_use_count
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -28,11 +26,6 @@ def is_exclusive(tensor: Tensor) -> bool:
 def num_aliases(tensor: Tensor) -> int:
     """The number of tensors that share the memory of ``tensor``."""
     return storage_use_count(tensor.untyped_storage()) - 1
-
-
-def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """The number of references to this memory, from tensors and others; ``storage`` itself is one."""
-    return _storage_use_count(storage._cdata)
 
 
 def fills_storage(tensor: Tensor) -> bool:

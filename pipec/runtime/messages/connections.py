@@ -82,8 +82,8 @@ class Connections(Protocol):
 class GlooConnections:
     """One group of all ranks. Messages between two ranks do not wait for each other if their tags differ.
 
-    The group's CPU backend is called directly. ``isend`` and ``irecv`` do the same after checks of the group
-    and a dispatch to the device, which take a third of the time.
+    The group is called directly. ``isend`` and ``irecv`` do the same after checks, which take longer than the
+    call.
 
     gloo reports the end of a send only to a wait. Each send therefore waits for the last but one message to
     the same peer with the same tag, which has ended already unless the peer is far behind.
@@ -94,7 +94,6 @@ class GlooConnections:
         self._peers = [peer for peer in range(num_ranks) if peer != rank]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
-        self._backend = self._group._get_backend(torch.device("cpu"))
         self._sends: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
 
     def open(self, directions: Iterable[Direction]) -> None:
@@ -104,7 +103,7 @@ class GlooConnections:
         """Do nothing: gloo connected all ranks when it made the group."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        in_transit, send = self._sends[peer, tag], self._backend.send
+        in_transit, send = self._sends[peer, tag], self._group.send
         try:
             if len(in_transit) == MAX_IN_TRANSIT:
                 _wait(in_transit.popleft())
@@ -114,7 +113,7 @@ class GlooConnections:
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         try:
-            return require_work(self._backend.recv([tensor], peer, tag))
+            return require_work(self._group.recv([tensor], peer, tag))
         except RuntimeError as error:
             raise ConnectionError(str(error)) from None
 

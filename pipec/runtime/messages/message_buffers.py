@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pipec.ir import Instruction, Payload
-from pipec.runtime.memory.storage import storage_use_count
 from pipec.runtime.messages.connections import Connections, Work
 from pipec.runtime.messages.message_layout import MessageLayout
+from pipec.torch_compat import storage_use_count
 
 
 class MessageMemory:

@@ -328,7 +328,6 @@ MAX_CTAS = 4
 
 def _options(is_direction: bool) -> "dist.ProcessGroupNCCL.Options":
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = NO_LIMIT
     if is_direction:
         options.config.max_ctas = MAX_CTAS
     return options
@@ -358,8 +357,9 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _ignore_warnings() -> None:
-    """Hide what torch warns of at each start, which is meant: unbatched messages."""
+    """Hide what torch warns of at each start, which is meant: unbatched messages and long timeouts."""
     warnings.filterwarnings("ignore", "An unbatched P2P op", UserWarning)
+    warnings.filterwarnings("ignore", "backend_options._timeout was specified", UserWarning)
 
 
 @functools.cache

@@ -13,9 +13,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-
-# The store that the ranks of the process group share; the public API does not return it.
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed import PrefixStore, Store
 
 from pipec.errors import InputError, TransportError
 from pipec.runtime.processes.addresses import Address
@@ -28,14 +26,15 @@ T = TypeVar("T")
 def connect_ranks(world: World, number: int, timeout: float) -> tuple[HeartbeatConnections, Store]:
     """The connections with all other ranks, and a store to make process groups with.
 
-    The store is a new prefix in the default process group's store. Without one, it is made from the
+    The store is a new prefix in the store of the default process group. Without one, it is made from the
     environment that ``torchrun`` sets, as torch would. ``number`` names the same pipeline on every rank.
 
     Raises:
         TransportError: a rank did not connect within ``timeout`` seconds, or died; the message names it.
         InputError: the environment has no address of the store.
     """
-    store = _get_default_store() if dist.is_initialized() else _store_of_environment(world, timeout)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    store = _store_of_environment(world, timeout) if group is None else group.get_group_store()
     heartbeats = HeartbeatConnections(world.rank, world.size, timeout)
     try:
         _connect(heartbeats, PrefixStore(f"pipec/{number}", store), timeout)

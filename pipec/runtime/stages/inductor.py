@@ -5,7 +5,7 @@ import math
 import operator
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from pipec.ir import MMAP_THRESHOLD_BYTES
 from pipec.runtime.memory.block_cache import empty_cached
+from pipec.torch_compat import inductor_code
 
 _CPU = torch.device("cpu")
 
@@ -22,15 +23,11 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...,
 
     Pure C++ code (``cpp_wrapper``) would not check them, and takes long to compile.
     """
-    from torch._inductor.codecache import PyCodeCache  # importing these takes seconds
-    from torch._inductor.compile_fx import compile_fx
-
     split_bias_additions(graph)
-    num_loaded = len(PyCodeCache.modules)
-    code = compile_fx(graph, inputs, config_patches={"size_asserts": True, "cpp_wrapper": False})
-    for module in PyCodeCache.modules[num_loaded:]:
+    code, modules = inductor_code(graph, inputs)
+    for module in modules:
         reuse_memory(module)
-    return cast(Callable[..., Any], code)
+    return code
 
 
 def split_bias_additions(graph: fx.GraphModule) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipec.errors import InputError
 from pipec.runtime.processes.worker import Worker
+from pipec.torch_compat import pytree
 
 
 @dataclass(frozen=True)

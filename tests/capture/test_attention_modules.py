@@ -1,14 +1,13 @@
-"""Attention modules of torch in evaluation mode, whose fused operators read the weights of several stages."""
+"""Attention modules of torch evaluate by the calls that they make in training, not by one fused call."""
 
 from typing import Any
 
 import pytest
 import torch
 from slow_params import slow
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import pipec
-from pipec.capture.split_fused_attention import split_fused_attention
 
 ROWS, LENGTH, WIDTH = 6, 5, 8
 X = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -70,16 +69,6 @@ def test_layers_evaluate_on_the_stages_of_training(options: dict[str, Any], mask
         expected = model(X, **masks)
         torch.testing.assert_close(pipe(x=X, **masks), expected)
         torch.testing.assert_close(pipe.eval_step(x=X, **masks, target=X), distance(expected, X))
-
-
-def test_attention_to_another_tensor_stays_one_operator() -> None:
-    """torch's modules do not call the operator so; its parts would read the query alone."""
-    graph = fx.Graph()
-    query, key, *weights = (graph.placeholder(name) for name in ("q", "k", "w", "b", "v", "c"))
-    call = graph.call_function(torch._native_multi_head_attention, (query, key, key, WIDTH, 2, *weights))
-    graph.output(call)
-    split_fused_attention(fx.GraphModule(nn.Module(), graph))
-    assert call in graph.nodes
 
 
 @pytest.mark.parametrize("average", [True, slow(False)])

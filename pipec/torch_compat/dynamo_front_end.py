@@ -1,0 +1,195 @@
+"""The main front end: Dynamo traces the bytecode of a module into one forward graph.
+
+Nothing inside Dynamo is replaced. What its graph would lose is read off its record of the capture, and
+refused: hooks on leaves, gradients that a backward wants as None.
+"""
+
+import contextlib
+import logging
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+from torch._dynamo.functional_export import _compiling_state_context, create_fx_graph_from_captured_output
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from pipec.errors import UnsupportedTorchError
+from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
+from pipec.torch_compat.lost_effects import LOST_GRADIENT, LOST_HOOK, ForwardWatch, LostEffectError
+from pipec.torch_compat.module_state import dry_run
+from pipec.torch_compat.values import fqn_of
+
+DYNAMO_CONFIG = {
+    "allow_rnn": True,
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,
+    "capture_dynamic_output_shape_ops": True,
+    "replay_side_effects": False,
+    "side_effect_replay_policy": "warn",
+}
+
+NUMBERS = "numbers"
+"""The attribute of a traced module that lists the arguments that it turns into symbolic numbers."""
+
+
+IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
+"""Methods of loggers, the last of Hugging Face's, that Dynamo skips: logging does not belong in a graph."""
+
+
+def capture_with_dynamo(
+    module: torch.nn.Module, args: tuple[Any, ...], symbolic: SymbolicDims
+) -> CapturedGraph:
+    """Trace ``module(*args)`` into one graph of torch-level calls.
+
+    Dynamo's caches are neither read nor written, so functions that the user compiled stay compiled.
+    """
+    for tensor, dimension in symbolic:
+        torch._dynamo.mark_dynamic(tensor, dimension)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch._dynamo.config.patch(_config(module)),
+        _compiling_state_context(),
+        torch_function_mode_stack_state_mgr,
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+    ):
+        warnings.simplefilter("always")
+        try:
+            output = fullgraph_capture(module, args)
+            graph_module = create_fx_graph_from_captured_output(output, module, args, {})
+        finally:
+            _remove_compiled_globals(module)
+    changed = tuple(_changed_state([str(warning.message) for warning in caught]))
+    _refuse_lost_effects(module, args, output, changed)
+    return CapturedGraph(graph_module, args, changed, output)
+
+
+def _config(module: torch.nn.Module) -> dict[str, Any]:
+    ignored: set[Any] = torch._dynamo.config.ignore_logger_methods
+    methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
+    return DYNAMO_CONFIG | {
+        "ignore_logger_methods": ignored | methods,
+        "capture_scalar_outputs": bool(getattr(module, NUMBERS, ())),
+    }
+
+
+def _remove_compiled_globals(module: torch.nn.Module) -> None:
+    """Remove the compiled function that a capture leaves as a global beside ``forward``.
+
+    Nothing calls it, and it would keep the model and its gradients alive.
+    """
+    scope: dict[str, Any] = type(module).forward.__globals__
+    for name in [each for each in scope if each.startswith("__compiled_fn_")]:
+        del scope[name]
+
+
+def _refuse_lost_effects(
+    module: torch.nn.Module, args: tuple[Any, ...], output: CaptureOutput, changed: Collection[str]
+) -> None:
+    """Refuse what Dynamo traced and its graph does not do.
+
+    Dynamo would register a hook on a leaf after the graph. Where the code names the method, a run on fake
+    tensors tells on what it is called.
+
+    Raises:
+        LostEffectError: a forward sets the gradient of a parameter, or hooks it, or a backward wants
+            gradients that are None, for which Dynamo would pass zeros.
+    """
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    if any(path.replace("._parameters.", ".") in parameters for path in changed):
+        raise LostEffectError(LOST_GRADIENT)
+    names = _names_in_code(output)
+    if not names.isdisjoint(("register_hook", "register_post_accumulate_grad_hook")):
+        with ForwardWatch(with_backward=True).watching(module):
+            error = dry_run(module, args).error
+        if error is not None:
+            raise error if isinstance(error, LostEffectError) else LostEffectError(LOST_HOOK)
+    if "set_materialize_grads" in names:
+        raise LostEffectError("the backward of a custom autograd function asks for gradients that are None")
+
+
+def _names_in_code(output: CaptureOutput) -> set[object]:
+    """The names and constants in the traced code, torch's own code too."""
+    codes = output.graph_capture_output.traced_code
+    return {each for code in codes for each in (*code.co_names, *code.co_consts) if isinstance(each, str)}
+
+
+@contextlib.contextmanager
+def ignored_cudnn_flags() -> Iterator[None]:
+    """Let Dynamo skip ``with torch.backends.cudnn.flags(...)``, which only chooses kernels."""
+    cudnn: Any = torch.backends.cudnn
+    flags = cudnn.flags
+    cudnn.flags = lambda *args, **kwargs: contextlib.nullcontext()
+    try:
+        yield
+    finally:
+        cudnn.flags = flags
+
+
+def draws_with_numpy(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether torch's random operators replace numpy's in a captured graph, and so ignore numpy's seed."""
+    functions = [getattr(node.target, "f", None) for node in graph_module.graph.nodes]
+    return any(getattr(function, "__module__", None) == "torch._numpy.random" for function in functions)
+
+
+def _changed_state(messages: Sequence[str]) -> Iterator[str]:
+    """The objects that Dynamo's warning about side effects names: of the traced module, and global ones.
+
+    Of global objects, containers and rebound names count. Others may be as they were before, such as context
+    variables.
+    """
+    warning = "".join(message for message in messages if "side effects" in message)
+    if warning and "sources you can double check: [" not in warning:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} writes its warning of side effects in a way that pipec does not "
+            f"know: {warning}"
+        )
+    yield from map(fqn_of, re.findall(r"\"(L\['self'\]\..*?)\"", warning))
+    for name, attribute in re.findall(r"\"G\['__import_(?!torch)(\w+)'\](?:\.(\w+))?\"", warning):
+        module = name.replace("_dot_", ".")
+        found = getattr(sys.modules.get(module), attribute, None)
+        if not attribute or isinstance(found, Collection | Iterator):
+            yield f"{module}.{attribute}".rstrip(".")
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+_MODEL_RAISED = ("Observed exception", "failed to bind arguments when attempting to inline")
+
+
+def model_raised(error: BaseException) -> bool:
+    """Whether Dynamo failed with an error that the model also raises on these arguments in eager mode."""
+    return isinstance(error, TorchRuntimeError) or str(error).startswith(_MODEL_RAISED)
+
+
+def is_data_dependent_error(error: BaseException) -> bool:
+    """Whether a front end failed because it needs the value of a tensor."""
+    return isinstance(error, GuardOnDataDependentSymNode) or "data-dependent expression" in str(error)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a front end failed, in a sentence or two."""
+    if is_data_dependent_error(error):
+        return "Data-dependent size or branch: torch needs the value of a tensor to go on"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, Unsupported):
+        explained = [line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")]
+        text = " ".join([f"{lines[0].rstrip('.')}.", *map(str.strip, explained)]).strip()
+        return re.sub(r"`/[^`]*/", "`", text)  # files without their folders
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The stack of the traced program where Dynamo failed, outermost frame first; empty for other errors."""
+    return list(getattr(error, "real_stack", None) or [])

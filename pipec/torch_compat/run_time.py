@@ -1,0 +1,104 @@
+"""Private parts of torch that a rank needs that compiles nothing. None of them loads torch._dynamo."""
+
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+from torch import FunctionSchema, Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.nn.utils import clip_grad
+
+from pipec.torch_compat.private_symbols import require
+
+require("start")  # at once, not in the middle of a step
+
+
+def schema(operator: OpOverload) -> FunctionSchema:
+    """The arguments and results of an operator, with their types, names and aliases."""
+    return operator._schema
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """The number of references to this memory, from tensors and others; ``storage`` itself is one."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own buffers that are in its ``state_dict``."""
+    others = module._non_persistent_buffers_set
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in others
+    }
+
+
+def register_buffer(module: nn.Module, name: str, buffer: Tensor, persistent: bool) -> None:
+    """As ``nn.Module.register_buffer``, also where the module has another attribute of this name."""
+    module._buffers[name] = buffer
+    if not persistent:
+        module._non_persistent_buffers_set.add(name)
+
+
+def share_registries(module: nn.Module, other: nn.Module) -> None:
+    """Let a module have the very submodules, parameters and buffers of another, also those added later."""
+    module._modules = other._modules
+    module._parameters, module._buffers = other._parameters, other._buffers
+    module._non_persistent_buffers_set = other._non_persistent_buffers_set
+
+
+class ConvertedModule(nn.Module):
+    """A module that says what ``to``, ``half``, ``cuda`` and their kin do to its tensors."""
+
+    def _convert(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Replace each tensor, also those of submodules if ``recurse``, by what ``function`` makes of it."""
+        return super()._apply(function, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return self._convert(fn, recurse)
+
+
+def replace_total_norm(norm_of: Callable[[Sequence[Tensor], float], Tensor | None]) -> None:
+    """Let ``clip_grad_norm_`` and ``get_total_norm`` take the norm that ``norm_of`` gives, unless it is None.
+
+    ``clip_grad_norm_`` looks its helper up in its module. So a script that has imported it by name before
+    gets the other norm, too. One that has imported ``get_total_norm`` by name does not.
+    """
+    plain = clip_grad._get_total_norm
+
+    @torch.no_grad()
+    def get_total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        norm = norm_of(listed, float(norm_type))
+        if norm is None:
+            return plain(listed, norm_type, error_if_nonfinite, foreach)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
+                "cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
+                "anyway, set `error_if_nonfinite=False`"
+            )
+        return norm
+
+    clip_grad._get_total_norm = nn.utils.get_total_norm = get_total_norm
+
+
+def inductor_code(
+    graph: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[Callable[..., Any], list[ModuleType]]:
+    """What inductor compiles of a graph, and the Python modules that it generated for it."""
+    require("inductor")
+    from torch._dynamo import lookup_backend  # importing these takes seconds
+    from torch._inductor import config
+    from torch._inductor.codecache import PyCodeCache
+
+    num_loaded = len(PyCodeCache.modules)
+    with config.patch(size_asserts=True, cpp_wrapper=False):
+        code = lookup_backend("inductor")(graph, [*inputs])
+    return code, PyCodeCache.modules[num_loaded:]
