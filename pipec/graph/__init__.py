@@ -2,7 +2,7 @@
 
 Read ``nodes``, the metadata of a node, and ``training_graph`` first. ``phase_functions`` then says what each
 phase of a stage computes, saves and returns, and ``phase_segments`` how a phase is split. ``invariants``
-holds the rules that every pass must keep. ``model_guards`` and ``branch_checks`` tell whether a graph is
+holds the rules that every pass must keep. ``fingerprint`` and ``branch_checks`` tell whether a graph is
 still valid for its model and for a call. ``size_text`` writes sizes as text.
 """
 

@@ -45,12 +45,14 @@ def difference(before: Values, now: Values, name: Callable[[str], str] = str) ->
     if [*before] == [*now] and _same([*before.values()], [*now.values()]):
         return ""
     pairs = ((path, before.get(path, ABSENT), now.get(path, ABSENT)) for path in {**before, **now})
-    changed = [
-        f"{name(path)} changed from {_text(one)} to {_text(other)}"
-        for path, one, other in pairs
-        if not _same([one], [other])
-    ]
+    changed = [_change(name(path), one, other) for path, one, other in pairs if not _same([one], [other])]
     return "".join(changed[:1]) + f", and {len(changed) - 1} more" * (len(changed) > 1)
+
+
+def _change(path: str, one: Any, other: Any) -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return difference(one, other, lambda key: f"{path}.{key}")
+    return f"{path} changed from {_text(one)} to {_text(other)}"
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:
@@ -239,9 +241,8 @@ class ReadValues:
         that its code could read, for a capture without guards.
 
         Raises:
-            CaptureError: the values differ directly after the capture.
+            CaptureError: the values differ directly after the capture, or cannot be read.
         """
-
         tensors = {name: functools.partial(_tensor, name) for name in constants}
         functions = {**tensors, **guards.unguarded} if guards else tensors
 
@@ -253,9 +254,10 @@ class ReadValues:
             return values if guards else {**values, **readable(traced)}
 
         found = cls(traced, guards, read, read(traced))
-        if guards and (changed := found.difference()):
+        lost = (f"{name} cannot be read" for name, value in found.before.items() if value is ABSENT)
+        if guards and (changed := found.difference() or next(lost, "")):
             raise CaptureError(
-                f"the model was traced, but what it read differs directly afterwards: {changed}. "
+                f"the model was traced, but what it read is not the same directly afterwards: {changed}. "
                 "forward() must not read an attribute or property that differs each time"
             )
         return found

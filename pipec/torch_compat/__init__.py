@@ -8,10 +8,9 @@ decides branches on values, and ``guards`` check later whether the trace is stil
 These load torch._dynamo, which takes seconds: only a process that captures loads them, all together
 (``tracing``).
 
-``values`` has paths to the values that a trace read, ``module_contents`` lists a module's tensors, children
-and hooks, ``foreign_classes`` tells what a script defines that changes operators, ``lazy_code`` generates no
-code that nobody calls, ``settings`` reads torch's global settings, and ``symbolic_numbers`` has the formulas
-of sizes.
+``values`` evaluates again what a trace read, ``module_contents`` reads modes, hooks and tensors of modules,
+``foreign_classes`` tells what a script defines that changes operators, ``lazy_code`` generates no code that
+nobody calls, ``settings`` reads torch's global settings, and ``symbolic_numbers`` has the formulas of sizes.
 """
 
 import importlib

@@ -22,7 +22,6 @@ from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch._guards import Guard, GuardsSet
 
 from pipec.torch_compat.values import Compared, by_name, comparable, evaluate, fqn_of
 
@@ -56,11 +55,14 @@ class Guards:
     """
 
     def __init__(self, capture: CaptureOutput, module: torch.nn.Module) -> None:
-        self.constants: dict[str, Any] = {}
-        self._references: list[object] = []
-        self._entries: list[GuardFilterEntry] = []
         forward, output = type(module).forward, capture.graph_capture_output
-        build = functools.partial(output.build_guards, forward.__code__, Hooks(guard_filter_fn=self._filter))
+        entries = list[GuardFilterEntry]()
+
+        def kept(found: Sequence[GuardFilterEntry]) -> list[bool]:
+            entries[:] = [entry for entry in found if not _belongs_to_call(entry)]
+            return [not _belongs_to_call(entry) and not _is_on_tensor(entry) for entry in found]
+
+        build = functools.partial(output.build_guards, forward.__code__, Hooks(guard_filter_fn=kept))
         with get_metrics_context(), dynamo_timed("build_guards", log_pt2_compile_event=True):
             try:
                 built = build()
@@ -68,15 +70,11 @@ class Guards:
                 _drop_missing(output.output_graph.guards, forward.__globals__, module)
                 built = build()
         self._manager = built.guard_manager
-        found = {_of_object(source): value for source, value in self.constants.items()}
-        self.constants = {source: x for source, x in found.items() if evaluate(source, module) == x}
+        self._references = [entry.value for entry in entries if _is_compared_by_id(entry)]
+        constants = {_of_object(entry.orig_guard.name): entry.value for entry in entries if _is_plain(entry)}
+        self.constants = {source: x for source, x in constants.items() if evaluate(source, module) == x}
         codes = {*output.traced_code}
-        self.unguarded = by_name(
-            [
-                *_of_classes(codes, self._entries, module),
-                *_unguarded(self._entries, codes, module),
-            ]
-        )
+        self.unguarded = by_name([*_of_classes(codes, entries, module), *_unguarded(entries, codes, module)])
 
     def hold(self, module: torch.nn.Module) -> bool:
         """Whether Dynamo's guards hold."""
@@ -87,16 +85,15 @@ class Guards:
         check = self._manager.check_verbose({"self": module})
         return " and ".join(map(_readable, check.verbose_code_parts[:1]))
 
-    def _filter(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
-        self._entries = [entry for entry in entries if not _belongs_to_call(entry)]
-        for entry in self._entries:
-            value = entry.value
-            is_compared_by_id = callable(value) or "ID_MATCH" in entry.derived_guard_types
-            if is_compared_by_id and not isinstance(value, torch.nn.Module):
-                self._references.append(value)  # so that no other object reuses its id
-            if entry.guard_type in CONSTANT_GUARD_TYPES and isinstance(value, _PLAIN):
-                self.constants[entry.orig_guard.name] = value
-        return [not _belongs_to_call(entry) and not _is_on_tensor(entry) for entry in entries]
+
+def _is_compared_by_id(entry: GuardFilterEntry) -> bool:
+    """Whether a value must be held, so that no other object gets its id. The traced module holds modules."""
+    is_compared = callable(entry.value) or "ID_MATCH" in entry.derived_guard_types
+    return is_compared and not isinstance(entry.value, torch.nn.Module)
+
+
+def _is_plain(entry: GuardFilterEntry) -> bool:
+    return entry.guard_type in CONSTANT_GUARD_TYPES and isinstance(entry.value, _PLAIN)
 
 
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device)
@@ -117,21 +114,27 @@ def _of_classes(
     for kind in of_modules | of_others:
         names = [name for name, x in vars(kind).items() if _code_of(x) in codes]
         if kind in of_others:
-            names += [x for x in named & vars(kind).keys() if x != "__module__" and _is_plain(vars(kind)[x])]
+            names += [x for x in named & vars(kind).keys() if x != "__module__" and _is_value(vars(kind)[x])]
         if names:
             methods = [x for x in map(vars(kind).get, names) if isinstance(x, FunctionType)]
-            yield f"attributes of the class {kind.__qualname__}", _attributes(vars(kind), names, methods)
+            yield kind.__qualname__, _attributes(vars(kind), names, methods)
     of_tensors = [name for name in named if hasattr(torch.Tensor, name)]
-    yield "methods of tensors", _attributes(vars(torch.Tensor), of_tensors)
+    yield "Tensor", _attributes(vars(torch.Tensor), of_tensors)
 
 
 def _attributes(
     space: Mapping[str, Any], names: Sequence[str], functions: Sequence[FunctionType] = ()
 ) -> Read:
-    return lambda module: ([*map(space.get, names)], [each.__code__ for each in functions])
+    """Reads the attributes of these names in the dict of a class, and the code of these functions."""
+    code = [(f"{each.__name__}.__code__", each) for each in functions]
+    return lambda module: {
+        **{name: space.get(name) for name in names},
+        **{name: each.__code__ for name, each in code},
+    }
 
 
-def _is_plain(value: object) -> bool:
+def _is_value(value: object) -> bool:
+    """Whether an attribute of a class is neither a method nor computed."""
     return not callable(value) and not hasattr(value, "__get__")
 
 
@@ -158,7 +161,7 @@ def _unguarded(
 ) -> Iterator[tuple[str, Read]]:
     """What reads objects that Dynamo read at these sources, or that this code reads, and does not guard."""
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    module_globals = type(module).forward.__globals__
+    functions, module_globals = dict[FunctionType, str](), type(module).forward.__globals__
     for source, entry in {entry.orig_guard.name: entry for entry in entries}.items():
         value, name = entry.value, fqn_of(_of_object(source))
         if isinstance(value, torch.Tensor):
@@ -168,9 +171,11 @@ def _unguarded(
             # Dynamo does not record a failed lookup by a class of the user's
             yield f"the keys of {name}", _reader(source, module_globals, list)
         elif isinstance(value, FunctionType) and not _is_of_torch(value):
-            yield f"the defaults and attributes of {name}", functools.partial(_defaults, value)
+            functions.setdefault(value, name)
         if value is os.environ or value is os.getenv:
             yield "os.environ", lambda module: Compared(("the environment", dict(os.environ)))
+    for function, name in functions.items():
+        yield f"the defaults and attributes of {name}", functools.partial(_defaults, function)
     own = [code for code in codes if not code.co_filename.startswith(_TORCH)]
     if any("requires_grad" in code.co_names for code in own):
         yield "requires_grad", lambda module: [x.requires_grad for x in module.parameters()]
@@ -201,10 +206,10 @@ def _reader(source: str, module_globals: dict[str, Any], convert: Callable[[Any]
     return lambda module: convert(eval(code, scope, {"L": {"self": module}}))
 
 
-def _drop_missing(guards: GuardsSet, module_globals: dict[str, Any], module: torch.nn.Module) -> None:
+def _drop_missing(guards: Any, module_globals: dict[str, Any], module: torch.nn.Module) -> None:
     """Drop guards of objects that the traced call created, and that restoring the module has removed."""
 
-    def exists(guard: Guard) -> bool:
+    def exists(guard: Any) -> bool:
         try:
             _reader(guard.name, module_globals)(module)
         except (AttributeError, LookupError):
@@ -227,7 +232,7 @@ def _is_on_tensor(entry: GuardFilterEntry) -> bool:
     return isinstance(entry.value, torch.Tensor) and entry.guard_type in TENSOR_GUARD_TYPES
 
 
-def _is_on_arguments(guard: Guard) -> bool:
+def _is_on_arguments(guard: Any) -> bool:
     """Whether a guard reads an argument of the traced call or a part of one, or compares objects with it."""
     compared = guard.code_list or [] if guard.create_fn_name() == "DUPLICATE_INPUT" else []
     return any(not _roots(text) <= {"self"} for text in (guard.name, *compared))
@@ -256,6 +261,7 @@ def _parsed(source: str) -> ast.expr:
 def _readable(text: str) -> str:
     """Torch's text of a guard, with the path in dots and the file name without folders."""
     condition, *comments = text.split("  # ")
+    condition = re.sub(r"^___check_(?:obj|type)_id\((.*?), \d+\).*", r"\1 changed", condition)
     source, space, rest = condition.partition(" ")
     line = comments[-1].split(" in ")[0].rsplit("/", 1)[-1] if comments else ""
     return f"{fqn_of(source)}{space}{rest}" + f", which {line} reads" * bool(line)

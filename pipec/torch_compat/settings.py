@@ -39,7 +39,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
     "math attention": cuda.math_sdp_enabled,
     "cudnn attention": cuda.cudnn_sdp_enabled,
     "anomaly detection": torch.is_anomaly_enabled,
-    "default device": torch.get_default_device,
+    "default device": lambda: torch.get_default_device().type,
 }
 """Functions that read the settings, by name."""
 

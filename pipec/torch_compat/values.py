@@ -53,6 +53,7 @@ ABSENT = _Absent()
 
 def fqn_of(source: str) -> str:
     """``L['self']._modules['model'].h[0]`` and ``getattr(L['self'].model.h, '0')`` as ``model.h.0``."""
+    source = re.sub(r"^___(from_numpy|as_tensor)\((.*)\)$", r"\2", source)
     dotted, changed = re.sub(rf"G\['{_IMPORTED}(\w+)'\]", lambda x: x[1].replace("_dot_", "."), source), 1
     while changed:
         dotted, changed = re.subn(r"getattr\(([^()]*), '(.*?)'\)", r"\1.\2", dotted)

@@ -210,6 +210,7 @@ def test_plain_values_that_change_are_named() -> None:
     [
         ({"a": 1}, {"a": 1}, ""),
         ({"a": 1}, {"a": True}, "a changed from 1 to True"),
+        ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, "a.c changed from 2 to 3"),
         ({"a": 1, "b": 2}, {"b": 3, "c": 4}, "a changed from 1 to absent, and 2 more"),
         ({"a": "x" * 100}, {"a": None}, f"a changed from {'x' * 80}... to None"),
     ],
