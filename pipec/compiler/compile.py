@@ -38,7 +38,7 @@ from pipec.compiler.capture_key import CaptureKey
 from pipec.compiler.compile_cache import CompiledGraphs
 from pipec.compiler.compile_settings import CompileSettings
 from pipec.compiler.disk_cache import disk_cache
-from pipec.compiler.infeasible import require_memory, require_memory_on_fixed_stages
+from pipec.compiler.infeasible import require_memory
 from pipec.compiler.microbatch_groups import (
     CompiledArtifact,
     MicrobatchGroups,
@@ -49,12 +49,8 @@ from pipec.compiler.search import (
     CapturedStep,
     SearchResult,
     evaluate_stages,
-    fitting_division,
-    nearest_plan,
     search,
-    search_within,
 )
-from pipec.compiler.search_budget import SearchBudget
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.compiler.stored_call import Lookup, RestoredGraph, RestoredStages, StoredCall, process_text
@@ -451,13 +447,8 @@ def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -
     with request.stopwatch.timed("search"):
         found = search(step, candidate)
         best, chosen = found.best, found.candidate
-        if candidate.cut is None and any(best.excess_bytes):
-            budget = SearchBudget.for_first_fit(step.graph)
-            require_memory(
-                nearest_plan(best),
-                lambda devices: search_within(budget, step, chosen.on_topology(devices)).best,
-                instead=functools.partial(fitting_division, step, chosen),
-            )
+        if candidate.cut is None:
+            require_memory(best, lambda devices: search(step, chosen.on_topology(devices)).best)
     decided = chosen.for_next_steps(best.schedule)
     if candidate.cut is None:
         decided = decided.on_stages_of(found.base, best.schedule.placement).gathering(best.plan)
@@ -514,20 +505,17 @@ def _evaluate_group(
     """The fastest plan on a cut graph for ``count`` microbatches, the first of which has ``size`` rows."""
     if request.key.mode is Mode.TRAIN:
         with request.stopwatch.timed("search"):
-            found = evaluate_stages(staged, decided, size * count, [count])
+            found = evaluate_stages(staged, replace(decided, num_microbatches=count), size * count)
         return replace(found, candidate=decided.for_next_steps(found.best.schedule))
     assert decided.placement is not None
     schedule = decided.policy.forward_schedule(count, decided.placement)
-    return SearchResult(decided, staged.evaluate(schedule, size, decided.options.sync_spec), staged, ())
+    return SearchResult(decided, staged.evaluate(schedule, size, decided.options.sync_spec), staged)
 
 
 def _generate(request: CompileRequest, decided: Candidate, found: SearchResult) -> CompiledArtifact:
     """The artifact of an evaluated plan. Raises InfeasibleError if the plan does not fit into memory."""
     evaluated = found.best
-    count, size = evaluated.plan.num_microbatches, evaluated.plan.microbatch_size
-    require_memory_on_fixed_stages(
-        evaluated, found.base, lambda staged: _evaluate_group(request, decided, staged, count, size).best
-    )
+    require_memory(evaluated, where=" on the stages that the first call has fixed")
     with request.stopwatch.timed("generate code"):
         artifact = evaluated.artifact()
         evaluated.staged.write_dumps()

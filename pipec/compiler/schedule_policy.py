@@ -14,7 +14,6 @@ from pipec.schedules import (
     SCHEDULES,
     SEARCHED_SCHEDULES,
     Workload,
-    candidate_schedules,
     custom_schedule,
     forward_only,
     linear_placement,
@@ -191,12 +190,6 @@ class SchedulePolicy:
                 "another pipeline for this number of microbatches"
             )
         return [schedule]
-
-    def searched_schedules(self, best: Schedule, work: Callable[[], Workload]) -> list[Schedule]:
-        """The schedules that ``auto`` searches for the costs and number of microbatches of the best one."""
-        if self.source != "auto" or self.replicas != 1 or best.stream:
-            return []
-        return candidate_schedules(self.num_ranks, best.num_microbatches, work(), best.placement)
 
     def forward_schedule(self, num_microbatches: int, placement: Placement) -> Schedule:
         """The schedule of evaluations. A searched schedule is about backwards: a simple one replaces it."""
