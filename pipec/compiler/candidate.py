@@ -53,6 +53,12 @@ class Candidate:
     plans_replicas: bool = False
     dynamic: bool = True
 
+    @property
+    def tells_replicas(self) -> bool:
+        """Whether the plan says what other numbers of replicas would gain, although they are not open."""
+        is_open = self.tunes_replicas or self.tunes_shard or self.policy.source == "auto"
+        return self.cut is None and not (is_open or self.num_microbatches)
+
     def counts(self, batch: int) -> list[int]:
         """The numbers of microbatches to try for ``batch`` rows, the usual one first."""
         counts = [self.num_microbatches] if self.num_microbatches else self.policy.microbatch_counts(batch)
@@ -104,13 +110,13 @@ class Candidate:
         """The candidate for the steps after one that ran ``schedule``."""
         return replace(self, policy=self.policy.for_next_steps(schedule))
 
-    def layouts(self) -> list["Candidate"]:
-        """The candidates with all numbers of replicas, in all arrangements, this one first."""
-        equal = [self, *map(self.with_replicas, self.policy.other_replica_counts())]
-        planned = [
-            replace(self, policy=policy, plans_replicas=True)
-            for policy in self.policy.with_unequal_replicas()
-        ]
+    def other_layouts(self) -> list["Candidate"]:
+        """The candidates with other numbers of replicas, in all arrangements; none if sizes are fixed."""
+        if not self.dynamic:
+            return []
+        equal = map(self.with_replicas, self.policy.other_replica_counts())
+        unequal = self.policy.with_unequal_replicas()
+        planned = [replace(self, policy=policy, plans_replicas=True) for policy in unequal]
         return [*(each for one in equal for each in one.replica_arrangements()), *planned]
 
     def replica_arrangements(self) -> list["Candidate"]:

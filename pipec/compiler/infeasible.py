@@ -34,8 +34,8 @@ def infeasible_error(evaluated: EvaluatedPlan, enough: str = "") -> InfeasibleEr
     limits = [device.memory_bytes for device in options.topology.devices]
     instead = "" if options.recompute == "auto" else ", recompute='auto'"
     instead += "" if options.may_offload or evaluated.is_asynchronous else ", offload='activations'"
-    if options.sync_spec.shard is ShardingLevel.PARAMETERS and evaluated.plan.num_ranks > 1:
-        instead += ", schedule='auto', which may gather sharded parameters by fewer layers"
+    if options.sync_spec.shard is ShardingLevel.PARAMETERS:
+        instead += ", schedule='looped-bfs-v4', which gathers a quarter of a rank's layers at a time"
     return InfeasibleError(
         f"{memory_shortfall(evaluated.memory, limits, evaluated.plan.placement)}\n{enough}"
         f"Use more devices, more microbatches of fewer rows{instead}, or a higher limit."

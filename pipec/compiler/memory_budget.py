@@ -27,7 +27,7 @@ from pipec.planner.recompute_solver import (
 from pipec.programs.lower_periodic import steady_excerpt
 from pipec.programs.offload_intervals import num_offloaded
 
-_ATTEMPTS = 2
+_ATTEMPTS = 3
 """How many choices are tried in a number of segments. Each attempt reserves what the last one lacked."""
 
 _SEGMENTS = (1, 2, 4, 8, 16)

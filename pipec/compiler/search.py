@@ -31,13 +31,13 @@ from pipec.ir.batch_split import split_sizes
 from pipec.passes import Observer, Pass
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.programs.tail_order import has_two_forwards
+from pipec.programs.rank_memory import max_in_flight_of_order
 
 _CHOICES = 2
 """For how many plans it is chosen what to recompute: for the fastest, and for those that lack least."""
 
-_MEMORY_ATTEMPTS = 3
-"""How many cuts are tried until one fits into memory. Each attempt reserves what the last one lacked."""
+_MEMORY_LAYOUTS, _MEMORY_ATTEMPTS = 2, 3
+"""On how many layouts cuts are tried that need less memory, and how many cuts on each until one fits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,11 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
                 found.append(_gathering_by_layers(step, _search_layouts(step, each)))
             else:
                 found.append(evaluate_stages(step.cut_as_decided(each), each, step.batch))
-    return min(found, key=lambda result: result.best.score)
+    best = min(found, key=lambda result: result.best.score)
+    if candidate.tells_replicas:
+        told = _other_layouts(step, candidate, _Tried(step.batch))
+        best = replace(best, alternatives=(*best.alternatives, *(as_alternative(each.best) for each in told)))
+    return best
 
 
 def evaluate_stages(staged: StagedGraph, candidate: Candidate, batch: int) -> SearchResult:
@@ -119,13 +123,20 @@ def evaluate_stages(staged: StagedGraph, candidate: Candidate, batch: int) -> Se
 
 
 def _search_layouts(step: CapturedStep, candidate: Candidate) -> SearchResult:
-    tried, layouts = _Tried(step.batch), candidate.replica_arrangements()
-    if candidate.tunes_replicas and candidate.dynamic and not has_model_collectives(step.graph):
-        layouts = candidate.layouts()
-    tried.add([plan for each in layouts for plan in tried.on_fastest_cuts(step, each)])
+    tried, own = _Tried(step.batch), candidate.replica_arrangements()
+    plans = [plan for each in own for plan in tried.on_fastest_cuts(step, each)]
+    if candidate.tunes_replicas:
+        plans += _other_layouts(step, candidate, tried)
+    tried.add(plans)
     tried.add_other_counts()
     tried.add_cuts_within_memory(step)
     return tried.result()
+
+
+def _other_layouts(step: CapturedStep, candidate: Candidate, tried: "_Tried") -> Sequence[SearchResult]:
+    """Plans with other numbers of replicas. Model collectives are captured for one number."""
+    others = [] if has_model_collectives(step.graph) else candidate.other_layouts()
+    return [plan for each in others for plan in tried.on_fastest_cuts(step, each)]
 
 
 def _gathering_by_layers(step: CapturedStep, whole: SearchResult) -> SearchResult:
@@ -241,27 +252,24 @@ class _Tried:
         return any(each <= (1 + PREDICTION_TOLERANCE) * seconds for each in fitting)
 
     def add_other_counts(self) -> None:
-        """Add plans of more and fewer microbatches, as long as they are about as good as those before.
+        """Add plans of more and fewer microbatches on the stages of the best plan, while they are as good.
 
-        They are tried on the stages of the best plan.
+        All numbers are tried if schedules may be asynchronous, because each of these supports few numbers.
         """
         if not self.plans:
             return
         usual = best_result(self.plans)
-        candidate, placement, at = (
-            usual.candidate,
-            usual.best.schedule.placement,
-            usual.best.plan.num_microbatches,
-        )
-        counts = sorted(candidate.counts(self.batch))
+        candidate, plan = usual.candidate, usual.best.plan
+        counts, at = sorted(candidate.counts(self.batch)), plan.num_microbatches
         for others in ([n for n in counts if n > at], [n for n in reversed(counts) if n < at]):
             best = usual.best
             for count in others:
-                found = self.evaluate(candidate, usual.base, placement, count)
+                found = self.evaluate(candidate, usual.base, usual.best.schedule.placement, count)
                 num_known = len(self.plans)
                 self.add(found)
                 added = [each.best for each in self.plans[num_known:]]
-                if found and not any(each.score < best.score or best.is_close(each) for each in added):
+                is_good = any(each.score < best.score or best.is_close(each) for each in added)
+                if found and not is_good and not candidate.policy.may_be_asynchronous:
                     break
                 best = min([best, *added], key=lambda each: each.score)
 
@@ -272,14 +280,17 @@ class _Tried:
         cuts of which the weights fit, for stages that recompute or offload the rest.
         """
         for saves, seconds in ((True, self.fastest), (False, math.inf)):
-            possible = [
-                each for each in self.plans if each.candidate.cuts_within_memory(each.best.schedule.placement)
-            ]
-            if not possible or self.has_about(seconds):
-                return
-            near = min(possible, key=lambda each: each.best.score)
-            if saves or may_free_memory(near.best):
-                self._add_cuts_near(step, near, saves)
+            for near in self._nearest_on_fastest_layouts():
+                if not self.has_about(seconds) and (saves or may_free_memory(near.best)):
+                    self._add_cuts_near(step, near, saves)
+
+    def _nearest_on_fastest_layouts(self) -> Sequence[SearchResult]:
+        """The plan that lacks least on each of the fastest layouts that can be cut for less memory."""
+        nearest = dict[StagedGraph, SearchResult]()
+        for each in sorted(self.plans, key=lambda each: each.best.score):
+            if each.candidate.cuts_within_memory(each.best.schedule.placement):
+                nearest.setdefault(each.base, each)
+        return sorted(nearest.values(), key=lambda each: each.best.seconds)[:_MEMORY_LAYOUTS]
 
     def _add_cuts_near(self, step: CapturedStep, near: SearchResult, saves: bool) -> None:
         """Add plans for the schedule of a plan, on cuts that fit by what the planner sums, until one fits.
@@ -288,14 +299,10 @@ class _Tried:
         that these took in the last attempt, or that it lacked, is reserved.
         """
         candidate, schedule, plan = near.candidate, near.best.schedule, near.best.plan
-        in_flight = _most_in_flight(candidate, near.best) if saves else ()
+        in_flight = _most_in_flight(near.best) if saves else ()
         last = near.base.evaluate(schedule, plan.microbatch_size) if saves else near.best
-        reserved = [0.0] * len(last.memory)
+        reserved = [candidate.unplanned_bytes(need, saves) for need in last.memory]
         for _ in range(_MEMORY_ATTEMPTS):
-            needs = zip(reserved, last.excess_bytes, last.memory, strict=True)
-            reserved = [
-                max(old + excess, candidate.unplanned_bytes(need, saves)) for old, excess, need in needs
-            ]
             how = candidate.cut_within(reserved, plan.num_microbatches, plan.microbatch_size, in_flight)
             found = self._on_cut(step, candidate, how, schedule.placement, plan.num_microbatches)
             if not found:
@@ -305,19 +312,20 @@ class _Tried:
             self.plans.append(replace(nearest, best=last))
             if _fits(last):
                 return
+            needs = zip(reserved, last.excess_bytes, last.memory, strict=True)
+            reserved = [
+                max(old + excess, candidate.unplanned_bytes(need, saves)) for old, excess, need in needs
+            ]
 
 
 def _fits(evaluated: EvaluatedPlan) -> bool:
     return not any(evaluated.excess_bytes)
 
 
-def _most_in_flight(candidate: Candidate, evaluated: EvaluatedPlan) -> tuple[int, ...]:
-    """The most microbatches in flight on a replica of each rank of a pipeline."""
-    count, schedule = evaluated.plan.num_microbatches, evaluated.schedule
-    in_flight = candidate.policy.max_in_flight(count)
-    if evaluated.staged.waits_for_tail and not has_two_forwards(schedule):
-        return tuple(-(-count // max(map(len, schedule.placement))) for _ in in_flight)
-    return in_flight
+def _most_in_flight(evaluated: EvaluatedPlan) -> tuple[int, ...]:
+    """The most microbatches in flight on the first replica of each stage."""
+    ordered = evaluated.staged.ordered(evaluated.schedule)
+    return tuple(max_in_flight_of_order(ordered.orders[ranks[0]]) for ranks in ordered.placement)
 
 
 def evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
