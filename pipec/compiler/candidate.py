@@ -24,6 +24,9 @@ _OF_OPERATORS = frozenset({"parameters", "buffers", "gradients"})
 _OF_UPDATES = frozenset({"optimizer", "versions"})
 """The kinds that it also sums if stages update after every mini-batch."""
 
+_MAX_RANKS_TOLD = 64
+"""The most ranks on which other numbers of replicas are tried although they are not open."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -55,9 +58,13 @@ class Candidate:
 
     @property
     def tells_replicas(self) -> bool:
-        """Whether the plan says what other numbers of replicas would gain, although they are not open."""
+        """Whether the plan says what other numbers of replicas would gain, although they are not open.
+
+        Only where little is open and there are few ranks, because no such plan is taken.
+        """
         is_open = self.tunes_replicas or self.tunes_shard or self.policy.source == "auto"
-        return self.cut is None and not (is_open or self.num_microbatches)
+        is_small = self.cut is None and self.policy.total_ranks <= _MAX_RANKS_TOLD
+        return is_small and not (is_open or self.num_microbatches)
 
     def counts(self, batch: int) -> list[int]:
         """The numbers of microbatches to try for ``batch`` rows, the usual one first."""
