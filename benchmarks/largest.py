@@ -69,7 +69,7 @@ def once(model: nn.Module, *args: object, **options: object) -> TrainingGraph:
 CAPTURED: dict[nn.Module, TrainingGraph] = {}
 
 
-def at_once(evaluated: EvaluatedPlan, search: object, instead: object) -> None:
+def at_once(evaluated: EvaluatedPlan, search: object = None, where: str = "") -> None:
     """Refuse a plan that lacks memory, and do not look for a limit that would be enough."""
     if any(evaluated.excess_bytes):
         raise infeasible_error(evaluated)

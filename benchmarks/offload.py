@@ -15,7 +15,7 @@ from recompute import GPU, SHORT, SIMULATED, Sizes, captured, table
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy
-from pipec.compiler.search import CapturedStep, evaluate_cuts
+from pipec.compiler.search import CapturedStep, search
 from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
@@ -30,7 +30,7 @@ def step(sizes: Sizes, schedule: str, num_ranks: int, limit: float, way: str) ->
     topology = equal_devices(num_ranks, device.link, limit)
     options = CompilerOptions(device, topology, recompute, offloads)
     candidate = Candidate(make_schedule_policy(schedule, num_ranks), options, sizes.microbatches)
-    return evaluate_cuts(CapturedStep(captured(sizes), sizes.rows), candidate).best
+    return search(CapturedStep(captured(sizes), sizes.rows), candidate).best
 
 
 def limits(sizes: Sizes, schedule: str, num_ranks: int, shares: Sequence[float]) -> None:

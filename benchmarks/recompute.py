@@ -3,7 +3,6 @@
     python benchmarks/recompute.py measured      # two ranks of one process: seconds and bytes of a step
     python benchmarks/recompute.py torch         # one stage, against torch's activation_memory_budget
     python benchmarks/recompute.py simulated     # 32 layers on 8 GPUs; --picture docs/images/recompute.svg
-    python benchmarks/recompute.py joint         # the same, cut with and without regard to recompute
     python benchmarks/recompute.py solver        # how long choosing takes for 12 and 96 layers
 
 Limits are shares of what a step needs that keeps everything.
@@ -15,13 +14,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
+import scipy
 import torch
 from models import gpt, next_token_loss
 from torch import Tensor, nn
@@ -35,18 +34,14 @@ from pipec.capture.tracer import CaptureRequest, capture
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy
-from pipec.compiler.search import CapturedStep, evaluate_cuts
+from pipec.compiler.search import CapturedStep, search
 from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.errors import InfeasibleError
 from pipec.graph import TrainingGraph
 from pipec.hardware.devices import DEVICES
-from pipec.hardware.topology import Topology, equal_devices
+from pipec.hardware.topology import equal_devices
 from pipec.ir.text_format import format_bytes, format_seconds
-from pipec.passes.assignments import cut_with_recompute
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.planner import recompute_curve
-from pipec.planner import recompute_solver as chooser
-from pipec.planner.chain_cut import OperatorChain
 from pipec.runtime.memory.meter import TensorMemoryMeter
 
 GPU = "a100-40gb"
@@ -200,13 +195,6 @@ def against_torch(sizes: Sizes, rounds: int) -> None:
 # simulated
 
 
-class AfterTheCut(Candidate):
-    """Cuts as if nothing were recomputed, and then lets stages replay."""
-
-    def plans_recompute_on(self, devices: Topology) -> bool:
-        return False
-
-
 @functools.cache
 def captured(sizes: Sizes) -> TrainingGraph:
     """The training graph of the model on meta."""
@@ -224,16 +212,14 @@ def captured(sizes: Sizes) -> TrainingGraph:
     return kept[0]
 
 
-def simulated_step(
-    sizes: Sizes, num_ranks: int, limit: float, how: type[Candidate] = Candidate
-) -> EvaluatedPlan:
+def simulated_step(sizes: Sizes, num_ranks: int, limit: float) -> EvaluatedPlan:
     """The best 1F1B step within a limit, as the search finds it on GPUs."""
     device = DEVICES[GPU]
     topology = equal_devices(num_ranks, device.link, limit)
     options = CompilerOptions(device, topology)
     policy = make_schedule_policy("1f1b", num_ranks)
-    candidate = how(policy, options, sizes.microbatches)
-    return evaluate_cuts(CapturedStep(captured(sizes), sizes.rows), candidate).best
+    candidate = Candidate(policy, options, sizes.microbatches)
+    return search(CapturedStep(captured(sizes), sizes.rows), candidate).best
 
 
 def full_step(sizes: Sizes, num_ranks: int) -> EvaluatedPlan:
@@ -290,57 +276,6 @@ def _replayed_share(evaluated: EvaluatedPlan, stage: int) -> str:
     return f"{sum(value.seconds for name, value in values.items() if name in again) / total:.0%}"
 
 
-def joint(sizes: Sizes, num_ranks: int, shares: Sequence[float]) -> None:
-    """Cut and recompute together against recompute after the cut, and the slowest stage against a bound."""
-    row = table("limit", "share of none", "after the cut", "joint", "ratio", "slowest stage / bound")
-    for share, limit in budgets(sizes, num_ranks, shares):
-        after = simulated_step(sizes, num_ranks, limit, AfterTheCut)
-        with mock.patch.object(cut_with_recompute, "cut_chain", wraps=cut_with_recompute.cut_chain) as cut:
-            both = simulated_step(sizes, num_ranks, limit)
-        shown = [("" if any(t.excess_bytes) else format_seconds(t.seconds)) for t in (after, both)]
-        ratio = f"{after.seconds / both.seconds:.3f}" if all(shown) else ""
-        slowest = max(sum(stage.cost.seconds.values()) for stage in both.plan.stages)
-        chain, in_flight = cut.call_args.args[:2]
-        above = f"{slowest / bound(chain, in_flight, limit):.3f}" if shown[1] else ""
-        row(format_bytes(limit), f"{share:.0%}", *shown, ratio, above)
-
-
-def bound(chain: OperatorChain, in_flight: Sequence[int], limit: float) -> float:
-    """No cut into stages has a slowest one that takes less.
-
-    Stages hold what is resident, messages, and what is saved; as a backward ends, one microbatch less is
-    saved, and gradients of parameters are held. At a price of a byte saved, the corner of the curve that is
-    best for the whole chain costs no more on a range of operators than any other choice, but for what crosses
-    the ends of the range.
-    """
-    curve = chain.curves[0]
-    busy, resident, gradients, seconds, saved = (
-        np.concatenate([np.zeros((*each.shape[:-1], 1)), np.cumsum(each, axis=-1)], axis=-1)
-        for each in (
-            *(chain.seconds, chain.resident_bytes, chain.gradient_bytes),
-            *(curve.seconds, curve.saved_bytes),
-        )
-    )
-    prices = np.diff(seconds[:, -1]) / -np.diff(saved[:, -1])
-    crossing, least = np.append(chain.entry_bytes, 0.0), np.full(len(busy), np.inf)
-    least[0] = 0.0
-    for flying in in_flight:
-        following = np.full(len(busy), np.inf)
-        for first in np.flatnonzero(least[:-1] < np.inf).tolist():
-            later = slice(first + 1, len(busy))
-            own = limit - resident[later] + resident[first] - 3 * crossing[first] - 4 * crossing[later]
-            again, held = (sums[:, later] - sums[:, [first]] for sums in (seconds, saved))
-            stage = busy[later] - busy[first]
-            for count, made in ((flying, 0.0), (flying - 1, gradients[later] - gradients[first])):
-                room = (own - made) / (count or 1e-9) + crossing[later]
-                replays = (again[1:] + prices[:, None] * (held[1:] - room)).max(axis=0, initial=0.0)
-                fits = (held[-1] <= room) & (own >= made)
-                stage = np.where(fits, np.maximum(stage, busy[later] - busy[first] + replays), np.inf)
-            np.minimum(following[later], np.maximum(stage, least[first]), out=following[later])
-        least = following
-    return float(least[-1])
-
-
 # the solver
 
 
@@ -381,11 +316,7 @@ def timed(seconds: list[float]) -> Iterator[None]:
         finally:
             seconds.append(time.process_time() - started)
 
-    solvers = (chooser, "milp"), (recompute_curve, "recomputes_at_price")
-    with ExitStack() as stack:
-        for module, name in solvers:
-            solve = functools.partial(noted, getattr(module, name))
-            stack.enter_context(mock.patch.object(module, name, solve))
+    with mock.patch.object(scipy.optimize, "milp", functools.partial(noted, scipy.optimize.milp)):
         yield
 
 
@@ -431,7 +362,7 @@ def drawn(points: Sequence[tuple[float, float]], full: tuple[float, float]) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["measured", "torch", "simulated", "joint", "solver"])
+    parser.add_argument("part", choices=["measured", "torch", "simulated", "solver"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 96], help="of solver")
     parser.add_argument("--ranks", type=int, default=8)
@@ -446,7 +377,6 @@ def main() -> None:
         "measured": lambda: measured(here, args.rounds, args.shares),
         "torch": lambda: against_torch(here, args.rounds),
         "simulated": lambda: simulated(there, args.ranks, args.shares, args.picture),
-        "joint": lambda: joint(there, args.ranks, args.shares),
         "solver": lambda: solver(layers, args.ranks),
     }
     parts[args.part]()

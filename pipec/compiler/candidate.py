@@ -11,17 +11,21 @@ from pipec.hardware.topology import Topology, equal_devices
 from pipec.ir import Placement, Plan, RankMemory, Schedule, ShardingLevel, count_ranks
 from pipec.passes import Pass
 from pipec.passes.assign_stages import Assign, AssignStages
+from pipec.passes.assignments.choose_replicas import ChooseReplicas
 from pipec.passes.assignments.cut_for_replicas import CutForReplicas
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.assignments.follow_placement import FollowPlacement, parameter_stages
 from pipec.passes.assignments.update_cost import UpdateCost
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
 
-_OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
-"""The kinds of memory that the planner sums over operators."""
+_OF_OPERATORS = frozenset({"parameters", "buffers", "gradients"})
+"""The kinds of memory that the planner sums over operators, besides what they save."""
 
 _OF_UPDATES = frozenset({"optimizer", "versions"})
 """The kinds that it also sums if stages update after every mini-batch."""
+
+_MAX_RANKS_TOLD = 64
+"""The most ranks on which other numbers of replicas are tried although they are not open."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,9 @@ class Candidate:
     ranks of stages, and ``cut`` repeats the cut.
 
     The search chooses the replicas of stages with ``tunes_replicas``, the level of sharding with
-    ``tunes_shard``, and the ranks of replicas with ``may_rearrange``. Unless ``dynamic``, costs are known for
-    one size of microbatch alone, so that one number of microbatches is tried.
+    ``tunes_shard``, and the ranks of replicas with ``may_rearrange``. With ``plans_replicas``, the planner
+    chooses the replicas of each stage when it cuts. Unless ``dynamic``, costs are known for one size of
+    microbatch alone, so that one number of microbatches is tried.
     """
 
     policy: SchedulePolicy
@@ -48,7 +53,18 @@ class Candidate:
     tunes_replicas: bool = False
     tunes_shard: bool = False
     may_rearrange: bool = True
+    plans_replicas: bool = False
     dynamic: bool = True
+
+    @property
+    def tells_replicas(self) -> bool:
+        """Whether the plan says what other numbers of replicas would gain, although they are not open.
+
+        Only where little is open and there are few ranks, because no such plan is taken.
+        """
+        is_open = self.tunes_replicas or self.tunes_shard or self.policy.source == "auto"
+        is_small = self.cut is None and self.policy.total_ranks <= _MAX_RANKS_TOLD
+        return is_small and not (is_open or self.num_microbatches)
 
     def counts(self, batch: int) -> list[int]:
         """The numbers of microbatches to try for ``batch`` rows, the usual one first."""
@@ -101,6 +117,15 @@ class Candidate:
         """The candidate for the steps after one that ran ``schedule``."""
         return replace(self, policy=self.policy.for_next_steps(schedule))
 
+    def other_layouts(self) -> list["Candidate"]:
+        """The candidates with other numbers of replicas, in all arrangements; none if sizes are fixed."""
+        if not self.dynamic:
+            return []
+        equal = map(self.with_replicas, self.policy.other_replica_counts())
+        unequal = self.policy.with_unequal_replicas()
+        planned = [replace(self, policy=policy, plans_replicas=True) for policy in unequal]
+        return [*(each for one in equal for each in one.replica_arrangements()), *planned]
+
     def replica_arrangements(self) -> list["Candidate"]:
         """The candidates whose replicas are on other ranks with other costs, this one first."""
         policy, topology = self.policy, self.options.topology
@@ -123,13 +148,35 @@ class Candidate:
         If a rank has several stages, all devices and links are assumed to be equal.
         """
         updates = self.updates(count)
+        if self.plans_replicas:
+            devices = self.options.topology.single_level().without_memory_limits()
+            return AssignStages(ChooseReplicas(devices, count, size, updates))
         if not isinstance(self.policy.replicas, int):
             return AssignStages(CutForReplicas(self.policy.replicas, size, updates))
-        if not is_straight(placement):
+        if not _is_straight(placement):
             devices = equal_devices(len(placement), self.options.topology.slowest_link)
-            return self.for_replicas(CutStages(devices, size))
+            return self._for_replicas(CutStages(devices, size))
         devices = self.pipeline_topology().without_memory_limits()
-        return self.for_replicas(CutStages(devices, size, updates=updates))
+        return self._for_replicas(CutStages(devices, size, updates=updates))
+
+    def cuts_within_memory(self, placement: Placement) -> bool:
+        """Whether stages so placed can be cut for less memory."""
+        return self.plans_replicas or (isinstance(self.policy.replicas, int) and _is_straight(placement))
+
+    def cut_within(
+        self, reserved: Sequence[float], count: int, size: int, in_flight: tuple[int, ...]
+    ) -> Pass:
+        """The pass that cuts for the fastest step that fits, with memory reserved on each rank.
+
+        With ``in_flight``, what so many microbatches save on each rank of a pipeline must fit as well.
+        """
+        updates = self.updates(count)
+        if self.plans_replicas:
+            devices = self.options.topology.single_level().with_reserved_memory(reserved)
+            return AssignStages(ChooseReplicas(devices, count, size, updates))
+        most = [max(reserved[rank] for rank in group) for group in self.replica_groups()]
+        devices = self.pipeline_topology().with_reserved_memory(most)
+        return self._for_replicas(CutStages(devices, size, in_flight, updates))
 
     def updates(self, count: int) -> UpdateCost | None:
         """The cost of the updates after each mini-batch of ``count`` microbatches; None if synchronous."""
@@ -144,17 +191,13 @@ class Candidate:
         topology = self.options.topology
         return topology if self.policy.replicas == 1 else topology.grouped(self.replica_groups())
 
-    def unplanned_bytes(self, need: RankMemory, planned: frozenset[str] = frozenset()) -> float:
-        """The bytes at a rank's peak that the planner does not sum; ``planned`` kinds it sums besides."""
+    def unplanned_bytes(self, need: RankMemory, saves: bool) -> float:
+        """The bytes at a rank's peak that the planner does not sum. If it ``saves``, it sums saved values."""
         updates = self.policy.may_be_asynchronous and self.options.optimizer is not None
-        return need.excluding(planned | _OF_OPERATORS | (_OF_UPDATES if updates else frozenset()))
+        saved = {"saved"} if saves or self.plans_replicas else set()
+        return need.excluding(_OF_OPERATORS | saved | (_OF_UPDATES if updates else set()))
 
-    def plans_recompute_on(self, devices: Topology) -> bool:
-        """Whether cuts for these devices take recompute into account: only if devices are equal."""
-        recomputes = self.options.recompute == "auto"
-        return recomputes and len({*devices.devices}) == 1 and len(devices.levels) == 1
-
-    def for_replicas(self, assign: Assign) -> Pass:
+    def _for_replicas(self, assign: Assign) -> Pass:
         """The pass that applies the cut of one pipeline to all its replicas."""
         return AssignStages(assign, () if self.policy.replicas == 1 else self.replica_groups())
 
@@ -165,6 +208,6 @@ def sharding_levels(candidate: Candidate) -> Sequence[Candidate]:
     return [candidate.with_sharding(shard) for shard in levels] or [candidate]
 
 
-def is_straight(placement: Placement) -> bool:
+def _is_straight(placement: Placement) -> bool:
     """Whether every rank has one stage, in order."""
     return [rank for ranks in placement for rank in ranks] == list(range(count_ranks(placement)))

@@ -33,17 +33,8 @@ from pipec.compiler.calibration_cache import cached_calibration
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.compile_cache import CaptureKey, CompiledArtifact, CompiledGraphs, MicrobatchGroups
 from pipec.compiler.compiler import Compiler
-from pipec.compiler.infeasible import require_memory, require_memory_on_fixed_stages
-from pipec.compiler.search import (
-    CapturedStep,
-    SearchResult,
-    evaluate_stages,
-    fitting_division,
-    nearest_plan,
-    search,
-    search_within,
-)
-from pipec.compiler.search_budget import SearchBudget
+from pipec.compiler.infeasible import require_memory
+from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.tail_costs import tail_costs
 from pipec.graph import BatchFindings, TrainingGraph
@@ -262,13 +253,8 @@ def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -
     with request.compiler.stopwatch.timed("search"):
         found = search(step, candidate)
         best, chosen = found.best, found.candidate
-        if candidate.cut is None and any(best.excess_bytes):
-            budget = SearchBudget.for_first_fit(step.graph)
-            require_memory(
-                nearest_plan(best),
-                lambda devices: search_within(budget, step, chosen.on_topology(devices)).best,
-                instead=functools.partial(fitting_division, step, chosen),
-            )
+        if candidate.cut is None:
+            require_memory(best, lambda devices: search(step, chosen.on_topology(devices)).best)
     decided = chosen.for_next_steps(best.schedule)
     if candidate.cut is None:
         decided = decided.on_stages_of(found.base, best.schedule.placement).gathering(best.plan)
@@ -347,19 +333,16 @@ def _evaluate(
     """The fastest plan on a cut graph for ``count`` microbatches, the first of which has ``size`` rows."""
     if request.trains:
         with request.compiler.stopwatch.timed("search"):
-            return evaluate_stages(staged, candidate, size * count, [count])
+            return evaluate_stages(staged, replace(candidate, num_microbatches=count), size * count)
     assert candidate.placement is not None
     schedule = candidate.policy.forward_schedule(count, candidate.placement)
-    return SearchResult(candidate, staged.evaluate(schedule, size, candidate.options.sync_spec), staged, ())
+    return SearchResult(candidate, staged.evaluate(schedule, size, candidate.options.sync_spec), staged)
 
 
 def _artifact(request: CompileRequest, candidate: Candidate, found: SearchResult) -> CompiledArtifact:
     """The artifact of an evaluated plan. Raises InfeasibleError if the plan does not fit into memory."""
     evaluated, compiler = found.best, request.compiler
-    count, size = evaluated.plan.num_microbatches, evaluated.plan.microbatch_size
-    require_memory_on_fixed_stages(
-        evaluated, found.base, lambda staged: _evaluate(request, candidate, staged, count, size).best
-    )
+    require_memory(evaluated, where=" on the stages that the first call has fixed")
     with compiler.stopwatch.timed("generate code"):
         artifact = evaluated.artifact()
         evaluated.staged.write_dumps()

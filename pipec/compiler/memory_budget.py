@@ -2,16 +2,15 @@
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipec.compiler.pass_list import NO_OFFLOAD
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
 from pipec.cost.formulas import node_bytes
-from pipec.ir import Op, Phase, Placement, Plan, StageMemory, stages_on
+from pipec.ir import Op, Phase, Placement, StageMemory, stages_on
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
@@ -29,7 +28,7 @@ from pipec.programs.lower_periodic import steady_excerpt
 from pipec.programs.offload_intervals import num_offloaded
 
 _ATTEMPTS = 3
-"""How many choices are tried until one fits. Each attempt reserves what the last one lacked."""
+"""How many choices are tried in a number of segments. Each attempt reserves what the last one lacked."""
 
 _SEGMENTS = (1, 2, 4, 8, 16)
 """The numbers of segments in which a stage may be recomputed, in the order in which they are tried."""
@@ -39,87 +38,70 @@ _READING = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_INPUT]]
 """The phases that read the saved values of a forward, and free them."""
 
 
-def fit_into_memory(evaluated: EvaluatedPlan, looks_for_nearest: bool = True) -> EvaluatedPlan:
+def may_free_memory(evaluated: EvaluatedPlan) -> bool:
+    """Whether the options allow to recompute or offload values."""
+    options = evaluated.staged.options
+    return options.recompute == "auto" or options.may_offload
+
+
+def fit_into_memory(evaluated: EvaluatedPlan) -> EvaluatedPlan:
     """The schedule on the same cut, with as little recompute and offloading as lets all ranks fit.
 
-    If the options allow both, the simulator decides whether recompute alone is faster. If no choice fits,
-    recomputing everything is tried too, because the temporary memory of a function is known only after the
-    choice. The result then lacks memory: the least that any choice does, if the call ``looks_for_nearest``,
-    which takes as long again.
+    At first a stage recomputes everything before its backward, which it can do while it waits for a message.
+    If this does not fit, the backward recomputes one segment of the stage after another. That can also be
+    faster, and so can offloading: if the step now takes clearly longer, what the options allow is tried, and
+    the simulator decides.
+
+    If no choice fits, recomputing everything is tried too, because the temporary memory of a function is
+    known only after the choice. The result then lacks memory, the least of all that was tried.
     """
-    options = evaluated.staged.options
-    ways = [False] * (options.recompute == "auto") + [True] * (
-        options.may_offload and not evaluated.is_asynchronous
-    )
-    tried = [_fitted(evaluated, offloads, looks_for_nearest) for offloads in ways]
-    if options.recompute == "auto" and all(any(each.excess_bytes) for each in tried):
+    options, recomputes = evaluated.staged.options, evaluated.staged.options.recompute == "auto"
+    tried = [_fitted(evaluated, _SEGMENTS, False)] if recomputes else [evaluated]
+    if recomputes and not _lacks(tried[0]) and _is_slower(tried[0], evaluated):
+        tried.append(_fitted(evaluated, _SEGMENTS[1:], False))
+    may_gain = all(_lacks(each) or _is_slower(each, evaluated) for each in tried)
+    if options.may_offload and not evaluated.is_asynchronous and may_gain:
+        tried.append(_fitted(evaluated, _SEGMENTS if recomputes else (1,), True))
+    if recomputes and all(map(_lacks, tried)):
         tried.append(_marked(evaluated, MarkRecompute(None)))
     return min(tried, key=lambda each: each.score)
 
 
-def _fitted(evaluated: EvaluatedPlan, offloads: bool, looks_for_nearest: bool) -> EvaluatedPlan:
-    """The schedule within memory. Values may be copied to the host if it ``offloads``.
+def _lacks(evaluated: EvaluatedPlan) -> bool:
+    return any(evaluated.excess_bytes)
 
-    At first a stage recomputes everything before its backward, which it can do while it waits for a message.
-    If this does not fit, the backward recomputes one segment of the stage after another. Segments can also be
-    faster: they are tried for stages that are now clearly slower than the slowest stage was before, and the
-    simulator decides.
 
-    The temporary memory of a phase function depends on what is recomputed, and is no sum over values. The
-    first attempt assumes that of the function without recompute, and each later one adds what the last one
-    lacked. If no attempt fits, the result is the plan that needs least memory if it ``looks_for_nearest``,
-    and any of those that were tried otherwise.
+def _is_slower(evaluated: EvaluatedPlan, other: EvaluatedPlan) -> bool:
+    return evaluated.seconds > (1 + PREDICTION_TOLERANCE) * other.seconds
+
+
+def _fitted(evaluated: EvaluatedPlan, segments: Sequence[int], offloads: bool) -> EvaluatedPlan:
+    """The schedule within memory; what needs least memory if nothing is found to fit.
+
+    A stage recomputes in one of the numbers of ``segments``. Values may be copied to the host if it
+    ``offloads``. The temporary memory of a phase function depends on what is recomputed, and is no sum over
+    values. The first attempt assumes that of the function without recompute, and each later one adds what the
+    last one lacked.
     """
-    groups = [group for group in _groups(evaluated, offloads) if group.lacks(evaluated)]
-    tried = _attempts(evaluated, groups)
-    if not tried or any(group.lacks(tried[-1]) for group in groups):
-        if not looks_for_nearest:
-            return tried[-1] if tried else evaluated
-        for group in groups:
-            group.choose_smallest()
-        tried.append(_replaying(evaluated, groups))
-    else:
-        for group in groups:
-            group.compares = group.busy_seconds(tried[-1]) > (1 + PREDICTION_TOLERANCE) * _slowest(evaluated)
-        if any(group.compares for group in groups):
-            tried += _attempts(evaluated, groups, _ATTEMPTS)
-    return min(tried, key=lambda each: each.score)
-
-
-def _attempts(
-    evaluated: EvaluatedPlan, groups: Sequence["_RankGroup"], most: int | None = None
-) -> list[EvaluatedPlan]:
-    """The plans of successive choices, until one fits or a group has no choice left."""
-    tried = list[EvaluatedPlan]()
-    while len(tried) != most and all(group.choose_fastest() for group in groups):
-        tried.append(_replaying(evaluated, groups))
-        lacking = [group for group in groups if group.lacks(tried[-1])]
-        if not lacking:
-            break
-        for group in lacking:
-            group.reserve_more(tried[-1])
-    return tried
-
-
-def _slowest(evaluated: EvaluatedPlan) -> float:
-    """The compute seconds of the busiest rank for a microbatch."""
-    plan = evaluated.plan
-    return max(_busy_seconds(plan, ranks, stages) for ranks, stages in _sharing_stages(plan.placement))
-
-
-def _busy_seconds(plan: Plan, ranks: Sequence[int], stages: Sequence[int]) -> float:
-    """The compute seconds of each of these ranks for a microbatch, which they share equally."""
-    return sum(sum(plan.stages[stage].cost.seconds.values()) for stage in stages) / len(ranks)
-
-
-def _replaying(evaluated: EvaluatedPlan, groups: Sequence["_RankGroup"]) -> EvaluatedPlan:
-    again = MarkRecompute(
-        frozenset(name for group in groups for name in group.recomputed),
-        in_backward=frozenset(stage for group in groups if group.is_late for stage in group.stages),
-    )
-    return _marked(
-        evaluated, again, MarkOffload(frozenset(name for group in groups for name in group.offloaded))
-    )
+    groups = [group for group in _groups(evaluated, segments, offloads) if group.lacks(evaluated)]
+    left = [group.choices() for group in groups]
+    chosen = [next(choices) for choices in left]
+    while True:
+        found = _marked(
+            evaluated,
+            MarkRecompute(
+                frozenset().union(*(choice.recomputed for choice in chosen)),
+                in_backward=frozenset().union(*(choice.late_stages for choice in chosen)),
+            ),
+            MarkOffload(frozenset().union(*(choice.offloaded for choice in chosen))),
+        )
+        others = dict[int, _Choice]()
+        for number, group in enumerate(groups):
+            if group.lacks(found) and (choice := next(left[number], None)):
+                others[number] = choice
+        if not others:
+            return found
+        chosen = [others.get(number, choice) for number, choice in enumerate(chosen)]
 
 
 def _marked(
@@ -146,15 +128,22 @@ class _Need:
     running: float
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What a group recomputes and offloads. The backwards of ``late_stages`` recompute segment by segment."""
+
+    recomputed: frozenset[str]
+    offloaded: frozenset[str]
+    late_stages: frozenset[int]
+
+
 @dataclass
 class _RankGroup:
-    """Ranks that share ``stages``, and the values that these stages recompute and offload.
+    """Ranks that share ``stages``.
 
     ``values[k]`` are the values of stage k by name, ``backwards[k]`` the memory of its backward, and
-    ``needs`` the memory limits over time. Values may be copied to the host if there is a ``host``.
-
-    A level is an index into the numbers of segments. The first of ``levels`` that fits is chosen, or the
-    fastest if the group ``compares`` them. ``reserved`` counts the bytes reserved on each rank, by level.
+    ``needs`` the memory limits over time. Stages recompute in one of the numbers of ``segments``. Values may
+    be copied to the host if there is a ``host``. ``lacked`` are the bytes that the last choice lacked.
     """
 
     ranks: Sequence[int]
@@ -162,71 +151,48 @@ class _RankGroup:
     values: Sequence[Mapping[str, ForwardValue]]
     backwards: Sequence["_Backward"]
     needs: Sequence[_Need]
-    host: OffloadCost | None = None
-    compares: bool = False
-    levels: list[int] = field(default_factory=lambda: list(range(len(_SEGMENTS))))
-    level: int = 0
-    reserved: Counter[int] = field(default_factory=Counter)
-    attempts: Counter[int] = field(default_factory=Counter)
-    recomputed: frozenset[str] = frozenset()
-    offloaded: frozenset[str] = frozenset()
-
-    @property
-    def is_late(self) -> bool:
-        """Whether backwards recompute segment by segment."""
-        return _SEGMENTS[self.level] > 1
+    segments: Sequence[int]
+    host: OffloadCost | None
+    lacked: float = 0.0
 
     def lacks(self, evaluated: EvaluatedPlan) -> bool:
-        """Whether a rank of the group needs more memory than it has."""
-        return any(evaluated.excess_bytes[rank] for rank in self.ranks)
+        """Whether a rank of the group needs more memory than it has; notes how much."""
+        self.lacked = max(evaluated.excess_bytes[rank] for rank in self.ranks)
+        return self.lacked > 0
 
-    def busy_seconds(self, evaluated: EvaluatedPlan) -> float:
-        """The compute seconds of a rank of the group for a microbatch."""
-        return _busy_seconds(evaluated.plan, self.ranks, self.stages)
+    def choices(self) -> Iterator[_Choice]:
+        """What to recompute and offload: the fastest that fits, in fewest segments, then what needs least.
 
-    def reserve_more(self, evaluated: EvaluatedPlan) -> None:
-        """Reserve the bytes that the evaluated plan lacked; drop the level after several attempts."""
-        self.reserved[self.level] += math.ceil(max(evaluated.excess_bytes[rank] for rank in self.ranks))
-        self.attempts[self.level] += 1
-        if self.attempts[self.level] == _ATTEMPTS:
-            self.levels.remove(self.level)
-
-    def choose_fastest(self) -> bool:
-        """Choose the values, and the number of segments, that take the least time; False if none fits."""
-        least = math.inf
-        for level in tuple(self.levels):
-            segments = self._segments(level)
-            choice = minimize_seconds(*_problem(segments, self.needs, self.reserved[level]), self.host)
-            if choice is None:
-                self.levels.remove(level)
-            elif choice.seconds < least:
-                least, self.level = choice.seconds, level
-                self._take(segments, choice)
-                if not self.compares:
+        Each choice reserves what the one before has lacked.
+        """
+        for number in self.segments:
+            segments, reserved = self._segments(number), 0.0
+            for _ in range(_ATTEMPTS):
+                solution = minimize_seconds(*_problem(segments, self.needs, reserved), self.host)
+                if solution is None:
                     break
-        return bool(self.levels)
-
-    def choose_smallest(self) -> None:
-        """Choose the values, and the number of segments, that need least memory."""
-        least = math.inf
-        for level in range(len(_SEGMENTS)):
-            segments = self._segments(level)
+                yield self._choice(segments, solution)
+                reserved += math.ceil(self.lacked)
+        smallest = dict[float, _Choice]()
+        for segments in map(self._segments, self.segments):
             problem = _problem(segments, self.needs, 0.0)
-            choice = minimize_excess(*problem, self.host)
-            if (excess := choice.excess_bytes(*problem)) < least:
-                least, self.level = excess, level
-                self._take(segments, choice)
+            solution = minimize_excess(*problem, self.host)
+            smallest.setdefault(solution.excess_bytes(*problem), self._choice(segments, solution))
+        yield smallest[min(smallest)]
 
-    def _take(self, segments: Sequence["_RecomputeSegment"], choice: RecomputeSolution) -> None:
-        self.recomputed, self.offloaded = (
-            _names(segments, chosen) for chosen in (choice.recomputed, choice.offloaded)
+    def _choice(self, segments: Sequence["_RecomputeSegment"], solution: RecomputeSolution) -> _Choice:
+        is_late = len(segments) > len(self.stages)
+        return _Choice(
+            _names(segments, solution.recomputed),
+            _names(segments, solution.offloaded),
+            frozenset(self.stages if is_late else ()),
         )
 
-    def _segments(self, level: int) -> list["_RecomputeSegment"]:
+    def _segments(self, count: int) -> list["_RecomputeSegment"]:
         segments = []
         for number, (values, backward) in enumerate(zip(self.values, self.backwards, strict=True)):
             names = list(values)
-            for first, own in split_into_segments(tuple(values.values()), _SEGMENTS[level]):
+            for first, own in split_into_segments(tuple(values.values()), count):
                 end = first + len(own)
                 segments.append(_RecomputeSegment(number, names[first:end], own, backward.growth(first, end)))
         return segments
@@ -328,7 +294,7 @@ def _only(running: Sequence[int], segments: Sequence["_RecomputeSegment"]) -> tu
     return tuple(int(k in running) for k in range(len(segments)))
 
 
-def _groups(evaluated: EvaluatedPlan, offloads: bool) -> Iterator[_RankGroup]:
+def _groups(evaluated: EvaluatedPlan, segments: Sequence[int], offloads: bool) -> Iterator[_RankGroup]:
     values = evaluated.staged.forward_values(evaluated.plan.microbatch_size)
     if evaluated.staged.options.recompute == "none":
         values = [
@@ -342,7 +308,7 @@ def _groups(evaluated: EvaluatedPlan, offloads: bool) -> Iterator[_RankGroup]:
         needs = dict.fromkeys(need for rank in different.values() for need in _needs(evaluated, rank, own))
         host = _host(evaluated, stages) if offloads else None
         backwards = [_Backward.of(evaluated, stage, own[stage]) for stage in stages]
-        yield _RankGroup(ranks, stages, list(own.values()), backwards, list(needs), host)
+        yield _RankGroup(ranks, stages, list(own.values()), backwards, list(needs), segments, host)
 
 
 def _host(evaluated: EvaluatedPlan, stages: Sequence[int]) -> OffloadCost:

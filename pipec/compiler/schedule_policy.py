@@ -14,14 +14,11 @@ from pipec.schedules import (
     SCHEDULES,
     SEARCHED_SCHEDULES,
     Workload,
-    candidate_schedules,
     custom_schedule,
     forward_only,
     linear_placement,
     loop_placement,
     make_schedule,
-    max_in_flight_of_order,
-    one_f_one_b,
     v_placement,
 )
 from pipec.schedules.asynchronous import asynchronous_1f1b
@@ -63,11 +60,6 @@ class SchedulePolicy:
     chooses_stages: bool = False
 
     @property
-    def is_named(self) -> bool:
-        """Whether the source is a name, which gives a schedule for any number of ranks."""
-        return isinstance(self.source, str)
-
-    @property
     def is_asynchronous(self) -> bool:
         """Whether the schedule is asynchronous, whatever a search finds."""
         return self.source in ASYNCHRONOUS_SCHEDULES
@@ -102,7 +94,7 @@ class SchedulePolicy:
 
     def other_replica_counts(self) -> list[int]:
         """The other numbers of replicas that divide the ranks; none unless the source is a name."""
-        ranks = self.total_ranks if self.is_named else 0
+        ranks = self.total_ranks if isinstance(self.source, str) else 0
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
 
     def with_unequal_replicas(self) -> list["SchedulePolicy"]:
@@ -128,19 +120,6 @@ class SchedulePolicy:
         """
         looped = [looped_name("looped-bfs", number) for number in _GROUPS_OF_LAYERS]
         return [replace(self, source=name) for name in looped] if self.chooses_stages else []
-
-    def max_in_flight(self, num_microbatches: int) -> tuple[int, ...]:
-        """The most microbatches in flight on a replica of each rank. Searched schedules count as 1F1B.
-
-        Under an asynchronous schedule, microbatches of the next mini-batches are in flight as well.
-        """
-        if self.is_asynchronous or not isinstance(self.replicas, int):
-            schedule = self._fixed(num_microbatches)
-            return tuple(max_in_flight_of_order(schedule.orders[ranks[0]]) for ranks in schedule.placement)
-        count = -(-num_microbatches // self.replicas)
-        simple = max(count, self.num_ranks) if self.asynchronous else count
-        one = one_f_one_b(self.num_ranks, simple) if self._is_searched else self._of_one(count)
-        return tuple(map(max_in_flight_of_order, one.orders))
 
     def microbatch_counts(self, batch: int) -> list[int]:
         """The numbers of microbatches to try for ``batch`` rows, the usual one first.
@@ -191,12 +170,6 @@ class SchedulePolicy:
                 "another pipeline for this number of microbatches"
             )
         return [schedule]
-
-    def searched_schedules(self, best: Schedule, work: Callable[[], Workload]) -> list[Schedule]:
-        """The schedules that ``auto`` searches for the costs and number of microbatches of the best one."""
-        if self.source != "auto" or self.replicas != 1 or best.stream:
-            return []
-        return candidate_schedules(self.num_ranks, best.num_microbatches, work(), best.placement)
 
     def forward_schedule(self, num_microbatches: int, placement: Placement) -> Schedule:
         """The schedule of evaluations. A searched schedule is about backwards: a simple one replaces it."""
@@ -255,10 +228,6 @@ class SchedulePolicy:
             if isinstance(self.replicas, int)
             else consecutive_placement(self.replicas)
         )
-
-    @property
-    def _is_searched(self) -> bool:
-        return self.source == "auto" or self.source in SEARCHED_SCHEDULES
 
 
 _MAX_RANKS_UNEQUAL = 1024

@@ -23,7 +23,6 @@ from pipec.errors import PipecError
 from pipec.graph import Operator, TailGradient, TrainingGraph
 from pipec.graph.before_tail import not_repeatable
 from pipec.graph.phase_functions import StageFunctions, stage_functions
-from pipec.hardware.topology import Topology
 from pipec.ir import (
     Phase,
     Placement,
@@ -210,12 +209,6 @@ class StagedGraph:
             ("variant", recompute, offload),
             lambda: StagedGraph(self.captured, cut, self.options, recompute, offload, observers, self._uncut),
         )
-
-    def with_topology(self, topology: Topology) -> "StagedGraph":
-        """The same cut on other devices."""
-        options = replace(self.options, topology=topology)
-        cut, observers = self._repeated_cut, self._observers
-        return StagedGraph(self.captured, cut, options, observers=observers, uncut=self._uncut)
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, ForwardValue]]:
         """For each stage, the forward values that may be saved or recomputed, by name, for ``size`` rows."""

@@ -170,25 +170,18 @@ def test_a_rank_gathers_a_layer_at_a_time_where_that_takes_no_longer(schedule: s
 
 @pytest.mark.slow
 def test_pipelines_of_several_ranks_gather_layers_where_nothing_else_fits() -> None:
-    """``auto`` takes such a schedule; the error of another one names it."""
+    """``auto`` takes such a schedule; the error of another one suggests it."""
     x, y = torch.randn(8, 64), torch.randn(8, 64)
     limit = int(0.85 * peak(in_layers(devices=4, schedule="looped-bfs").prepare(x, target=y)))
     found = in_layers(devices=4, schedule="auto", memory_limit=limit)
     loss = found.step(x, target=y)
     assert "8 stages on 4 ranks, looped-bfs-v4" in str(found.plan)
     assert peak(found) <= limit
-    with pytest.raises(InfeasibleError, match="schedule='looped-bfs-v4' fits: it gathers sharded param"):
+    with pytest.raises(InfeasibleError, match="schedule='looped-bfs-v4', which gathers a quarter"):
         in_layers(devices=4, memory_limit=limit).prepare(x, target=y)
     asked = in_layers(devices=4, memory_limit=limit, schedule="looped-bfs-v4")
     assert torch.equal(asked.step(x, target=y), loss)
     assert torch.equal(in_layers(devices=4).step(x, target=y), loss)
-
-
-@pytest.mark.slow
-def test_no_schedule_is_named_that_does_not_fit() -> None:
-    with pytest.raises(InfeasibleError) as caught:
-        in_layers(devices=4, memory_limit=1000).prepare(torch.ones(8, 64), target=torch.ones(8, 64))
-    assert "looped-bfs" not in str(caught.value)
 
 
 @pytest.mark.slow

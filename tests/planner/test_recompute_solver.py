@@ -1,17 +1,12 @@
-"""What is recomputed and where to cut for it, in plain numbers: as good as trying everything."""
+"""What is recomputed, in plain numbers: as good as trying everything."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipec.errors import InfeasibleError
-from pipec.planner.chain_cut import OperatorChain, RecomputeCurve, cut_chain
-from pipec.planner.recompute_curve import recompute_curve
 from pipec.planner.recompute_solver import (
     GAP,
     ForwardValue,
@@ -104,22 +99,6 @@ def test_more_room_never_takes_longer(
         assert all(tight.held_bytes((one, other), moment) <= moment.room for moment in both)
 
 
-@settings(max_examples=30, deadline=None)
-@given(stages())
-def test_the_curve_has_the_ends_and_no_choice_is_better_than_a_corner(values: StageValues) -> None:
-    def figures(recomputed: frozenset[int]) -> tuple[float, float]:
-        return of(values, recomputed).seconds, sum(
-            values[v].num_bytes for v in saved_values(values, recomputed)
-        )
-
-    possible = [figures(recomputed) for recomputed in choices(values)]
-    corners = [figures(recomputed) for recomputed in recompute_curve(values, 16)]
-    assert corners[0][0] == min(seconds for seconds, _ in possible)
-    assert corners[-1][1] == min(saved for _, saved in possible)
-    for seconds, saved in corners:
-        assert not any(s < seconds and b < saved for s, b in possible)
-
-
 def test_a_cheap_value_is_replayed_before_a_dear_one() -> None:
     """A product, its activation and a normalisation, of a microbatch that was received."""
     values = (
@@ -198,87 +177,3 @@ def test_what_is_copied_beside_computes_is_offloaded_before_anything_is_replayed
     found = [minimize_seconds((values,), limit, OffloadCost(8, 1.0)) for limit in limits]
     told = [each and (len(each.offloaded[0]), len(each.recomputed[0])) for each in found]
     assert told == [(0, 0), (1, 0), (0, 1), (1, 1)]
-
-
-# cuts
-
-
-@st.composite
-def chains(draw: st.DrawFn) -> OperatorChain:
-    count, prices = draw(st.integers(3, 7)), 3
-
-    def figures(most: int, *shape: int) -> np.ndarray:
-        size = int(np.prod(shape))
-        flat = draw(st.lists(st.integers(0, most), min_size=size, max_size=size))
-        return np.array(flat, float).reshape(shape)
-
-    def curve_of_replays(segments: int) -> RecomputeCurve:
-        seconds, saved = np.sort(figures(5, prices, count), axis=0), figures(9, prices, count)
-        seconds[0] = 0
-        return RecomputeCurve(seconds, np.sort(saved, axis=0)[::-1], figures(4, prices, count), segments)
-
-    entry_seconds, entry_bytes = figures(6, count), figures(2, count)
-    entry_seconds[0] = entry_bytes[0] = 0
-    curves, made = (curve_of_replays(1), curve_of_replays(2)), (figures(3, count), figures(3, count))
-    return OperatorChain(figures(9, count), figures(9, count), *made, entry_seconds, entry_bytes, curves)
-
-
-def slowest(
-    chain: OperatorChain, firsts: Sequence[int], in_flight: Sequence[int], limits: Sequence[float]
-) -> float:
-    """The seconds of the slowest stage, infinite if one does not fit."""
-    worst = 0.0
-    for stage, (first, end) in enumerate(itertools.pairwise([*firsts, len(chain.seconds)])):
-        own, later = slice(first, end), chain.entry_bytes[end] if end < len(chain.seconds) else 0.0
-        room = limits[stage] - (in_flight[stage] + 3) * chain.entry_bytes[first] - 4 * later
-        best = min(
-            least_of_curve(
-                each.seconds[:, own].sum(axis=1),
-                held(each, chain, own, in_flight[stage]) + chain.resident_bytes[own].sum(),
-                room,
-            )
-            for each in chain.curves
-        )
-        worst = max(worst, chain.seconds[own].sum() + best, chain.entry_seconds[first])
-    return worst
-
-
-def held(replays: RecomputeCurve, chain: OperatorChain, own: slice, in_flight: int) -> np.ndarray:
-    """The most as a backward begins, and in the first quarter of the stage, where it ends."""
-    saved, recomputed = (sizes[:, own].sum(axis=1) for sizes in (replays.saved_bytes, replays.replayed_bytes))
-    gradients, working = chain.gradient_bytes[own].sum(), chain.working_bytes[own]
-    share = 1 / replays.segments
-    late = (saved + recomputed) * share + gradients * (1 - share)
-    ends = (in_flight - 1) * saved + np.maximum(late, gradients) + working[: (len(working) + 3) // 4].max()
-    return np.maximum(in_flight * saved + recomputed * share + working.max(), ends)
-
-
-def least_of_curve(seconds: np.ndarray, held: np.ndarray, room: float) -> float:
-    corners = [each for each, num_bytes in zip(seconds, held, strict=True) if num_bytes <= room]
-    lines = [
-        np.interp(room, held[[k + 1, k]], seconds[[k + 1, k]])
-        for k in range(len(held) - 1)
-        if held[k + 1] <= room < held[k]
-    ]
-    return min([*corners, *lines], default=np.inf)
-
-
-@settings(max_examples=40, deadline=None)
-@given(chains(), st.integers(10, 160), st.integers(2, 3))
-def test_the_cut_is_the_best_of_all(chain: OperatorChain, limit: int, num_stages: int) -> None:
-    in_flight, limits = range(num_stages, 0, -1), [float(limit)] * num_stages
-    later = itertools.combinations(range(1, len(chain.seconds)), num_stages - 1)
-    ways = {firsts: slowest(chain, (0, *firsts), in_flight, limits) for firsts in later}
-    best = min(ways.values())
-    if best == np.inf:
-        with pytest.raises(InfeasibleError, match="even if stages replay"):
-            cut_chain(chain, in_flight, limits)
-    else:
-        found = cut_chain(chain, in_flight, limits)
-        assert ways[tuple(found[1:])] == pytest.approx(best)
-        sent = {
-            firsts: chain.entry_seconds[list(firsts)].sum()
-            for firsts in ways
-            if ways[firsts] == pytest.approx(best)
-        }
-        assert sent[tuple(found[1:])] == min(sent.values())

@@ -6,19 +6,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipec.errors import PlanError
 from pipec.graph import Assignment, TrainingGraph
 from pipec.passes.assignments.operator_blocks import find_colocations, operator_blocks, operator_seconds
 from pipec.passes.assignments.update_cost import UpdateCost
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-
-_BISECTIONS = 60
-"""Halvings of the interval in which the seconds of the slowest stage are searched."""
 
 
 @dataclass(frozen=True)
@@ -59,34 +51,16 @@ def balanced_starts(work: Sequence[float], capacities: Sequence[int]) -> list[in
     begins at 0 and 3. Among equally good cuts, earlier ranges are as long as possible.
     """
     totals = np.array([0.0, *accumulate(work)])
-    low, high = 0.0, float(totals[-1])
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if _possible_starts(totals, capacities, middle)[-1][-1]:
-            high = middle
-        else:
-            low = middle
-    firsts, end = list[int](), len(work)
-    starts = _possible_starts(totals, capacities, high)
-    for possible, capacity in zip(starts[-2::-1], reversed(capacities), strict=True):
-        fitting = possible[:end] & (_furthest_ends(totals, capacity, high)[:end] >= end)
-        end = int(np.flatnonzero(fitting)[-1])
+    least = [np.where(np.arange(len(totals)) == 0, 0.0, np.inf)]  # of the first ranges, by where they end
+    for capacity in capacities:
+        ends = (
+            np.maximum(least[-1][:end], (totals[end] - totals[:end]) / capacity).min(initial=np.inf)
+            for end in range(len(totals))
+        )
+        least.append(np.array([*ends]))
+    firsts, end, limit = list[int](), len(work), least[-1][-1] * (1 + 1e-12)
+    for before, capacity in zip(least[-2::-1], reversed(capacities), strict=True):
+        slowest = np.maximum(before[:end], (totals[end] - totals[:end]) / capacity)
+        end = int(np.flatnonzero(slowest <= limit)[-1])
         firsts.insert(0, end)
     return firsts
-
-
-def _possible_starts(totals: Floats, capacities: Sequence[int], limit: float) -> list[Bools]:
-    """After zero, one, two ... ranges within the limit, the items at which the next range may begin."""
-    possible = [np.arange(totals.size) == 0]
-    for capacity in capacities:
-        starts = np.flatnonzero(possible[-1])
-        ends = _furthest_ends(totals, capacity, limit)[starts]
-        steps = np.bincount(starts + 1, minlength=totals.size + 1)
-        steps = steps - np.bincount(np.maximum(ends, starts) + 1, minlength=totals.size + 1)
-        possible.append(np.cumsum(steps)[:-1] > 0)
-    return possible
-
-
-def _furthest_ends(totals: Floats, capacity: int, limit: float) -> Ints:
-    """For each item, the end of the longest range that begins there and is within the limit."""
-    return np.searchsorted(totals, (totals + limit * capacity) * (1 + 1e-12), "right") - 1
