@@ -48,7 +48,8 @@ from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import weight_name
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
-from pipec.torch_compat import untested_version
+from pipec.torch_compat.private_symbols import require
+from pipec.torch_compat.versions import untested_version
 
 
 @takes_options(Options)
@@ -280,6 +281,7 @@ def profile(
         CaptureError: the model cannot be captured.
         InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
     """
+    require("capture")
     from pipec.capture.tracer import (  # loads torch._dynamo, as no other function here does
         CaptureRequest,
         capture,

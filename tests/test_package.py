@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 import pipec
 from pipec.cli import app
-from pipec.torch_compat import untested_version, versions
+from pipec.torch_compat import versions
+from pipec.torch_compat.versions import untested_version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

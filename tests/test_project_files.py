@@ -20,7 +20,7 @@ from pipec.cost.profile import VERSION as PROFILE
 from pipec.hardware.topology import FORMAT as TOPOLOGY
 from pipec.schedules import ENTRY_POINTS
 from pipec.schedules.custom import FORMAT as SCHEDULE
-from pipec.torch_compat import untested_version
+from pipec.torch_compat.versions import untested_version
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

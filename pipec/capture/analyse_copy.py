@@ -10,7 +10,9 @@ from pipec.capture.batch import WholeBatchCapture, analyse_batch
 from pipec.capture.graph_calls import describe_call
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, ROW_NUMBERS
 from pipec.graph import BatchFindings
-from pipec.torch_compat import CAUSE, CapturedGraph, pytree
+from pipec.torch_compat import pytree
+from pipec.torch_compat.captured_graph import CapturedGraph
+from pipec.torch_compat.make_fx_front_end import CAUSE
 
 
 def analyse_differentiated(

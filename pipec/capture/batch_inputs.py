@@ -25,7 +25,8 @@ from pipec.capture.model_call import ModelCall, plain_name
 from pipec.capture.node_insertion import fake_value
 from pipec.errors import InputError
 from pipec.ir.batch_axis import LEADING, BatchAxis
-from pipec.torch_compat import formula, pytree
+from pipec.torch_compat import pytree
+from pipec.torch_compat.symbolic_numbers import formula
 
 
 def with_batch_axes(

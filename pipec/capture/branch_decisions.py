@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipec import torch_compat
 from pipec.capture.diagnosis import error_summary, innermost_model_line, traceback_lines
 from pipec.capture.graph_calls import at_line, is_always_false, is_random_except_dropout, mutates_argument
 from pipec.capture.markers import REQUIRE
@@ -23,6 +22,15 @@ from pipec.capture.model_call import ModelCall
 from pipec.capture.number_operators import module_of
 from pipec.errors import CaptureError
 from pipec.graph import CHECK_BRANCH
+from pipec.torch_compat.dynamo_branches import (
+    Decision,
+    WriteProtection,
+    decide_branches,
+    evaluate_symbolic,
+    has_values,
+    placeholder_example,
+    shape_symbols,
+)
 
 MICROBATCH_CHECK = ": this check fails for a microbatch; each is checked as if it were the whole mini-batch"
 
@@ -56,7 +64,7 @@ class BranchDecider:
                 dict(zip(leaves, self.call.leaves, strict=True)), self.originals, arguments_only=False
             )
 
-            def decide(node: fx.Node, get_attribute: Callable[[str], Any]) -> torch_compat.Decision | None:
+            def decide(node: fx.Node, get_attribute: Callable[[str], Any]) -> Decision | None:
                 try:
                     return thread.submit(_decide, node, get_attribute, batch_values, call_values).result()
                 except CaptureError as error:
@@ -65,7 +73,7 @@ class BranchDecider:
                     self.refused.append(f"its condition cannot be computed now: {error_summary(error)}")
                 return None
 
-            with torch_compat.decide_branches(decide, CHECK_BRANCH, REQUIRE):
+            with decide_branches(decide, CHECK_BRANCH, REQUIRE):
                 yield
 
 
@@ -90,15 +98,15 @@ def refuse_branches(captured: fx.GraphModule, why: str) -> None:
 
 def _decide(
     node: fx.Node, get_attribute: Callable[[str], Any], batch_values: "_Values", call_values: "_Values"
-) -> torch_compat.Decision:
+) -> Decision:
     if is_always_false(node):
-        return torch_compat.Decision(False, is_certain=True)
+        return Decision(False, is_certain=True)
     for values in (batch_values, call_values):
         values.follow(node.graph, get_attribute)
     if node in call_values.random_nodes:
         raise CaptureError("it goes one way or the other by a number that is drawn at random")
     found = (batch_values if node in batch_values.known else call_values).known[node]
-    return torch_compat.Decision(bool(found))
+    return Decision(bool(found))
 
 
 @dataclass
@@ -122,7 +130,7 @@ class _Values:
         """Compute the nodes added to the graph since the last call."""
         if graph is not self._graph:
             self._graph, self.known, self._seen, self.random_nodes = graph, {}, set(), set()
-        with _preserved_random_state(), torch.no_grad(), torch_compat.WriteProtection(self._parameters):
+        with _preserved_random_state(), torch.no_grad(), WriteProtection(self._parameters):
             for node in graph.nodes:
                 if node not in self._seen:
                     self._seen.add(node)
@@ -137,24 +145,24 @@ class _Values:
         if node.op == "placeholder":
             self._take(node)
         elif node.target not in (CHECK_BRANCH, REQUIRE) and all(source in self.known for source in inputs):
-            size = torch_compat.evaluate_symbolic(node.meta.get("example_value"), self._sizes)
+            size = evaluate_symbolic(node.meta.get("example_value"), self._sizes)
             self.known[node] = self._call(node, get_attribute) if size is None else size
         elif mutates_argument(node) and node.args[0] in self.known:
             del self.known[inputs[0]]
 
     def _take(self, node: fx.Node) -> None:
-        example = torch_compat.placeholder_example(node)
+        example = placeholder_example(node)
         if not isinstance(example, Tensor):
-            size = torch_compat.evaluate_symbolic(node.meta.get("example_value"), self._sizes)
+            size = evaluate_symbolic(node.meta.get("example_value"), self._sizes)
             if size is not None:
                 self.known[node] = size
         elif id(example) in self.leaves:
             value = torch.as_tensor(self.leaves[id(example)])
-            self._sizes |= torch_compat.shape_symbols(node.meta["example_value"], value)
+            self._sizes |= shape_symbols(node.meta["example_value"], value)
             self.known[node] = value.clone()
         elif not self.arguments_only:
             value = self.originals.get(id(example), example)
-            if not torch_compat.has_values(value):
+            if not has_values(value):
                 raise CaptureError("its condition needs tensors of the model that are not in this process")
             is_parameter = isinstance(value, torch.nn.Parameter)
             if is_parameter:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from pipec.capture.model_call import ModelCall
 from pipec.ir.batch_split import repeated_tensors
-from pipec.torch_compat import attributes, marked_dimensions
+from pipec.torch_compat.foreign_classes import attributes, marked_dimensions
+from pipec.torch_compat.module_contents import has_forward_pre_hooks
 
 CALL_CACHE_SIZE = 8
 """How many keys are cached, those used last."""
@@ -39,7 +40,7 @@ class CallKey:
         try:
             structure = *kwargs, *_structure((args, dict(sorted(kwargs.items())), target), leaves)
             structure = *structure, repeated_tensors(leaves)
-            binding = () if model._forward_pre_hooks else _binding(model.forward)
+            binding = () if has_forward_pre_hooks(model) else _binding(model.forward)
         except _UnknownError:
             return None, leaves
         return cls(structure, binding, request), leaves

@@ -22,13 +22,13 @@ from pipec.capture.node_insertion import INHERITED_META
 from pipec.capture.number_operators import OPERATOR_ID
 from pipec.graph import size_expression
 from pipec.primitives import require
-from pipec.torch_compat import (
+from pipec.torch_compat.differentiation import (
     DataDependentSize,
     JointGraph,
     is_data_dependent,
-    python_expression,
     unbacked_symbols,
 )
+from pipec.torch_compat.symbolic_numbers import python_expression
 
 
 class DataDependentError(Exception):

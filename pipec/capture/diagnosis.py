@@ -10,8 +10,9 @@ from pathlib import Path, PurePath
 import numpy as np
 import torch
 
-from pipec import torch_compat
 from pipec.errors import CaptureError, InputError, PipecError
+from pipec.torch_compat.dynamo_front_end import is_data_dependent_error, model_raised, reason_of, user_frames
+from pipec.torch_compat.module_state import DryRun
 
 _TRACING = (
     *(str(Path(file).parent) for file in (torch.__file__, np.__file__)),
@@ -115,9 +116,7 @@ def is_library_file(file: str) -> bool:
     return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
 
 
-def capture_error(
-    failures: Sequence[Exception], dry_run: "torch_compat.DryRun", refused_branch: str = ""
-) -> PipecError:
+def capture_error(failures: Sequence[Exception], dry_run: DryRun, refused_branch: str = "") -> PipecError:
     """The error to raise when every attempt to capture has failed, with ``failures`` in order.
 
     It is an InputError if the model itself fails on these arguments, as it then does in the dry run too.
@@ -126,11 +125,11 @@ def capture_error(
     ``refused_branch`` is why a branch on values was not followed one way.
     """
     first, last = failures[0], failures[-1]
-    if torch_compat.model_raised(first) and not dry_run.failed:
-        first = next(filter(torch_compat.is_data_dependent_error, failures), first)
+    if model_raised(first) and not dry_run.failed:
+        first = next(filter(is_data_dependent_error, failures), first)
     line = _line_of(first) or _line_of(last)
     where = f"\n  at {line}" if line else ""
-    if torch_compat.model_raised(first):
+    if model_raised(first):
         if dry_run.failed:
             return InputError(
                 f"the model fails on these arguments{where}\n  {error_summary(last)}\n"
@@ -140,7 +139,7 @@ def capture_error(
         return CaptureError(
             f"the model fails while it is traced{where}\n  {error_summary(last)}\n{TRACES_DIFFERENTLY}"
         )
-    reason = torch_compat.reason_of(first) + (f" Here {refused_branch}." if refused_branch else "")
+    reason = reason_of(first) + (f" Here {refused_branch}." if refused_branch else "")
     advice = next(text for pattern, text in ADVICE if re.search(pattern, f"{reason}\n{_innermost(first)}"))
     tried = "\n  ".join(dict.fromkeys(error_summary(failure) for failure in failures if failure is not first))
     return CaptureError(
@@ -157,7 +156,7 @@ def _innermost(error: Exception) -> str:
 
 def _line_of(error: Exception) -> SourceLine | None:
     """The line of the model where an error arose, from its message or from its stack."""
-    frames = [*traceback.extract_tb(error.__traceback__), *torch_compat.user_frames(error)]
+    frames = [*traceback.extract_tb(error.__traceback__), *user_frames(error)]
     lines = [SourceLine(frame.filename, frame.lineno or 0, (frame.line or "").strip()) for frame in frames]
     return innermost_model_line(traceback_lines(str(error))) or innermost_model_line(lines)
 

@@ -5,16 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipec import torch_compat
 from pipec.errors import CaptureError, InputError
 from pipec.graph import TrainingGraph, UpdatedBuffer
 from pipec.ir.batch_split import leaf_path
 from pipec.torch_compat import pytree
+from pipec.torch_compat.foreign_classes import active_mode, attributes, changes_operators, is_plain_tensor
+from pipec.torch_compat.module_contents import has_global_forward_hooks
 
 
 def refuse_active_mode() -> None:
     """Raise InputError if the script has entered a mode, or hooks on saved tensors, around a call."""
-    if entered := torch_compat.active_mode():
+    if entered := active_mode():
         raise InputError(
             f"{entered} is active around this call, but stages do not run what it adds to operators; leave "
             "it before the call, or enter it inside forward()"
@@ -27,7 +28,7 @@ def refuse_unusual_arguments(tree: Any) -> None:
         if not isinstance(leaf, Tensor):
             continue
         path, kind = leaf_path(keys), type(leaf)
-        if not torch_compat.is_plain_tensor(leaf):
+        if not is_plain_tensor(leaf):
             raise InputError(
                 f"{path} is a {kind.__module__}.{kind.__qualname__}, whose class stages would not see; pass "
                 "a plain tensor, such as x.as_subclass(torch.Tensor)"
@@ -36,10 +37,10 @@ def refuse_unusual_arguments(tree: Any) -> None:
             raise InputError(
                 f"{path} has layout {leaf.layout}, which no stage can take; pass {path}.to_dense()"
             )
-        attributes = torch_compat.attributes(leaf)
-        if attributes and not kind.__module__.startswith("pipec."):  # a loss explains itself
+        given = attributes(leaf)
+        if given and not kind.__module__.startswith("pipec."):  # a loss explains itself
             raise InputError(
-                f"{path} has an attribute {attributes[0]!r}, which stages would not see; pass it as an "
+                f"{path} has an attribute {given[0]!r}, which stages would not see; pass it as an "
                 "argument of its own, and a tensor without attributes, such as x.view_as(x)"
             )
         if leaf.is_conj() or leaf.is_neg():
@@ -53,14 +54,14 @@ def refuse_foreign_model(model: nn.Module) -> None:
     """Raise CaptureError for tensors of a model whose class says what operators compute, and for hooks of
     every module, which would see pipec's own module and run at capture alone."""
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if torch_compat.changes_operators(tensor):
+        if changes_operators(tensor):
             kind = type(tensor)
             raise CaptureError(
                 f"{fqn} is a {kind.__module__}.{kind.__qualname__}, whose class says what operators compute "
                 "with it, which a graph would lose; make it a plain tensor, and call in forward() what the "
                 "class does"
             )
-    if torch_compat.has_global_forward_hooks():
+    if has_global_forward_hooks():
         raise CaptureError(
             "a hook of register_module_forward_hook or register_module_forward_pre_hook is called for every "
             "module, pipec's own among them; register it on modules of the model instead, with "
@@ -85,5 +86,5 @@ def refuse_shared_constants(model: nn.Module, graph: TrainingGraph) -> None:
 
 def _memory(tensor: Tensor) -> int | None:
     """The address of a tensor's memory; None if it has none of its own."""
-    is_real = torch_compat.is_plain_tensor(tensor) and not tensor.is_meta and tensor.layout is torch.strided
+    is_real = is_plain_tensor(tensor) and not tensor.is_meta and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() or None if is_real else None

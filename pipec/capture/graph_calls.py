@@ -6,7 +6,7 @@ from typing import Any
 from torch import fx
 
 from pipec.capture.diagnosis import innermost_model_line, traceback_lines
-from pipec.torch_compat import HigherOrderOperator, OpOverload
+from pipec.torch_compat.operators import OpOverload, is_higher_order, schema
 
 _RANDOM = {
     *("alpha_dropout", "bernoulli", "cauchy", "dropout", "dropout1d", "dropout2d"),
@@ -48,7 +48,7 @@ def mutates_argument(node: fx.Node) -> bool:
 def is_random_call(node: fx.Node) -> bool:
     """Whether the call draws random numbers, or calls what may."""
     name = operator_name(node)
-    return name in _RANDOM or name.startswith("rand") or isinstance(node.target, HigherOrderOperator)
+    return name in _RANDOM or name.startswith("rand") or is_higher_order(node.target)
 
 
 def is_random_except_dropout(node: fx.Node) -> bool:
@@ -68,14 +68,14 @@ def is_always_false(condition: fx.Node) -> bool:
 def _raw_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, OpOverload):
-        return str(target._schema.name).split("::")[1]
+        return schema(target).name.split("::")[1]
     return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call of a function with a signature, defaults too; else those given by name."""
     if isinstance(node.target, OpOverload):
-        given = {argument.name: argument.default_value for argument in node.target._schema.arguments}
+        given = {argument.name: argument.default_value for argument in schema(node.target).arguments}
         named = dict(zip(given, node.args, strict=False))
         return {**given, **named, **node.kwargs}
     try:

@@ -13,7 +13,9 @@ from pipec.graph import ModelInput, TrainingGraph, has_data_dependent_size
 from pipec.graph.size_text import format_guard, format_size
 from pipec.ir import Variable
 from pipec.ir.text_format import evaluate_dim, holds
-from pipec.torch_compat import JointGraph, formula, pytree
+from pipec.torch_compat import pytree
+from pipec.torch_compat.differentiation import JointGraph
+from pipec.torch_compat.symbolic_numbers import formula
 
 
 class SpecializedBatchError(Exception):

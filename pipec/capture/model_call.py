@@ -14,7 +14,9 @@ from pipec.errors import InputError, TargetRowsError
 from pipec.ir import Variable
 from pipec.ir.batch_axis import LEADING, BatchAxis
 from pipec.ir.batch_split import leaf_path
-from pipec.torch_compat import marked_dimensions, pytree
+from pipec.torch_compat import pytree
+from pipec.torch_compat.foreign_classes import marked_dimensions
+from pipec.torch_compat.module_contents import has_forward_pre_hooks
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class ModelCall:
 
     def check(self, model: nn.Module) -> None:
         """Raise InputError unless the model's ``forward`` takes these arguments. A hook may change them."""
-        if model._forward_pre_hooks:
+        if has_forward_pre_hooks(model):
             return
         taken = inspect.signature(model.forward)
         try:

@@ -9,7 +9,6 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from pipec import torch_compat
 from pipec.capture.classify import classify
 from pipec.capture.data_dependent_sizes import lift_data_dependent_sizes
 from pipec.capture.extract_batch_counts import extract_batch_counts, input_branches
@@ -46,7 +45,10 @@ from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ops import COLLECTIVES
 from pipec.primitives import check_row_independence, require
-from pipec.torch_compat import formula, pytree
+from pipec.torch_compat import pytree
+from pipec.torch_compat.differentiation import JointGraph
+from pipec.torch_compat.operators import is_higher_order
+from pipec.torch_compat.symbolic_numbers import formula
 
 _aten = torch.ops.aten
 
@@ -85,7 +87,7 @@ class TracedCall:
     model collective, if any; a round has one microbatch for each of ``num_replicas``.
     """
 
-    joint: torch_compat.JointGraph
+    joint: JointGraph
     mode: Mode
     operators: tuple[Operator, ...]
     call: ModelCall
@@ -169,7 +171,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     )
 
 
-def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
+def _guards(joint: JointGraph) -> tuple[sympy.Basic, ...]:
     """The conditions that a call may violate. Equalities that merged two symbols always hold."""
     guards = (guard.subs(joint.replacements) for guard in joint.guards)
     return tuple(each for guard in guards for each in sympy.And.make_args(guard) if each != sympy.true)
@@ -192,8 +194,9 @@ def _check_assumed(graph: fx.Graph, assumed: Sequence[AssumedPerRow]) -> None:
 
 def _check_calls(nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
-        if isinstance(node.target, torch_compat.HigherOrderOperator):
-            name, ordinary = node.target.name(), "Write what it computes with ordinary operations of torch."
+        target: Any = node.target
+        if is_higher_order(target):
+            name, ordinary = target.name(), "Write what it computes with ordinary operations of torch."
             raise CaptureError(
                 f"the model calls the higher-order operator {name!r}, which no stage can run{at_line(node)}\n"
                 + HIGHER_ORDER.get(name, ordinary)

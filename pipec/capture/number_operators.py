@@ -9,7 +9,9 @@ from torch import fx
 
 from pipec.capture.diagnosis import innermost_model_line, traceback_lines
 from pipec.graph import Operator
-from pipec.torch_compat import ASSERTIONS, CAUSE, fqn_of
+from pipec.torch_compat.differentiation import ASSERTIONS
+from pipec.torch_compat.make_fx_front_end import CAUSE
+from pipec.torch_compat.values import fqn_of
 
 OPERATOR_ID = "pipec_operator"
 """Key in ``node.meta["custom"]`` of the operator that caused a node. Differentiation copies what is there."""

@@ -20,7 +20,7 @@ from torch import fx
 from pipec.capture.markers import OUTPUT_MERGE
 from pipec.capture.node_insertion import INHERITED_META, fake_value
 from pipec.ir.batch_axis import BatchAxis
-from pipec.torch_compat import formula
+from pipec.torch_compat.symbolic_numbers import formula
 
 _aten = torch.ops.aten
 

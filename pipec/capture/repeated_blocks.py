@@ -26,7 +26,8 @@ from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, REQ
 from pipec.capture.node_insertion import fake_value, inputs_of
 from pipec.capture.number_operators import OPERATOR_ID
 from pipec.graph import CHECK_BRANCH
-from pipec.torch_compat import formula, unbacked_symbols
+from pipec.torch_compat.differentiation import unbacked_symbols
+from pipec.torch_compat.symbolic_numbers import formula
 
 NUM_FIRST = 3
 """The blocks at the front of a run that are differentiated: the first, and two whose results are compared."""
@@ -298,5 +299,4 @@ def without_middle(graph: fx.Graph, runs: Sequence[RepeatedBlocks]) -> fx.Graph:
     for node in graph.nodes:
         if node not in stands_for:
             copies[node] = copied.node_copy(node, lambda read: copies[stands_for.get(read, read)])
-    copied.set_codegen(graph._codegen)
     return copied

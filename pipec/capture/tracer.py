@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends import mha
 
-from pipec import ops, torch_compat
+from pipec import ops
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
 from pipec.capture.attributes import readable_values
 from pipec.capture.batch import WholeBatchCapture, analyse_batch, batch_symbol_of
@@ -43,7 +43,34 @@ from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, Traini
 from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
 from pipec.primitives import recurrent_network
-from pipec.torch_compat import CapturedGraph
+from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
+from pipec.torch_compat.differentiation import (
+    JointGraph,
+    argument_tensors,
+    differentiate,
+    replaced_graph,
+    returns_loss_first,
+)
+from pipec.torch_compat.dynamo_front_end import capture_with_dynamo, draws_with_numpy, ignored_cudnn_flags
+from pipec.torch_compat.guards import Guards
+from pipec.torch_compat.lazy_code import lazy_graph_modules
+from pipec.torch_compat.make_fx_front_end import capture_with_make_fx
+from pipec.torch_compat.module_contents import has_gradient_hook
+from pipec.torch_compat.module_state import (
+    DryRun,
+    dry_run,
+    has_partial_backward_hook,
+    quiet_logging,
+    replace_with_fake_tensors,
+    restore_module,
+)
+from pipec.torch_compat.operator_patches import (
+    bound_ctc_loss_workspace,
+    skip_distribution_validation,
+    trace_recurrent_networks,
+)
+from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
+from pipec.torch_compat.unsupported import raise_if_unsupported
 
 log = logging.getLogger("pipec")
 
@@ -55,11 +82,11 @@ _warned: WeakSet[nn.Module] = WeakSet()
 Timed = Callable[[str], AbstractContextManager[None]]
 """Measures a block, which is a step of this name."""
 
-FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.SymbolicDims], CapturedGraph]
+FrontEnd = Callable[[nn.Module, tuple[Any, ...], SymbolicDims], CapturedGraph]
 
 FRONT_ENDS: Mapping[str, FrontEnd] = {
-    "Dynamo": torch_compat.capture_with_dynamo,
-    "make_fx": torch_compat.capture_with_make_fx,
+    "Dynamo": capture_with_dynamo,
+    "make_fx": capture_with_make_fx,
 }
 
 
@@ -158,15 +185,15 @@ def capture(request: CaptureRequest) -> TrainingGraph:
 def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
     """Let torch trace a step inside a ``with``, and leave the model as it was."""
     with ExitStack() as stack:
-        stack.enter_context(torch_compat.quiet_logging())
-        stack.enter_context(torch_compat.restore_module(step))
+        stack.enter_context(quiet_logging())
+        stack.enter_context(restore_module(step))
         stack.enter_context(without_kv_cache(request.model))
-        stack.enter_context(torch_compat.lazy_graph_modules())
-        stack.enter_context(torch_compat.cached_size_arithmetic())
-        stack.enter_context(torch_compat.skip_distribution_validation())
-        stack.enter_context(torch_compat.trace_recurrent_networks(recurrent_network))
-        stack.enter_context(torch_compat.bound_ctc_loss_workspace())
-        stack.enter_context(torch_compat.ignored_cudnn_flags())
+        stack.enter_context(lazy_graph_modules())
+        stack.enter_context(cached_size_arithmetic())
+        stack.enter_context(skip_distribution_validation())
+        stack.enter_context(trace_recurrent_networks(recurrent_network))
+        stack.enter_context(bound_ctc_loss_workspace())
+        stack.enter_context(ignored_cudnn_flags())
         stack.enter_context(_without_fused_attention(step))
         stack.enter_context(local_sync_batch_norms())
         stack.enter_context(ops.tracing_with_replicas(request.num_replicas or 1))
@@ -223,7 +250,7 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
         except PipecError:
             raise
         except Exception as error:
-            torch_compat.raise_if_unsupported(error)
+            raise_if_unsupported(error)
             log.debug(
                 "%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", error_summary(error)
             )
@@ -240,13 +267,13 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
 def _refuse_gradient_hooks(model: nn.Module) -> None:
     """Refuse hooks on gradients that a pipeline would not call."""
     for path, module in model.named_modules():
-        if torch_compat.has_partial_backward_hook(module):
+        if has_partial_backward_hook(module):
             raise CaptureError(
                 f"{path or type(module).__name__} has a hook of register_backward_hook, which a pipeline "
                 "would not call; register it on a tensor inside forward(), with Tensor.register_hook"
             )
     for fqn, parameter in model.named_parameters():
-        if torch_compat.has_gradient_hook(parameter):
+        if has_gradient_hook(parameter):
             raise CaptureError(
                 f"{fqn} has a hook on its gradient, which a pipeline would not call; remove it, "
                 "and change the gradient between step() and the optimizer's step"
@@ -269,7 +296,7 @@ class _Tracer:
         self._request, self._call, self._step = request, request.call, step
         self._fqns, self._constants = model_names(step, request.canonical)
         self._device = request.device if any(True for _ in step.model.parameters()) else None
-        originals = torch_compat.replace_with_fake_tensors(step, request.device)
+        originals = replace_with_fake_tensors(step, request.device)
         self._branches = BranchDecider(request.call, request.whole_batch, originals)
         self._captured: CapturedGraph | None = None
 
@@ -291,11 +318,11 @@ class _Tracer:
     @property
     def draws_with_numpy(self) -> bool:
         """Whether the last graph draws random numbers in the place of numpy."""
-        return self._captured is not None and torch_compat.draws_with_numpy(self._captured.module)
+        return self._captured is not None and draws_with_numpy(self._captured.module)
 
-    def dry_run(self) -> torch_compat.DryRun:
+    def dry_run(self) -> DryRun:
         """Run the step in eager mode on fake tensors."""
-        return torch_compat.dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
+        return dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
 
     def trace_variables(self) -> TrainingGraph:
         """Trace with the variables of the request symbolic, as the batch is.
@@ -304,11 +331,11 @@ class _Tracer:
             SpecializedVariableError: that cannot be done.
         """
         try:
-            graph = self.trace(torch_compat.capture_with_dynamo, symbolic=True)
+            graph = self.trace(capture_with_dynamo, symbolic=True)
         except (SpecializedVariableError, UnsupportedTorchError):
             raise
         except Exception as error:
-            torch_compat.raise_if_unsupported(error)
+            raise_if_unsupported(error)
             raise SpecializedVariableError(error_summary(error)) from error
         if not graph.is_valid_for(self._call.batch_size, graph.planned_sizes):
             raise SpecializedVariableError("what holds of it does not hold of this call")
@@ -333,7 +360,7 @@ class _Tracer:
             with self._request.timed("analyse the batch"):
                 findings = self._analyse(captured, batched, first_collective, of_batch)
 
-        def read(joint: torch_compat.JointGraph) -> TrainingGraph:
+        def read(joint: JointGraph) -> TrainingGraph:
             variables = self._request.variables
             traced = TracedCall(
                 joint,
@@ -359,13 +386,13 @@ class _Tracer:
             return self._differentiate(captured, runs, read)
 
     def _trace_forward(self, front_end: FrontEnd, sample: ModelCall, symbolic: bool) -> CapturedGraph:
-        is_dynamo = front_end is torch_compat.capture_with_dynamo
+        is_dynamo = front_end is capture_with_dynamo
         captured = self.trace_ambiguous_leaves() if symbolic and is_dynamo else None
         if captured is None:
             self._step.batched = tuple(sample.batched)
             with self._branches.deciding(sample, symbolic):
                 captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
-        if is_dynamo and self._request.has_loss and not torch_compat.returns_loss_first(captured):
+        if is_dynamo and self._request.has_loss and not returns_loss_first(captured):
             raise TypeError("the model returns an object that torch makes before it returns the loss")
         return captured
 
@@ -383,7 +410,7 @@ class _Tracer:
         if captured.dynamo_output is None:
             return []
         names = {id(tensor): self._fqns[name] for name, tensor in named_tensors(self._step).items()}
-        given = torch_compat.argument_tensors(captured)
+        given = argument_tensors(captured)
         named = {node: names[id(value)] for node, value in given.items() if id(value) in names}
         return find_repeated_blocks(captured.module.graph, named)
 
@@ -391,18 +418,18 @@ class _Tracer:
         self,
         captured: CapturedGraph,
         runs: Sequence[RepeatedBlocks],
-        read: Callable[[torch_compat.JointGraph], TrainingGraph],
+        read: Callable[[JointGraph], TrainingGraph],
     ) -> TrainingGraph:
         """What ``read`` makes of the joint graph, in which the middle blocks of runs are copies."""
         training = self._request.mode is Mode.TRAIN
         if runs:
-            with torch_compat.replaced_graph(captured, without_middle(captured.module.graph, runs)):
-                joint = torch_compat.differentiate(captured, training)
+            with replaced_graph(captured, without_middle(captured.module.graph, runs)):
+                joint = differentiate(captured, training)
             try:
                 return instantiate_blocks(read(joint), runs)
             except IrregularBlocksError as error:
                 log.info("equal blocks are differentiated one by one: %s", error)
-        return read(torch_compat.differentiate(captured, training))
+        return read(differentiate(captured, training))
 
     def _sample(self) -> ModelCall:
         """A call to be traced with symbols, and numbers that are to be symbols in tensors.
@@ -441,9 +468,9 @@ class _Tracer:
         self._step.batched = tuple(split and path not in self._call.ambiguous_leaves for path, split in named)
         try:
             with self._branches.deciding(sample, symbolic=True):
-                captured = torch_compat.capture_with_dynamo(self._step, sample.tree, self._symbolic(sample))
+                captured = capture_with_dynamo(self._step, sample.tree, self._symbolic(sample))
         except Exception as error:
-            torch_compat.raise_if_unsupported(error)
+            raise_if_unsupported(error)
             log.debug("nothing shows which tensors are split: %s", error_summary(error))
             return None
         return captured if all_share_batch_symbol(captured.module, self._call) else None
@@ -459,7 +486,7 @@ class _Tracer:
             with replace(self._branches, call=batch, refused=[]).deciding(sample, symbolic=False):
                 module = front_end(self._step, sample.tree, []).module
         except Exception as error:
-            torch_compat.raise_if_unsupported(error)
+            raise_if_unsupported(error)
             log.debug("the whole batch cannot be captured: %s", error_summary(error))
             return WholeBatchCapture(None, rows, batch_size)
         use_own_operators(module)
@@ -494,7 +521,7 @@ class _Tracer:
     def reads(self) -> ReadValues:
         """The values that the code of the model and of the loss function read for the last graph."""
         noted = self._captured.dynamo_output if self._captured else None
-        guards = torch_compat.Guards(noted, self._step) if noted else None
+        guards = Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]
         return ReadValues.of(self._step, guards, constants, readable_values)
 

@@ -22,7 +22,6 @@ from pipec.checkpoint.hugging_face import weight_files
 from pipec.checkpoint.safetensors_files import torch_dtype
 from pipec.errors import CheckpointError, InputError
 from pipec.runtime.messages.call_description import format_names
-from pipec.torch_compat import device_and_dtype
 
 
 def read_pretrained(
@@ -164,10 +163,8 @@ class PretrainedWeights:
 
         def stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
             """``module.to``, but an adapter does not follow its layer to meta."""
-            device, dtype = device_and_dtype(*args, **kwargs)
-            if device is not None and device.type == "meta":
-                return to(module, dtype=dtype)
-            return to(module, *args, **kwargs)
+            kept = {name: _without_meta(value) for name, value in kwargs.items()}
+            return to(module, *map(_without_meta, args), **kept)
 
         refusal = (
             f"{type(peft_config).__name__}: an adapter of this kind begins with values of the weights of "
@@ -369,6 +366,14 @@ def _raising_checkpoint_errors(name: str | Path, call: Callable[[], Any]) -> Any
         return call()
     except (safetensors.SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{name} cannot be loaded: {error}") from error
+
+
+def _without_meta(value: Any) -> Any:
+    """An argument of ``nn.Module.to`` that asks for no device if it asked for meta."""
+    if isinstance(value, Tensor):
+        return value.dtype if value.is_meta else value
+    is_device = isinstance(value, str | torch.device)
+    return None if is_device and torch.device(value).type == "meta" else value
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from pipec import primitives, torch_compat
+from pipec import primitives
 from pipec.graph import (
     is_branch_check,
     is_data_dependent_number,
@@ -26,6 +26,8 @@ from pipec.graph import (
 )
 from pipec.graph.in_place import in_place_variant, out_variant
 from pipec.graph.size_text import SymbolNames, format_size
+from pipec.torch_compat import pytree
+from pipec.torch_compat.operators import OpOverload, schema
 
 aten = torch.ops.aten
 
@@ -216,7 +218,7 @@ def output_argument(node: fx.Node) -> str | None:
     if node.target is primitives.cross_entropy_gradient:
         return "out"
     variant = out_variant(node.target)
-    return torch_compat.schema(variant).arguments[-1].name if variant else None
+    return schema(variant).arguments[-1].name if variant else None
 
 
 def in_place_arguments(node: fx.Node, written: fx.Node) -> list[Any]:
@@ -246,7 +248,7 @@ def free_names(node: fx.Node, symbols: SymbolNames) -> set[str]:
         names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "call_with_generator"}
     sizes = [*node.meta["val"].shape] if reuses_memory(node) else []
     formulas = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
-    for argument in (*torch_compat.pytree.tree_leaves((node.args, node.kwargs)), *formulas):
+    for argument in (*pytree.tree_leaves((node.args, node.kwargs)), *formulas):
         if isinstance(argument, torch.device):
             names.add("device")
         elif isinstance(argument, sympy.Basic):
@@ -293,7 +295,7 @@ def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
 
 
 def _qualified(target: Any) -> str:
-    if isinstance(target, torch_compat.OpOverload):
+    if isinstance(target, OpOverload):
         return f"torch.ops.{target}"
     raise NotImplementedError(f"code generation does not know how to call {target!r}")
 

@@ -31,7 +31,7 @@ from pipec.graph import (
     send,
 )
 from pipec.ir import Mode
-from pipec.torch_compat import OpOverload
+from pipec.torch_compat.operators import OpOverload
 
 RESERVED = frozenset(
     [

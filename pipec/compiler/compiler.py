@@ -17,6 +17,7 @@ from pipec.compiler.compile_cache import CaptureSignature, CompileCache, Microba
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.errors import InputError
 from pipec.ir import Mode, Precision, Sizes
+from pipec.torch_compat.private_symbols import require
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Compiler:
         reason = self.cache.recompile_reason(signature, call, change)
         num_modules = len([*self.model.modules()])
         with self.stopwatch.reporting(f"compiling, {reason}", num_modules), without_garbage_collection():
+            require("capture")
             # It loads torch._dynamo, which takes seconds that ranks save for which another one compiles.
             from pipec.compiler.compile import CompileRequest, compile_call
 

@@ -18,20 +18,12 @@ from torch import Tensor, nn
 
 from pipec.errors import CaptureError
 from pipec.ir import Mode
-from pipec.torch_compat import (
-    ABSENT,
-    SETTINGS,
-    comparable,
-    evaluate,
-    fqn_of,
-    global_hooks,
-    module_contents,
-    read_settings,
-    tensor_contents,
-)
+from pipec.torch_compat.module_contents import module_contents, num_global_hooks, tensor_contents
+from pipec.torch_compat.settings import SETTINGS, read_settings
+from pipec.torch_compat.values import ABSENT, comparable, evaluate, fqn_of
 
 if TYPE_CHECKING:  # a rank that captures nothing has none
-    from pipec.torch_compat import Guards
+    from pipec.torch_compat.guards import Guards
 
 Values = Mapping[str, Any]
 """Values by path. The text of a path names the value: ``model.drop.p``, ``training of model.drop``."""
@@ -138,7 +130,7 @@ def torch_values() -> tuple[tuple[str, Any], ...]:
         ("torch", torch.__version__),
         ("autocast", ", ".join(autocast) or "none"),
         ("default dtype", torch.get_default_dtype()),
-        ("hooks of every module", len(global_hooks())),
+        ("hooks of every module", num_global_hooks()),
         *zip(SETTINGS, read_settings(), strict=True),
     )
 

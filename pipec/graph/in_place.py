@@ -35,7 +35,8 @@ from pipec.graph.nodes import (
     storage_owner,
 )
 from pipec.primitives import cross_entropy_gradient
-from pipec.torch_compat import OpOverload, formula, schema
+from pipec.torch_compat.operators import OpOverload, schema
+from pipec.torch_compat.symbolic_numbers import formula
 
 aten = torch.ops.aten
 

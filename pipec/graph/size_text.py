@@ -6,7 +6,7 @@ from typing import Any
 
 import sympy
 
-from pipec import torch_compat
+from pipec.torch_compat.symbolic_numbers import formula, python_expression
 
 SymbolNames = Mapping[sympy.Symbol, str]
 """The names of the symbols of a captured graph in shapes and in code."""
@@ -14,8 +14,8 @@ SymbolNames = Mapping[sympy.Symbol, str]
 
 def format_size(size: Any, symbols: SymbolNames) -> str:
     """Python source of a size: ``8``, ``b`` or ``4*b``. ``size`` is a number, a SymInt or an expression."""
-    formula = torch_compat.formula(size)
-    return _text(formula, tuple(symbols.items())) if isinstance(formula, sympy.Basic) else str(formula)
+    found = formula(size)
+    return _text(found, tuple(symbols.items())) if isinstance(found, sympy.Basic) else str(found)
 
 
 def format_guard(guard: sympy.Basic, symbols: SymbolNames) -> str:
@@ -26,4 +26,4 @@ def format_guard(guard: sympy.Basic, symbols: SymbolNames) -> str:
 @functools.lru_cache(maxsize=10_000)
 def _text(formula: sympy.Basic, symbols: tuple[tuple[sympy.Symbol, str], ...]) -> str:
     names = {symbol: sympy.Symbol(name, **symbol.assumptions0) for symbol, name in symbols}
-    return torch_compat.python_expression(formula.xreplace(names))
+    return python_expression(formula.xreplace(names))

@@ -18,7 +18,8 @@ from pipec.graph.nodes import Output, ResultRole
 from pipec.graph.size_text import SymbolNames
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_axis import BatchAxis
-from pipec.torch_compat import lazy_graph_module, pytree
+from pipec.torch_compat import pytree
+from pipec.torch_compat.lazy_code import lazy_graph_module
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
 from pipec.runtime.processes.launch import world
-from pipec.torch_compat import persistent_buffers
+from pipec.torch_compat.run_time import persistent_buffers
 
 __all__ = ["PipecMetrics", "PipecStrategy"]
 

@@ -21,7 +21,6 @@ import sympy
 import torch
 from torch import fx
 
-from pipec import torch_compat
 from pipec.cost.symbolic_sizes import tensor_sizes
 from pipec.graph import (
     Buffer,
@@ -35,6 +34,7 @@ from pipec.graph import (
     is_tensor,
     is_view,
 )
+from pipec.torch_compat import pytree
 
 Sources = Mapping[fx.Node, frozenset[fx.Node]]
 """The parameters and buffers that each node depends on, for nodes that depend on nothing else."""
@@ -131,7 +131,7 @@ def _fqns(sources: Iterable[fx.Node], role_type: type[Parameter] | type[Buffer])
 
 def _reads_other_sizes(node: fx.Node, graph: TrainingGraph) -> bool:
     """Whether the node's arguments include a size that may differ between microbatches, such as the rows."""
-    leaves = torch_compat.pytree.tree_leaves((node.args, node.kwargs))
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
     sizes = (sympy.sympify(each) for each in leaves if isinstance(each, sympy.Basic | torch.SymInt))
     return any(not size.free_symbols <= graph.variable_symbols.keys() for size in sizes)
 

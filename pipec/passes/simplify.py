@@ -30,7 +30,7 @@ from pipec.graph import (
     is_tensor,
     storage_owner,
 )
-from pipec.torch_compat import formula
+from pipec.torch_compat.symbolic_numbers import formula
 
 aten = torch.ops.aten
 

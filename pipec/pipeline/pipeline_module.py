@@ -20,7 +20,8 @@ from pipec.errors import InputError
 from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import ModuleLoss
 from pipec.runtime.wrappers import AcceleratedModule, refuse_wrappers
-from pipec.torch_compat import ConvertedModule, pytree, share_registries
+from pipec.torch_compat import pytree
+from pipec.torch_compat.run_time import ConvertedModule, share_registries
 
 if TYPE_CHECKING:
     from pipec.pipeline.pipeline import Pipeline

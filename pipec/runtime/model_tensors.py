@@ -11,7 +11,7 @@ from pipec.errors import InputError
 from pipec.ir import Plan
 from pipec.runtime.absent_tensors import hold, is_absent, plain_tensors, release_unread
 from pipec.runtime.messages.call_description import format_names
-from pipec.torch_compat import register_buffer
+from pipec.torch_compat.run_time import register_buffer
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pipec.runtime.stream.call_arguments import ITERABLE
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.whole_model import StateOfRank0, WholeModel, local_optimizer_state
 from pipec.runtime.wrappers import is_called_by_dcp, refuse_wrappers
-from pipec.torch_compat import ConvertedModule
+from pipec.torch_compat.run_time import ConvertedModule
 
 
 class PipelineBase(ConvertedModule):

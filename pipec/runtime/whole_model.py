@@ -20,7 +20,7 @@ from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.optimizers import StateShard
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.wrappers import refuse_scheduler_of_accelerate, refuse_wrappers
-from pipec.torch_compat import replace_total_norm
+from pipec.torch_compat.run_time import replace_total_norm
 
 
 class StateOfRank0(OrderedDict[str, Tensor]):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.convert_frame import CaptureOutput
-from torch.utils import _pytree as pytree
+
+from pipec.torch_compat.pytree import TreeSpec
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class CapturedGraph:
     module: torch.fx.GraphModule
     args: tuple[Any, ...]
     changed_state: tuple[str, ...] = ()
-    dynamo_output: CaptureOutput | None = None
-    results: pytree.TreeSpec | None = None
+    dynamo_output: Any = None
+    results: TreeSpec | None = None
     trained: tuple[str, ...] | None = None
 
     @property

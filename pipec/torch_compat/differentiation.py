@@ -13,21 +13,12 @@ import torch
 import torch._dynamo
 import torch.fx.traceback as fx_traceback
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import (
-    BufferAOTInput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
+from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
+from torch._guards import tracing
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv, free_unbacked_symbols
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.printers import PythonPrinter
 
+from pipec.torch_compat import pytree
 from pipec.torch_compat.captured_graph import CapturedGraph
 from pipec.torch_compat.module_state import without_autocast
 
@@ -102,17 +93,15 @@ def differentiate(captured: CapturedGraph, training: bool) -> JointGraph:
             joint_graph = differentiate(replace(captured, trained=None), False)
         return _with_gradients(joint_graph, captured.trained)
     meta = captured.module.meta
-    context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing(context))
+        stack.enter_context(tracing(meta.get("tracing_context")))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(torch.set_grad_enabled(training))
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))  # as in loss.backward()
         joint = aot_export_joint_with_descriptors(stack, captured.module, captured.args)
     graph_module = joint.graph_module
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    fake_mode = context.fake_mode
-    shape_env = fake_mode.shape_env if fake_mode else None
+    shape_env = meta["fake_mode"].shape_env
     return JointGraph(
         module=graph_module,
         arguments=tuple(_argument(node) for node in placeholders),
@@ -158,6 +147,7 @@ def returns_loss_first(captured: CapturedGraph) -> bool:
 def replaced_graph(captured: CapturedGraph, graph: torch.fx.Graph) -> Iterator[None]:
     """Let a captured module have another graph of the same arguments and results."""
     own = captured.module.graph
+    graph.set_codegen(own._codegen)
     captured.module.graph = graph
     try:
         yield
@@ -169,9 +159,9 @@ def _data_dependent_sizes(graph: torch.fx.Graph) -> Iterator[DataDependentSize]:
     for node in graph.nodes:
         for symbol, path in (node.meta.get("unbacked_bindings") or {}).items():
             match path:
-                case (CallMethodKey("size"), pytree.SequenceKey(dim)):
+                case (CallMethodKey("size"), object(idx=dim)):
                     yield DataDependentSize(node, None, dim, symbol)
-                case (pytree.SequenceKey(item), CallMethodKey("size"), pytree.SequenceKey(dim)):
+                case (object(idx=item), CallMethodKey("size"), object(idx=dim)):
                     yield DataDependentSize(node, item, dim, symbol)
 
 
@@ -232,13 +222,13 @@ def _specialized_by(shape_env: ShapeEnv | None) -> str:
 
 def _argument(node: torch.fx.Node) -> tuple[str, str | int]:
     match node.meta.get("desc"):
-        case ParamAOTInput(target=name):
+        case descriptors.ParamAOTInput(target=name):
             return "parameter", name
-        case BufferAOTInput(target=name):
+        case descriptors.BufferAOTInput(target=name):
             return "buffer", name
-        case PlainAOTInput(idx=index):
+        case descriptors.PlainAOTInput(idx=index):
             return "input", index
-        case TangentAOTInput():
+        case descriptors.TangentAOTInput():
             return "tangent", 0
         case other:
             return "unknown", repr(other)
@@ -246,32 +236,17 @@ def _argument(node: torch.fx.Node) -> tuple[str, str | int]:
 
 def _result(descriptor: object) -> tuple[str, str | int]:
     match descriptor:
-        case PlainAOTOutput(idx=index):
+        case descriptors.PlainAOTOutput(idx=index):
             return "output", index
-        case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=name)):
+        case descriptors.InputMutationAOTOutput(mutated_input=descriptors.BufferAOTInput(target=name)):
             return "buffer", name
-        case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=name)):
+        case descriptors.InputMutationAOTOutput(mutated_input=descriptors.ParamAOTInput(target=name)):
             return "changed parameter", name
-        case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+        case descriptors.InputMutationAOTOutput(mutated_input=descriptors.PlainAOTInput(idx=index)):
             return "changed input", index
-        case GradAOTOutput(grad_of=ParamAOTInput(target=name)):
+        case descriptors.GradAOTOutput(grad_of=descriptors.ParamAOTInput(target=name)):
             return "gradient", name
-        case None | GradAOTOutput():
+        case None | descriptors.GradAOTOutput():
             return "ignored", 0
         case other:
             return "unknown", repr(other)
-
-
-class _Printer(PythonPrinter):
-    """Prints sympy as Python over plain ints; torch's printer also supports symbolic ints."""
-
-    def _print_ToFloat(self, expression: sympy.Expr) -> str:
-        return f"float({self._print(expression.args[0])})"
-
-    def _print_OpaqueUnaryFn_sqrt(self, expression: sympy.Expr) -> str:
-        return f"math.sqrt({self._print(expression.args[0])})"
-
-
-def python_expression(expression: sympy.Expr) -> str:
-    """Python source of a formula over sizes. It may call builtins and ``math``."""
-    return str(_Printer().doprint(expression))

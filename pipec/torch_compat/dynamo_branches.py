@@ -11,14 +11,12 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipec.torch_compat import pytree
+from pipec.torch_compat.operators import TorchDispatchMode, schema
 from pipec.torch_compat.symbolic_numbers import formula
 
 TRUTH_OPCODES = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")
@@ -70,23 +68,25 @@ def decide_branches(
             return None
         if not decision.is_certain:
             tx.output.create_proxy("call_function", check_branch, (condition, decision.outcome, ""), {})
-        return ConstantVariable.create(decision.outcome)
+        return TensorVariable.build(tx, decision.outcome)
 
     def required(tx: Any, condition: fx.Proxy) -> Any:
         tx.output.create_proxy("call_function", require, (condition, ""), {})
-        return ConstantVariable.create(True)
+        return TensorVariable.build(tx, True)
 
     def truth_value(tx: Any, variable: Any, is_assertion: bool) -> Any:
         if tx.output.current_tracer.parent is not None:
             return None
-        if isinstance(variable, TensorVariable) and not is_assertion:
-            return decided(tx, variable.as_proxy().node, variable.as_proxy())
-        if not isinstance(variable, SymNodeVariable):
+        proxy: Any = getattr(variable, "proxy", None)
+        example = proxy.node.meta.get("example_value") if isinstance(proxy, fx.Proxy) else None
+        if isinstance(example, torch.Tensor):
+            return None if is_assertion else decided(tx, proxy.node, proxy)
+        if not isinstance(example, torch.SymInt | torch.SymFloat | torch.SymBool):
             return None
-        condition = _tensor_condition(tx, variable.as_proxy().node)
+        condition = _tensor_condition(tx, proxy.node)
         if condition is None:
             return None
-        return required(tx, condition) if is_assertion else decided(tx, variable.as_proxy().node, condition)
+        return required(tx, condition) if is_assertion else decided(tx, proxy.node, condition)
 
     def deciding(handler: Handler) -> Handler:
         def handle(tx: Any, instruction: Any) -> None:
@@ -166,23 +166,25 @@ def _item_call(side: Any) -> fx.Node | None:
     return side if is_item and free_unbacked_symbols(side.meta["example_value"]) else None
 
 
-def _copy(tx: Any, item: fx.Node) -> fx.Proxy:
+def _copy(tx: Any, item: fx.Node) -> fx.Node:
     """A copy of the tensor at the call of ``item``, in 64 bits like the Python number."""
     (tensor,) = item.all_input_nodes
     wide = "double" if tensor.meta["example_value"].is_floating_point() else "long"
     with tx.output.graph.inserting_after(item):
         copy = _call(tx, "call_method", "clone", tensor)
     with tx.output.graph.inserting_after(copy.node):
-        return _call(tx, "call_method", wide, copy.node)
+        return _call(tx, "call_method", wide, copy.node).node
 
 
 def _call(tx: Any, kind: str, target: Any, *args: Any) -> fx.Proxy:
     """Add a call to the graph, with its fake value."""
     tracer = tx.output.current_tracer
     proxies = [tracer.proxy(each) if isinstance(each, fx.Node) else each for each in args]
-    proxy = tx.output.create_proxy(kind, target, tuple(proxies), {})
-    result: fx.Proxy = wrap_fx_proxy(tx, proxy).as_proxy()
-    return result
+    proxy: fx.Proxy = tx.output.create_proxy(kind, target, tuple(proxies), {})
+    first, *others = (each.meta["example_value"] if isinstance(each, fx.Node) else each for each in args)
+    function = target if kind == "call_function" else getattr(type(first), target)
+    proxy.node.meta["example_value"] = function(first, *others)
+    return proxy
 
 
 def placeholder_example(placeholder: fx.Node) -> Any:
@@ -223,7 +225,7 @@ class WriteProtection(TorchDispatchMode):
         self._addresses = addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(schema(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in pytree.tree_leaves(value):
                     if tensor.untyped_storage().data_ptr() in self._addresses:

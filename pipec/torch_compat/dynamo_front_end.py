@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
-from torch._dynamo.exc import TorchRuntimeError, Unsupported
+from torch._dynamo.convert_frame import fullgraph_capture
+from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.functional_export import _compiling_state_context, create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
@@ -94,7 +94,7 @@ def _remove_compiled_globals(module: torch.nn.Module) -> None:
 
 
 def _refuse_lost_effects(
-    module: torch.nn.Module, args: tuple[Any, ...], output: CaptureOutput, changed: Collection[str]
+    module: torch.nn.Module, args: tuple[Any, ...], output: Any, changed: Collection[str]
 ) -> None:
     """Refuse what Dynamo traced and its graph does not do.
 
@@ -118,7 +118,7 @@ def _refuse_lost_effects(
         raise LostEffectError("the backward of a custom autograd function asks for gradients that are None")
 
 
-def _names_in_code(output: CaptureOutput) -> set[object]:
+def _names_in_code(output: Any) -> set[object]:
     """The names and constants in the traced code, torch's own code too."""
     codes = output.graph_capture_output.traced_code
     return {each for code in codes for each in (*code.co_names, *code.co_consts) if isinstance(each, str)}
@@ -183,8 +183,8 @@ def reason_of(error: BaseException) -> str:
     if is_data_dependent_error(error):
         return "Data-dependent size or branch: torch needs the value of a tensor to go on"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, Unsupported):
-        explained = [line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")]
+    explained = [line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")]
+    if explained:
         text = " ".join([f"{lines[0].rstrip('.')}.", *map(str.strip, explained)]).strip()
         return re.sub(r"`/[^`]*/", "`", text)  # files without their folders
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -13,14 +13,10 @@ import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch._dynamo.convert_frame import CaptureOutput
-from torch._dynamo.guards import _get_closure_vars
-from torch._dynamo.hooks import Hooks
-from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
 from pipec.torch_compat.values import Compared, by_name, comparable, evaluate, fqn_of
@@ -54,27 +50,31 @@ class Guards:
     process. ``unguarded`` has functions that read what Dynamo does not guard, by name.
     """
 
-    def __init__(self, capture: CaptureOutput, module: torch.nn.Module) -> None:
+    def __init__(self, capture: Any, module: torch.nn.Module) -> None:
         forward, output = type(module).forward, capture.graph_capture_output
-        entries = list[GuardFilterEntry]()
+        entries = list[Any]()
 
-        def kept(found: Sequence[GuardFilterEntry]) -> list[bool]:
+        def kept(found: Sequence[Any]) -> list[bool]:
             entries[:] = [entry for entry in found if not _belongs_to_call(entry)]
             return [not _belongs_to_call(entry) and not _is_on_tensor(entry) for entry in found]
 
-        build = functools.partial(output.build_guards, forward.__code__, Hooks(guard_filter_fn=kept))
+        build = functools.partial(
+            output.build_guards, forward.__code__, SimpleNamespace(guard_filter_fn=kept, guard_fail_fn=None)
+        )
         with get_metrics_context(), dynamo_timed("build_guards", log_pt2_compile_event=True):
             try:
                 built = build()
             except (AttributeError, LookupError):
-                _drop_missing(output.output_graph.guards, forward.__globals__, module)
+                _drop_missing(output.output_graph.guards, build, module)
                 built = build()
         self._manager = built.guard_manager
         self._references = [entry.value for entry in entries if _is_compared_by_id(entry)]
         constants = {_of_object(entry.orig_guard.name): entry.value for entry in entries if _is_plain(entry)}
         self.constants = {source: x for source, x in constants.items() if evaluate(source, module) == x}
         codes = {*output.traced_code}
-        self.unguarded = by_name([*_of_classes(codes, entries, module), *_unguarded(entries, codes, module)])
+        self.unguarded = by_name(
+            [*_of_classes(codes, entries, module), *_unguarded(entries, codes, module, _scope(built, module))]
+        )
 
     def hold(self, module: torch.nn.Module) -> bool:
         """Whether Dynamo's guards hold."""
@@ -86,13 +86,13 @@ class Guards:
         return " and ".join(map(_readable, check.verbose_code_parts[:1]))
 
 
-def _is_compared_by_id(entry: GuardFilterEntry) -> bool:
+def _is_compared_by_id(entry: Any) -> bool:
     """Whether a value must be held, so that no other object gets its id. The traced module holds modules."""
     is_compared = callable(entry.value) or "ID_MATCH" in entry.derived_guard_types
     return is_compared and not isinstance(entry.value, torch.nn.Module)
 
 
-def _is_plain(entry: GuardFilterEntry) -> bool:
+def _is_plain(entry: Any) -> bool:
     return entry.guard_type in CONSTANT_GUARD_TYPES and isinstance(entry.value, _PLAIN)
 
 
@@ -100,7 +100,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch
 
 
 def _of_classes(
-    codes: Collection[CodeType], entries: Iterable[GuardFilterEntry], module: torch.nn.Module
+    codes: Collection[CodeType], entries: Iterable[Any], module: torch.nn.Module
 ) -> Iterator[tuple[str, Read]]:
     """What reads the attributes of classes that this code uses.
 
@@ -157,19 +157,19 @@ def _code_of(value: Any) -> CodeType | None:
 
 
 def _unguarded(
-    entries: Iterable[GuardFilterEntry], codes: Collection[CodeType], module: torch.nn.Module
+    entries: Iterable[Any], codes: Collection[CodeType], module: torch.nn.Module, scope: dict[str, Any]
 ) -> Iterator[tuple[str, Read]]:
     """What reads objects that Dynamo read at these sources, or that this code reads, and does not guard."""
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    functions, module_globals = dict[FunctionType, str](), type(module).forward.__globals__
+    functions = dict[FunctionType, str]()
     for source, entry in {entry.orig_guard.name: entry for entry in entries}.items():
         value, name = entry.value, fqn_of(_of_object(source))
         if isinstance(value, torch.Tensor):
             if id(value) not in registered:
-                yield name, _reader(source, module_globals, comparable)
+                yield name, _reader(source, scope, comparable)
         elif type(value) in _DICTS and not entry.name.endswith(_REGISTRY):
             # Dynamo does not record a failed lookup by a class of the user's
-            yield f"the keys of {name}", _reader(source, module_globals, list)
+            yield f"the keys of {name}", _reader(source, scope, list)
         elif isinstance(value, FunctionType) and not _is_of_torch(value):
             functions.setdefault(value, name)
         if value is os.environ or value is os.getenv:
@@ -198,29 +198,37 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def _reader(source: str, module_globals: dict[str, Any], convert: Callable[[Any], Any] = _identity) -> Read:
+def _scope(built: Any, module: torch.nn.Module) -> dict[str, Any]:
+    """The names in Dynamo's expressions, but for arguments. Arrays stay arrays."""
+    arrays = {"___from_numpy": _identity, "___as_tensor": _identity}
+    return {**built.guard_manager.closure_vars, **arrays, "G": type(module).forward.__globals__}
+
+
+def _reader(source: str, scope: dict[str, Any], convert: Callable[[Any], Any] = _identity) -> Read:
     """Evaluates a source in Dynamo's notation: ``L['self'].shifts[0]``, or ``___from_numpy(G['table'])``."""
     code = compile(source, "<source of a guard>", "eval")
-    arrays = {"___from_numpy": _identity, "___as_tensor": _identity}
-    scope = {**_get_closure_vars(), **arrays, "G": module_globals}
     return lambda module: convert(eval(code, scope, {"L": {"self": module}}))
 
 
-def _drop_missing(guards: Any, module_globals: dict[str, Any], module: torch.nn.Module) -> None:
+def _drop_missing(guards: Any, build: Callable[[], Any], module: torch.nn.Module) -> None:
     """Drop guards of objects that the traced call created, and that restoring the module has removed."""
+    found, collection = [*guards], type(guards.inner)
+    guards.inner = collection()
+    scope = _scope(build(), module)
 
     def exists(guard: Any) -> bool:
         try:
-            _reader(guard.name, module_globals)(module)
+            _reader(guard.name, scope)(module)
         except (AttributeError, LookupError):
             return False
         return True
 
-    existing = [guard for guard in guards if not guard.name or _is_on_arguments(guard) or exists(guard)]
-    guards.inner = type(guards.inner)(existing)
+    guards.inner = collection(
+        [guard for guard in found if not guard.name or _is_on_arguments(guard) or exists(guard)]
+    )
 
 
-def _belongs_to_call(entry: GuardFilterEntry) -> bool:
+def _belongs_to_call(entry: Any) -> bool:
     return (
         entry.guard_type in CALL_GUARD_TYPES
         or _is_on_arguments(entry.orig_guard)
@@ -228,7 +236,7 @@ def _belongs_to_call(entry: GuardFilterEntry) -> bool:
     )
 
 
-def _is_on_tensor(entry: GuardFilterEntry) -> bool:
+def _is_on_tensor(entry: Any) -> bool:
     return isinstance(entry.value, torch.Tensor) and entry.guard_type in TENSOR_GUARD_TYPES
 
 

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipec.torch_compat import pytree
 from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
 from pipec.torch_compat.lost_effects import ForwardWatch, LostEffectError, OwnBackwardError
 from pipec.torch_compat.module_state import silence_output, without_autocast
@@ -188,7 +188,7 @@ def _name_arguments(graph: fx.Graph, args: tuple[Any, ...], with_backward: bool)
         graph.erase_node(placeholders.pop())
     flat: Any = pytree.tree_flatten_with_path(args)[0]
     for (root, *keys), leaf in flat:
-        name = re.sub(r"\W+", "_", f"{_ARGUMENTS[root.idx]}{pytree.keystr(tuple(keys))}").strip("_")
+        name = re.sub(r"\W+", "_", f"{_ARGUMENTS[root.idx]}{''.join(map(str, keys))}").strip("_")
         if isinstance(leaf, Tensor):
             placeholders[0].target = name
             placeholders = placeholders[1:]
@@ -273,7 +273,7 @@ class _NodeRecorder(TorchDispatchMode):
                 "a backward draws random numbers, which would differ from those of its forward"
             )
         if self._is_forward:
-            self._numbers.append(torch.autograd._get_sequence_nr() - 1)
+            self._numbers.append(node.meta["seq_nr"])
             self._forward_nodes.append(node)
             path = self._paths.get(id(self._modules[-1]), "")
             node.meta["nn_module_stack"] = {path: (path, type(self._modules[-1]).__name__)}

@@ -2,11 +2,13 @@
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module
+from torch.utils.hooks import RemovableHandle
 
 _MODULE_FIELDS = operator.attrgetter(
     "training",
@@ -44,21 +46,38 @@ def module_contents(modules: Sequence[torch.nn.Module]) -> tuple[list[Any], list
 
 def tensor_contents(tensors: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
     """The shape, dtype and ``requires_grad`` of tensors; if any has a gradient hook, also which have one."""
-    with torch._C.DisableTorchFunctionSubclass():  # a tenth of the time, for tensors of a subclass
+    with torch.DisableTorchFunctionSubclass():  # a tenth of the time, for tensors of a subclass
         hooked = [*map(has_gradient_hook, tensors)] if _any_in(map(_HOOKS, tensors)) else []
         return [*map(_TENSOR_FIELDS, tensors)], hooked
 
 
-def global_hooks() -> list[int]:
-    """The numbers of the hooks that torch calls for every module."""
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return [number for kind in kinds for number in getattr(torch.nn.modules.module, f"_global_{kind}")]
+def _registry(register: Callable[..., RemovableHandle]) -> Any:
+    """Where torch keeps the hooks that a function registers. No hook stays there."""
+    handle = register(lambda *call: None)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+_FORWARD_HOOKS = _registry(module.register_module_forward_hook)
+_FORWARD_PRE_HOOKS = _registry(module.register_module_forward_pre_hook)
+_BACKWARD_PRE_HOOKS = _registry(module.register_module_full_backward_pre_hook)
+
+
+def num_global_hooks() -> int:
+    """The number of the hooks that torch calls for every module."""
+    backward = len(module._global_backward_hooks) + len(_BACKWARD_PRE_HOOKS)
+    return len(_FORWARD_HOOKS) + len(_FORWARD_PRE_HOOKS) + backward
 
 
 def has_global_forward_hooks() -> bool:
     """Whether torch calls hooks around the forward of every module."""
-    registries = torch.nn.modules.module
-    return bool(registries._global_forward_hooks or registries._global_forward_pre_hooks)
+    return bool(_FORWARD_HOOKS or _FORWARD_PRE_HOOKS)
+
+
+def has_forward_pre_hooks(owner: torch.nn.Module) -> bool:
+    """Whether hooks may change the arguments of a module."""
+    return bool(owner._forward_pre_hooks)
 
 
 def has_gradient_hook(tensor: torch.Tensor) -> bool:
@@ -78,9 +97,3 @@ def _numbers(hooks: Iterable[Iterable[int]]) -> tuple[int, ...]:
 
 def _any_in(collections: Iterable[Iterable[object]]) -> bool:
     return any(itertools.chain.from_iterable(collections))
-
-
-def device_and_dtype(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
-    """What these arguments of ``nn.Module.to`` ask for."""
-    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-    return device, dtype

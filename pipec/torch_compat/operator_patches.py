@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
+from torch import DispatchKey
 from torch._decomp import decomposition_table
-from torch.distributions import Distribution
+from torch.distributions import Bernoulli, Distribution
 
 RECURRENT = {"lstm": "lstm", "gru": "gru", "tanh": "rnn_tanh", "relu": "rnn_relu"}
 """Operators that torch decomposes into each step of each layer while it traces them, by their cell."""
@@ -19,12 +19,20 @@ _AUTOGRAD = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA)
 @contextlib.contextmanager
 def skip_distribution_validation() -> Iterator[None]:
     """Let ``torch.distributions`` skip checks of values, which do not exist during capture."""
-    before = Distribution._validate_args
+    before = _distributions_are_validated()
     Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+def _distributions_are_validated() -> bool:
+    try:
+        Bernoulli(probs=torch.tensor(2.0, device="cpu"))
+    except ValueError:
+        return True
+    return False
 
 
 @contextlib.contextmanager

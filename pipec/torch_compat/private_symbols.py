@@ -1,10 +1,12 @@
 """The private symbols of torch that pipec uses, the functions that it replaces, and the error if one is gone.
 
 A symbol is private if a part of its dotted path begins with one underscore. Public, by decision, are
-``torch._dynamo.config``, ``torch._dynamo.mark_dynamic``, ``torch._inductor.config`` and ``torch._check``;
+``torch._dynamo.config``, ``torch._dynamo.mark_dynamic``, ``torch._functorch.config``,
+``torch._inductor.config`` and ``torch._check``;
 operators, whatever their name (``aten._softmax``, ``torch._foreach_add_``, ``tensor._version``); and
 ``_modules``, ``_parameters`` and ``_buffers`` of a module. An attribute of objects is listed under their
-class, or under an object: ``torch.nn.Module()._forward_hooks``, ``torch.ops.aten.add.Tensor._schema``.
+class, or under an object: ``torch.nn.Module()._forward_hooks``, ``torch.ops.aten.add.Tensor._schema``. The
+seven descriptors of a joint graph are one row with a star: they are the cases of one type.
 
 ``tests/torch_compat/test_private_symbols.py`` compares both tables with the source and with the installed
 torch, and writes ``docs/reference/private_torch.md``.
@@ -54,7 +56,11 @@ SYMBOLS = (
         "whether anything else still uses the memory of a buffer or a gradient",
         "start",
     ),
-    Symbol("torch.UntypedStorage._cdata", "the argument of the former", "start"),
+    Symbol(
+        "torch.UntypedStorage._cdata",
+        "the argument of the former, and whether two tensors share memory",
+        "start",
+    ),
     Symbol(
         "torch.nn.Module._apply",
         "`to`, `half`, `cuda` and their kin of a pipeline link its artifacts again",
@@ -89,9 +95,6 @@ SYMBOLS = (
     ),
     # what a later call is compared with
     Symbol(
-        "torch._C.DisableTorchFunctionSubclass", "reads tensors of a subclass in a tenth of the time", "start"
-    ),
-    Symbol(
         "torch._C._autograd._top_saved_tensors_default_hooks",
         "whether a script has hooks on saved tensors",
         "start",
@@ -99,11 +102,6 @@ SYMBOLS = (
     Symbol(
         "torch.overrides._get_current_function_mode_stack",
         "which function mode a script has entered",
-        "start",
-    ),
-    Symbol(
-        "torch._C._nn._parse_to",
-        "the arguments of `nn.Module.to`, when a model is loaded from files",
         "start",
     ),
     Symbol(
@@ -122,78 +120,42 @@ SYMBOLS = (
     Symbol("torch.nn.Module()._forward_hooks", "hooks of a module, which are captured", "start"),
     Symbol("torch.nn.Module()._forward_pre_hooks", "hooks of a module, which are captured", "start"),
     Symbol("torch.nn.modules.module._global_backward_hooks", "hooks of all modules", "start"),
-    Symbol("torch.nn.modules.module._global_backward_pre_hooks", "hooks of all modules", "start"),
-    Symbol("torch.nn.modules.module._global_forward_hooks", "hooks of all modules", "start"),
-    Symbol("torch.nn.modules.module._global_forward_pre_hooks", "hooks of all modules", "start"),
     Symbol(
         "torch._subclasses.fake_tensor.FakeTensor",
         "a tensor without values: those of a capture are known",
         "start",
     ),
     # tracing with Dynamo
-    Symbol("torch._dynamo.convert_frame.CaptureOutput", "what Dynamo returns: the graph and its guards"),
     Symbol("torch._dynamo.convert_frame.fullgraph_capture", "traces the bytecode of a module"),
     Symbol("torch._dynamo.functional_export.create_fx_graph_from_captured_output", "a graph module of that"),
     Symbol("torch._dynamo.functional_export._compiling_state_context", "lets code know that it is traced"),
     Symbol("torch._dynamo.exc.TorchRuntimeError", "the model raised an error"),
-    Symbol("torch._dynamo.exc.Unsupported", "Dynamo does not trace this"),
     Symbol(
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
-        "branches on values: where the traced code is",
+        "branches on values: the instructions that take one",
     ),
     Symbol(
-        "torch._dynamo.variables.builder.wrap_fx_proxy", "branches on values: a number as a node of the graph"
+        "torch._dynamo.variables.tensor.TensorVariable", "branches on values: `item` of a tensor, the answer"
     ),
-    Symbol("torch._dynamo.variables.constant.ConstantVariable", "branches on values: the answer, a constant"),
-    Symbol("torch._dynamo.variables.tensor.SymNodeVariable", "branches on values: a number"),
-    Symbol("torch._dynamo.variables.tensor.TensorVariable", "branches on values: a tensor"),
     Symbol(
         "torch._dynamo.variables.torch_function.torch_function_mode_stack_state_mgr",
         "function modes, while Dynamo's own calls are recorded",
     ),
-    # guards of a trace
-    Symbol("torch._dynamo.guards._get_closure_vars", "makes the guards of a trace a function"),
-    Symbol("torch._dynamo.hooks.Hooks", "which guards to keep"),
-    Symbol("torch._dynamo.types.GuardFilterEntry", "which guards to keep"),
     Symbol("torch._dynamo.utils.dynamo_timed", "makes the guards of a trace a function"),
-    Symbol("torch._dynamo.utils.get_metrics_context", "makes the guards of a trace a function"),
-    Symbol("torch._guards.Guard", "a guard of a trace"),
-    Symbol("torch._guards.GuardsSet", "the guards of a trace"),
-    Symbol("torch._guards.TracingContext", "joins tracing and differentiation"),
-    Symbol("torch._guards.tracing", "joins tracing and differentiation"),
+    Symbol("torch._dynamo.utils.get_metrics_context", "traces, and makes the guards of a trace a function"),
     # differentiation
+    Symbol("torch._guards.tracing", "joins tracing and differentiation"),
     Symbol(
         "torch._functorch.aot_autograd.aot_export_joint_with_descriptors", "the graph of forward and backward"
     ),
-    Symbol("torch._functorch.config.patch", "settings of differentiation"),
-    Symbol("torch._functorch._aot_autograd.descriptors.BufferAOTInput", "what an input of that graph is"),
-    Symbol("torch._functorch._aot_autograd.descriptors.GradAOTOutput", "what an output of that graph is"),
     Symbol(
-        "torch._functorch._aot_autograd.descriptors.InputMutationAOTOutput", "what an output of that graph is"
+        "torch._functorch._aot_autograd.descriptors.*",
+        "what inputs and outputs of that graph are: ParamAOTInput, BufferAOTInput, PlainAOTInput, "
+        "TangentAOTInput, PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput",
     ),
-    Symbol("torch._functorch._aot_autograd.descriptors.ParamAOTInput", "what an input of that graph is"),
-    Symbol("torch._functorch._aot_autograd.descriptors.PlainAOTInput", "what an input of that graph is"),
-    Symbol("torch._functorch._aot_autograd.descriptors.PlainAOTOutput", "what an output of that graph is"),
-    Symbol("torch._functorch._aot_autograd.descriptors.TangentAOTInput", "what an input of that graph is"),
     Symbol("torch._subclasses.fake_tensor.FakeTensorMode", "makes tensors without values"),
-    Symbol(
-        "torch._subclasses.fake_tensor.DataDependentOutputException",
-        "a call with tensors without values needs one",
-    ),
-    Symbol(
-        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
-        "a call with tensors without values needs one",
-    ),
-    Symbol(
-        "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
-        "a call with tensors without values needs one",
-    ),
-    Symbol(
-        "torch._subclasses.fake_tensor.UnsupportedOperatorException",
-        "a call with tensors without values needs one",
-    ),
-    Symbol("torch.utils._pytree.SequenceKey", "the path of a symbolic size"),
-    Symbol("torch.utils._sympy.printers.PythonPrinter", "a formula of sizes as Python"),
+    Symbol("torch.utils._sympy.printers.PythonPrinter", "a formula of sizes as Python", "start"),
+    Symbol("torch.fx.Graph()._codegen", "a graph without equal blocks takes arguments as the whole graph"),
     Symbol(
         "torch.fx._lazy_graph_module._LazyGraphModule",
         "a graph whose Python code is generated when it is called",
@@ -204,42 +166,23 @@ SYMBOLS = (
         "a graph whose Python code is generated when it is called",
         "start",
     ),
-    # tracing with autograd and with export
+    Symbol(
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv()._replacements_version_counter",
+        "whether what is known of sizes has changed, so that arithmetic on them is computed once",
+        since=(2, 13),
+    ),
+    # the fallback, make_fx
     Symbol("torch._C._current_autograd_node", "which node of autograd made an operator of the backward"),
     Symbol(
         "torch.autograd.graph.Node._sequence_nr", "which node of autograd made an operator of the backward"
     ),
-    Symbol("torch.autograd._get_sequence_nr", "which node of autograd made an operator of the backward"),
-    Symbol("torch.nn.Module()._is_full_backward_hook", "backward hooks of the older kind"),
-    Symbol("torch.utils._pytree.keystr", "the name of an argument"),
-    Symbol("torch.nn.modules.module._global_buffer_registration_hooks", "buffers that a forward registers"),
-    Symbol("torch._ops.HigherOrderOperator", "an operator with graphs of its own", "start"),
-    Symbol("torch.utils._pytree.tree_leaves", "the leaves of arguments"),
-    Symbol("torch.utils._pytree.tree_map_only", "arguments with other leaves"),
-    Symbol("torch.utils._pytree.TreeSpec", "the structure of results"),
-    # arithmetic on sizes
-    *(
-        Symbol(f"torch.fx.experimental.sym_node.SymNode.{name}", "arithmetic on sizes is computed once")
-        for name in (
-            *("_add", "_sub", "_mul", "_int_floordiv", "_eq", "_ne", "_lt", "_le", "_gt", "_ge"),
-            *("_and_", "_or_", "_sym_min", "_sym_max"),
-        )
-    ),
     Symbol(
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv()._replacements_version_counter",
-        "whether what is known of sizes has changed",
-        since=(2, 13),
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+        "whether a forward has entered a mode that sees operators",
     ),
-    # operators that stay whole
-    Symbol("torch._C.DispatchKey", "the kernel of an operator to replace"),
+    # operators that stay whole, and rules for others
     Symbol("torch._decomp.decomposition_table", "the operators that torch decomposes"),
     Symbol("torch.ops.aten.add.Tensor._dispatch_cache", "the kernel of an operator to replace"),
-    Symbol(
-        "torch.distributions.Distribution._validate_args",
-        "distributions check no values while a model is captured",
-    ),
-    # the key of a capture on disk
-    Symbol("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "the state of a thread"),
 )
 """The private symbols, in the order of what needs them."""
 
@@ -258,12 +201,31 @@ REPLACED = (
     Symbol("torch.random.default_generator", "refuses a forward that seeds the CPU"),
     Symbol("torch.nn.SyncBatchNorm.forward", "statistics of all replicas as operators of the graph"),
     Symbol(
+        "torch.nn.Module.to",
+        "an adapter of PEFT keeps its values while its model is on meta, where PEFT moves it",
+        "start",
+    ),
+    Symbol(
         "torch.fx.experimental.sym_node.SymNode.*",
         "arithmetic on sizes is computed once. Torch caches none of it",
     ),
     Symbol(
         "torch._dynamo.variables.tensor.TensorVariable.call_method",
-        "notes reads of identity and of gradient modes",
+        "branches on values: decides `item` of a boolean. Torch asks nobody, and breaks the graph",
+    ),
+    Symbol(
+        "torch._dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table",
+        "branches on values: decides the instructions that take one. Torch asks nobody, and breaks the graph",
+    ),
+    Symbol(
+        "torch.backends.cudnn.flags",
+        "chooses kernels alone, and Dynamo refuses it. `torch.compiler.substitute_in_graph` would change "
+        "what the user compiles, too",
+    ),
+    Symbol(
+        "torch.ops.aten.lstm.input.py_kernels",
+        "recurrent networks stay whole while they are traced. A kernel of `torch.library` would run "
+        "outside of traces, too",
     ),
 )
 """Functions of torch, private or not, in whose place pipec puts its own. A star stands for some of a class.
@@ -285,19 +247,6 @@ def resolve(name: str) -> Any:
         if member != part:
             found = found()
     return found
-
-
-def needs(name: str) -> Any:
-    """The private symbol of this path, which is one of ``SYMBOLS``.
-
-    Raises:
-        UnsupportedTorchError: the installed torch does not have it.
-    """
-    (symbol,) = [each for each in SYMBOLS if each.name == name]
-    try:
-        return resolve(name)
-    except (AttributeError, ImportError) as error:
-        raise _unsupported([symbol]) from error
 
 
 def require(needed: str) -> None:

@@ -5,21 +5,20 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
-from torch import FunctionSchema, Tensor, fx, nn
-from torch._ops import OpOverload
+from torch import Tensor, fx, nn
 from torch.nn.utils import clip_grad
 
 from pipec.torch_compat.private_symbols import require
 
 
-def schema(operator: OpOverload) -> FunctionSchema:
-    """The arguments and results of an operator, with their types, names and aliases."""
-    return operator._schema
-
-
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """The number of references to this memory, from tensors and others; ``storage`` itself is one."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def memory_id(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor, which views share. Fake tensors have one, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

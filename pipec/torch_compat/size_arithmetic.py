@@ -14,22 +14,10 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 CACHED_METHODS = (
-    "_add",
-    "_sub",
-    "_mul",
-    "_int_floordiv",
-    "_eq",
-    "_ne",
-    "_lt",
-    "_le",
-    "_gt",
-    "_ge",
-    "_and_",
-    "_or_",
-    "_sym_min",
-    "_sym_max",
+    *("add", "sub", "mul", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("and_", "or_", "sym_min", "sym_max"),
 )
-"""Methods of symbolic numbers whose result depends on the operands alone. ``_mod`` is not one of them: its
+"""Methods of symbolic numbers whose result depends on the operands alone. ``mod`` is not one of them: its
 result depends on the range that torch has derived for the symbols so far."""
 
 Method = Callable[[SymNode, SymNode], SymNode]

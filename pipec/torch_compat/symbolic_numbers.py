@@ -2,9 +2,26 @@
 
 from typing import Any
 
+import sympy
 import torch
+from torch.utils._sympy.printers import PythonPrinter
 
 
 def formula(number: Any) -> Any:
     """The sympy expression of a symbolic number; any other value as it is."""
     return number.node.expr if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) else number
+
+
+class _Printer(PythonPrinter):
+    """Prints sympy as Python over plain ints; torch's printer also supports symbolic ints."""
+
+    def _print_ToFloat(self, expression: sympy.Expr) -> str:
+        return f"float({self._print(expression.args[0])})"
+
+    def _print_OpaqueUnaryFn_sqrt(self, expression: sympy.Expr) -> str:
+        return f"math.sqrt({self._print(expression.args[0])})"
+
+
+def python_expression(expression: sympy.Expr) -> str:
+    """Python source of a formula over sizes. It may call builtins and ``math``."""
+    return str(_Printer().doprint(expression))

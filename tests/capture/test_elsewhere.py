@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import pipec
-from pipec import torch_compat
 from pipec.pipeline import Pipeline
+from pipec.torch_compat.module_state import replace_with_fake_tensors, restore_module
 
 GPU = torch.device("cuda", 0)
 
@@ -29,8 +29,8 @@ class Tied(nn.Module):
 def test_fakes_of_the_other_device_stand_for_tensors_without_memory() -> None:
     model = Tied()
     before = dict(model.state_dict(keep_vars=True))
-    with torch_compat.restore_module(model):
-        torch_compat.replace_with_fake_tensors(model, GPU)
+    with restore_module(model):
+        replace_with_fake_tensors(model, GPU)
         now = dict(model.state_dict(keep_vars=True))
         assert all(isinstance(tensor, FakeTensor) and tensor.device == GPU for tensor in now.values())
         assert model.first.weight is model.second.weight
@@ -44,15 +44,15 @@ def test_a_model_on_several_gpus_is_traced_on_one() -> None:
     model = Tied()
     with FakeTensorMode():
         model.second.bias = nn.Parameter(torch.empty(4, device=torch.device("cuda", 1)))
-    with torch_compat.restore_module(model):
-        torch_compat.replace_with_fake_tensors(model, GPU)
+    with restore_module(model):
+        replace_with_fake_tensors(model, GPU)
         assert {parameter.device for parameter in model.parameters()} == {GPU}
     assert {parameter.device.type for parameter in model.parameters()} == {"cuda", "cpu"}
 
 
 def test_on_the_cpu_a_model_is_traced_as_it_is() -> None:
     model = Tied()
-    torch_compat.replace_with_fake_tensors(model, torch.device("cpu"))
+    replace_with_fake_tensors(model, torch.device("cpu"))
     assert not any(isinstance(tensor, FakeTensor) for tensor in model.state_dict(keep_vars=True).values())
 
 

@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from pipec import torch_compat
 from pipec.torch_compat import size_arithmetic
+from pipec.torch_compat.differentiation import differentiate
+from pipec.torch_compat.dynamo_front_end import capture_with_dynamo
+from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def sizes(env: ShapeEnv) -> tuple[torch.SymInt, ...]:
 
 @pytest.fixture
 def remembered() -> Iterator[None]:
-    with torch_compat.cached_size_arithmetic():
+    with cached_size_arithmetic():
         yield
 
 
@@ -64,7 +66,7 @@ def test_what_values_tell_is_left_out(env: ShapeEnv) -> None:
 
 def test_torch_is_as_it_was() -> None:
     before = dict(vars(SymNode))
-    with pytest.raises(KeyError), torch_compat.cached_size_arithmetic():
+    with pytest.raises(KeyError), cached_size_arithmetic():
         raise KeyError
     assert dict(vars(SymNode)) == before
 
@@ -99,7 +101,7 @@ def test_a_graph_is_the_same_and_takes_less_arithmetic(monkeypatch: pytest.Monke
         monkeypatch.setattr(SymNode, name, counted(name))
     plain, num_plain = _joint_graph(), counts.total()
     counts.clear()
-    with torch_compat.cached_size_arithmetic():
+    with cached_size_arithmetic():
         assert _joint_graph() == plain
     assert 8 * counts.total() < num_plain
 
@@ -107,8 +109,8 @@ def test_a_graph_is_the_same_and_takes_less_arithmetic(monkeypatch: pytest.Monke
 def _joint_graph() -> tuple[list[str], list[str]]:
     """The operators with the shapes of what they compute, and the guards."""
     x = torch.zeros(4, 4)
-    captured = torch_compat.capture_with_dynamo(Blocks(), (x,), [(x, 0)])
-    joint = torch_compat.differentiate(captured, training=True)
+    captured = capture_with_dynamo(Blocks(), (x,), [(x, 0)])
+    joint = differentiate(captured, training=True)
     nodes = [f"{x.target} {x.meta['val'].shape}" for x in joint.module.graph.nodes if _is_tensor(x)]
     return nodes, list(map(str, joint.guards))
 

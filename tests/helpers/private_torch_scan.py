@@ -13,8 +13,8 @@ replaces ``torch.Tensor.*``.
 
 Not private, by decision:
 
-* ``torch._dynamo.config``, ``torch._dynamo.mark_dynamic``, ``torch._inductor.config`` and ``torch._check``,
-  which torch documents;
+* ``torch._dynamo.config``, ``torch._dynamo.mark_dynamic``, ``torch._functorch.config``,
+  ``torch._inductor.config`` and ``torch._check``, which torch documents or tells users to set;
 * the Python names of operators, such as ``torch._foreach_add_``, ``tensor._version`` or
   ``torch.ops.aten._softmax``: graphs are made of them;
 * ``_modules``, ``_parameters`` and ``_buffers`` of a module, which every library reads that saves models;
@@ -38,10 +38,13 @@ from torch import fx, nn
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-PUBLIC = ("torch._dynamo.config", "torch._dynamo.mark_dynamic", "torch._inductor.config", "torch._check")
+PUBLIC = (
+    *("torch._dynamo.config", "torch._dynamo.mark_dynamic", "torch._functorch.config"),
+    *("torch._inductor.config", "torch._check"),
+)
 PUBLIC_FIELDS = frozenset({"_modules", "_parameters", "_buffers"})
 _READERS = frozenset({"getattr", "hasattr"})
-_WRITERS = frozenset({"setattr", "delattr", "object"})
+_WRITERS = frozenset({"setattr", "delattr", "object", "_replaced"})
 
 
 class Use(NamedTuple):
@@ -100,7 +103,10 @@ def _torch_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
                         names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
             case ast.ImportFrom(module=str() as module) if _is_torch(module):
                 names |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute() as value):
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute() as value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Attribute() as value)
+            ):
                 root, parts, _ = _chain(value)
                 if isinstance(root, ast.Name) and root.id in names:
                     names.setdefault(name, ".".join([names[root.id], *parts]))

@@ -15,7 +15,6 @@ from pipec.torch_compat.private_symbols import (
     REPLACED,
     SYMBOLS,
     Symbol,
-    needs,
     require,
     resolve,
 )
@@ -25,22 +24,14 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "private_torch.md"
 HOME = ROOT / "pipec" / "torch_compat"
 
-MOST_SYMBOLS, MOST_REPLACED = 97, 7
+MOST_SYMBOLS, MOST_REPLACED = 46, 11
 """Whoever removes some lowers this."""
 
-STILL_OUTSIDE = frozenset(
-    {
-        "capture/batch/analyse_batch.py",
-        "capture/batch/dependence_tracker.py",
-        "capture/batch/movement.py",
-        "capture/batch/operator_call.py",
-        "capture/call_cache.py",
-        "capture/graph_calls.py",
-        "capture/model_call.py",
-        "capture/repeated_blocks.py",
-    }
-)
-"""Files outside of torch_compat that use private symbols all the same. The aim is none."""
+UNSEEN = {
+    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table",
+    "torch.ops.aten.lstm.input.py_kernels",
+}
+"""What is replaced by names that the scan cannot follow."""
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +58,8 @@ def matches(use: Use, symbol: Symbol) -> bool:
         return use.symbol[2:] == symbol.name.rpartition(".")[2]
     if use.symbol.endswith("*"):
         return symbol.name.startswith(use.symbol[:-1])
+    if symbol.name.endswith("*"):
+        return use.symbol.startswith(symbol.name[:-1])
     return use.symbol == symbol.name or (is_later(symbol) and use.symbol.startswith(f"{symbol.name}."))
 
 
@@ -95,13 +88,13 @@ def test_every_symbol_is_in_the_table_and_every_row_is_used(used: dict[Path, lis
 
 
 def test_only_torch_compat_uses_private_symbols(used: dict[Path, list[Use]]) -> None:
-    outside = {str(path.relative_to(ROOT / "pipec")) for path, _ in private(used, in_home=False)}
-    assert outside == STILL_OUTSIDE
+    outside = [f"{path.relative_to(ROOT)}:{use.line}" for path, use in private(used, in_home=False)]
+    assert not outside, "\n".join(outside)
 
 
 def test_every_replaced_function_is_in_the_table(used: dict[Path, list[Use]]) -> None:
     replaced = {use.symbol for found in used.values() for use in found if use.is_replaced}
-    assert replaced == {each.name for each in REPLACED}
+    assert replaced | UNSEEN == {each.name for each in REPLACED}
 
 
 def test_symbols_are_few_and_listed_once() -> None:
@@ -154,13 +147,6 @@ def test_what_is_gone_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch)
         require("capture")
     assert "no_such_b: purpose b\nInstall torch 2.11 to 2.15" in str(caught.value)
     assert "no_such_c" not in str(caught.value)
-    with pytest.raises(UnsupportedTorchError, match="no_such_b: purpose b"):
-        needs("torch._dynamo.no_such_b")
-
-
-def test_what_is_there_is_returned() -> None:
-    require("start")
-    assert needs("torch._ops.OpOverload") is torch._ops.OpOverload
 
 
 # the scan
@@ -187,7 +173,6 @@ def test_what_is_there_is_returned() -> None:
         ("import torch\ngetattr(torch._C, '_storage_Use_Count')", "torch._C._storage_Use_Count"),
         ("import torch\ngetattr(torch._C, f'_get_{name}')", "torch._C._get_*"),
         ("for name in ('_add', '_sub'):\n    pass\nx._sub", "*._add *._sub"),
-        ("needs('torch._C._storage_Use_Count')", "torch._C._storage_Use_Count"),
         ("import torch\ntorch._no_such_thing", "torch._no_such_thing"),
         ("import torch._dynamo\ntorch._dynamo.config.patch(a=1)", ""),
         ("import torch\ntorch._foreach_add_(a, b); a._version; torch.ops.aten._softmax.default", ""),
@@ -210,6 +195,7 @@ def test_uses_are_found(source: str, symbol: str) -> None:
         ("import torch\nsetattr(torch.Tensor, 'item', 1)", "torch.Tensor.item"),
         ("from torch import Tensor\nsetattr(Tensor, name, 1)", "torch.Tensor.*"),
         ("import torch\nmock.patch.object(torch.jit, 'script')", "torch.jit.script"),
+        ("import torch\ncudnn: Any = torch.backends.cudnn\ncudnn.flags = 1", "torch.backends.cudnn.flags"),
         ("import torch\ntorch.jit.script", ""),
     ],
 )

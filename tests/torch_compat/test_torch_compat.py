@@ -27,6 +27,21 @@ from pipec import torch_compat
 from pipec.graph import PlainValues, ReadValues
 from pipec.primitives import recurrent_network
 from pipec.torch_compat import differentiation, dynamo_front_end, module_state, operator_patches
+from pipec.torch_compat.captured_graph import CapturedGraph
+from pipec.torch_compat.differentiation import JointGraph, differentiate, is_data_dependent, unbacked_symbols
+from pipec.torch_compat.dynamo_front_end import capture_with_dynamo, model_raised, reason_of, user_frames
+from pipec.torch_compat.guards import Guards
+from pipec.torch_compat.make_fx_front_end import CAUSE, capture_with_make_fx
+from pipec.torch_compat.module_contents import has_gradient_hook
+from pipec.torch_compat.module_state import dry_run, quiet_logging, replace_with_fake_tensors, restore_module
+from pipec.torch_compat.operator_patches import (
+    bound_ctc_loss_workspace,
+    skip_distribution_validation,
+    trace_recurrent_networks,
+)
+from pipec.torch_compat.operators import is_higher_order
+from pipec.torch_compat.symbolic_numbers import python_expression
+from pipec.torch_compat.values import ABSENT, evaluate, fqn_of
 
 SOURCES = sorted(Path(torch_compat.__file__).parent.glob("*.py"))
 NODES = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
@@ -94,16 +109,16 @@ def test_a_silenced_logger_is_a_package_of_torch(name: str) -> None:
 # Dynamo
 
 
-def capture(module: nn.Module, x: Tensor, dynamic: bool = True) -> torch_compat.CapturedGraph:
-    return torch_compat.capture_with_dynamo(module, (x,), [(x, 0)] if dynamic else [])
+def capture(module: nn.Module, x: Tensor, dynamic: bool = True) -> CapturedGraph:
+    return capture_with_dynamo(module, (x,), [(x, 0)] if dynamic else [])
 
 
 @pytest.fixture(scope="module")
-def captured() -> torch_compat.CapturedGraph:
+def captured() -> CapturedGraph:
     return capture(Net(), torch.zeros(4, 4))
 
 
-def test_dynamo_returns_a_graph_with_what_differentiation_needs(captured: torch_compat.CapturedGraph) -> None:
+def test_dynamo_returns_a_graph_with_what_differentiation_needs(captured: CapturedGraph) -> None:
     assert isinstance(captured.module, fx.GraphModule)
     assert isinstance(captured.module.meta["tracing_context"], TracingContext)
     assert isinstance(captured.module.meta["fake_mode"].shape_env, ShapeEnv)
@@ -111,10 +126,10 @@ def test_dynamo_returns_a_graph_with_what_differentiation_needs(captured: torch_
     assert dict(captured.module.named_buffers()).keys() == {"count"}
 
 
-def test_a_node_of_dynamo_knows_its_module_and_its_line(captured: torch_compat.CapturedGraph) -> None:
+def test_a_node_of_dynamo_knows_its_module_and_its_line(captured: CapturedGraph) -> None:
     (linear,) = [node for node in captured.module.graph.nodes if node.target is torch._C._nn.linear]
     path, module_type = list(linear.meta["nn_module_stack"].values())[-1]
-    assert torch_compat.fqn_of(path) == "layer"
+    assert fqn_of(path) == "layer"
     assert getattr(module_type, "__name__", module_type).endswith("Linear")
     assert f'File "{__file__}"' in linear.meta["stack_trace"]
     assert isinstance(linear.meta["example_value"], FakeTensor)
@@ -134,7 +149,7 @@ def test_a_node_of_dynamo_knows_its_module_and_its_line(captured: torch_compat.C
     ],
 )
 def test_a_path_as_dynamo_writes_it(source: str, fqn: str) -> None:
-    assert torch_compat.fqn_of(source) == fqn
+    assert fqn_of(source) == fqn
 
 
 class Reads(nn.Module):
@@ -165,13 +180,13 @@ class Around(nn.Module):
 def read_values(module: nn.Module) -> ReadValues:
     noted = capture(module, torch.zeros(4, 4)).dynamo_output
     assert noted is not None
-    return ReadValues.of(module, torch_compat.Guards(noted, module), (), lambda module: {})
+    return ReadValues.of(module, Guards(noted, module), (), lambda module: {})
 
 
 def test_guards_know_what_a_forward_read() -> None:
     module = Around()
     values = read_values(module)
-    assert {torch_compat.fqn_of(source): value for source, value in values.plain.items()} == {
+    assert {fqn_of(source): value for source, value in values.plain.items()} == {
         "model.scale": 1.0,
         "model.options.power": 1,
         "model.kind": 3,
@@ -221,11 +236,11 @@ def test_an_expression_of_dynamos_is_evaluated_in_every_process() -> None:
         "dict(type(L['self'].model).__mro__[0].__dict__)['kind']": 3,
         "list(dict.keys(L['self'].model.options))[0]": "power",
         "G['__import_os_dot_path'].sep": "/",
-        "G['os'].sep": torch_compat.ABSENT,
-        "L['x']": torch_compat.ABSENT,
-        "no expression": torch_compat.ABSENT,
+        "G['os'].sep": ABSENT,
+        "L['x']": ABSENT,
+        "no expression": ABSENT,
     }.items():
-        assert torch_compat.evaluate(source, module) == value
+        assert evaluate(source, module) == value
 
 
 def test_only_the_marked_dimension_is_symbolic() -> None:
@@ -296,22 +311,20 @@ def failure(module: nn.Module) -> Exception:
 
 def test_an_unsupported_error_says_why_and_where() -> None:
     error = failure(Branching())
-    assert not torch_compat.model_raised(error)
-    assert torch_compat.reason_of(error).startswith(
-        "Data-dependent branching. Detected data-dependent branching"
-    )
-    assert [frame.line for frame in torch_compat.user_frames(error)][-1] == "if x.sum() > 0:"
+    assert not model_raised(error)
+    assert reason_of(error).startswith("Data-dependent branching. Detected data-dependent branching")
+    assert [frame.line for frame in user_frames(error)][-1] == "if x.sum() > 0:"
 
 
 @pytest.mark.parametrize("module", [Failing(), Misshapen()], ids=lambda module: type(module).__name__)
 def test_an_error_of_the_model_itself_is_told_from_a_limit_of_dynamo(module: nn.Module) -> None:
-    assert torch_compat.model_raised(failure(module))
+    assert model_raised(failure(module))
 
 
 # make_fx
 
 
-def traced(module: nn.Module, x: Tensor) -> torch_compat.CapturedGraph:
+def traced(module: nn.Module, x: Tensor) -> CapturedGraph:
     """The graph of a module that is given its arguments as a traced step is."""
 
     class Step(nn.Module):
@@ -322,7 +335,7 @@ def traced(module: nn.Module, x: Tensor) -> torch_compat.CapturedGraph:
         def forward(self, args: tuple[Tensor], kwargs: dict[str, Any], target: None) -> Any:
             return self.model(*args)
 
-    return torch_compat.capture_with_make_fx(Step(), ((x,), {}, None), [(x, 0)])
+    return capture_with_make_fx(Step(), ((x,), {}, None), [(x, 0)])
 
 
 def test_make_fx_returns_fake_arguments_of_its_own_mode() -> None:
@@ -353,7 +366,7 @@ class WithRegions(nn.Module):
 def test_make_fx_traces_no_grad_and_autocast_as_calls() -> None:
     found = traced(WithRegions(), torch.randn(4, 4))
     targets = [node.target for node in found.module.graph.nodes]
-    assert not any(isinstance(target, torch_compat.HigherOrderOperator) for target in targets)
+    assert not any(is_higher_order(target) for target in targets)
     assert targets.count(torch._C._set_grad_enabled) == 4
     assert not found.has_backward
     assert torch.is_grad_enabled()
@@ -402,23 +415,23 @@ class Penalized(WithFunction):
 def test_make_fx_traces_a_backward_of_the_models_own(make: type[nn.Module]) -> None:
     found = traced(make(), torch.zeros(4, 4))
     assert found.trained == ("model.layer.weight", "model.layer.bias")
-    assert any(torch_compat.CAUSE in node.meta for node in found.module.graph.nodes)
+    assert any(CAUSE in node.meta for node in found.module.graph.nodes)
 
 
 # differentiation
 
 
 @pytest.fixture(scope="module")
-def joint() -> torch_compat.JointGraph:
+def joint() -> JointGraph:
     found = capture(Net(), torch.zeros(4, 4))
     for number, node in enumerate(found.module.graph.nodes):
         node.meta["custom"] = {"number": number}
-    return torch_compat.differentiate(found, training=True)
+    return differentiate(found, training=True)
 
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_every_argument_and_result_of_a_joint_graph_is_described(joint: torch_compat.JointGraph) -> None:
+def test_every_argument_and_result_of_a_joint_graph_is_described(joint: JointGraph) -> None:
     assert sorted(joint.arguments) == [
         ("buffer", "count"),
         ("input", 0),
@@ -436,7 +449,7 @@ def test_every_argument_and_result_of_a_joint_graph_is_described(joint: torch_co
     assert len(joint.module.graph.find_nodes(op="placeholder")) == len(joint.arguments)
 
 
-def test_annotations_reach_forward_and_backward(joint: torch_compat.JointGraph) -> None:
+def test_annotations_reach_forward_and_backward(joint: JointGraph) -> None:
     nodes = joint.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     nodes += joint.module.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
     assert len(nodes) == 2
@@ -444,7 +457,7 @@ def test_annotations_reach_forward_and_backward(joint: torch_compat.JointGraph) 
     assert [node.meta.get("partitioner_tag") for node in nodes].count("is_backward") == 1
 
 
-def test_a_branch_on_the_batch_is_a_guard(joint: torch_compat.JointGraph) -> None:
+def test_a_branch_on_the_batch_is_a_guard(joint: JointGraph) -> None:
     (batch,) = {symbol for guard in joint.guards for symbol in guard.free_symbols}
     assert all(guard.subs(batch, 4) == sympy.true for guard in joint.guards)
     assert any(guard.subs(batch, 2) == sympy.false for guard in joint.guards)
@@ -456,13 +469,13 @@ def test_what_makes_a_constant_of_the_batch_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.view(4, -1).sum()
 
-    found = torch_compat.differentiate(capture(Unrolled(), torch.zeros(4, 4)), training=False)
+    found = differentiate(capture(Unrolled(), torch.zeros(4, 4)), training=False)
     assert found.specialized_by.startswith("return x.view(4, -1).sum()  # ")
     assert set(found.replacements.values()) == {sympy.Integer(4)}
 
 
 def test_without_training_there_is_no_backward() -> None:
-    found = torch_compat.differentiate(capture(Net(), torch.zeros(4, 4)), training=False)
+    found = differentiate(capture(Net(), torch.zeros(4, 4)), training=False)
     assert not [kind for kind, _ in found.arguments + found.results if kind in ("tangent", "gradient")]
 
 
@@ -509,20 +522,20 @@ def test_a_result_is_read_from_its_descriptor(descriptor: object, described: tup
 
 
 def test_sizes_known_from_values_alone_are_told_from_those_of_the_batch(
-    captured: torch_compat.CapturedGraph,
+    captured: CapturedGraph,
 ) -> None:
     class Selecting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x[x > 0]
 
-    def depends(found: torch_compat.CapturedGraph) -> bool:
-        nodes = torch_compat.differentiate(found, training=False).module.graph.nodes
-        return any(torch_compat.is_data_dependent(node.meta.get("val")) for node in nodes)
+    def depends(found: CapturedGraph) -> bool:
+        nodes = differentiate(found, training=False).module.graph.nodes
+        return any(is_data_dependent(node.meta.get("val")) for node in nodes)
 
     assert not depends(captured)
     assert depends(capture(Selecting(), torch.zeros(4, 4)))
     assert free_unbacked_symbols(3) == set()
-    assert not torch_compat.is_data_dependent((None, 1, "text", [torch.zeros(2)]))
+    assert not is_data_dependent((None, 1, "text", [torch.zeros(2)]))
 
 
 def test_what_values_tell_is_found_with_what_was_asserted_of_it() -> None:
@@ -532,19 +545,19 @@ def test_what_values_tell_is_found_with_what_was_asserted_of_it() -> None:
             torch._check(chosen.shape[0] % 2 == 0)
             return torch.unique(chosen.reshape(-1, 2))
 
-    joint = torch_compat.differentiate(capture(Pairs(), torch.zeros(4, 4)), training=False)
+    joint = differentiate(capture(Pairs(), torch.zeros(4, 4)), training=False)
     chosen, distinct = joint.data_dependent_sizes
     assert (chosen.node.target, chosen.item, chosen.dim) == (torch.ops.aten.index.Tensor, None, 0)
     assert (distinct.item, distinct.dim) == (0, 0)
-    assert torch_compat.unbacked_symbols(chosen.node.meta["val"])
+    assert unbacked_symbols(chosen.node.meta["val"])
     assert any(condition.has(Mod) for condition in joint.asserted)
 
 
 def test_recurrent_networks_stay_whole_for_any_length() -> None:
     network = nn.GRU(4, 3, bidirectional=True, batch_first=True)
     x = torch.zeros(5, 7, 4)
-    with torch_compat.trace_recurrent_networks(recurrent_network):
-        graph = torch_compat.capture_with_dynamo(network, (x,), [(x, 0), (x, 1)]).module.graph
+    with trace_recurrent_networks(recurrent_network):
+        graph = capture_with_dynamo(network, (x,), [(x, 0), (x, 1)]).module.graph
     (call,) = [node for node in graph.nodes if node.target is torch.gru]
     output, last = call.meta["example_value"]
     assert isinstance(output.shape[1], torch.SymInt)
@@ -553,14 +566,14 @@ def test_recurrent_networks_stay_whole_for_any_length() -> None:
 
 def test_a_data_dependent_guard_has_a_short_reason() -> None:
     error = GuardOnDataDependentSymNode(sympy.Symbol("u0"), "Could not guard ...\nmany lines")
-    assert torch_compat.reason_of(error).startswith("Data-dependent size or branch")
+    assert reason_of(error).startswith("Data-dependent size or branch")
 
 
 def test_hooks_on_a_gradient_are_seen() -> None:
     plain, hooked, after = (torch.zeros(2, requires_grad=True) for _ in range(3))
     hooked.register_hook(lambda gradient: gradient)
     after.register_post_accumulate_grad_hook(lambda tensor: None)
-    assert [torch_compat.has_gradient_hook(tensor) for tensor in (plain, hooked, after)] == [
+    assert [has_gradient_hook(tensor) for tensor in (plain, hooked, after)] == [
         False,
         True,
         True,
@@ -601,7 +614,7 @@ B = sympy.Symbol("b", integer=True, positive=True)
 def test_an_expression_of_sizes_prints_as_python(
     expression: sympy.Expr, expected: Callable[[int], int]
 ) -> None:
-    code = compile(torch_compat.python_expression(expression), "expression", "eval")
+    code = compile(python_expression(expression), "expression", "eval")
     for size in (1, 4, 7, 12):
         assert eval(code, {"b": size}) == expected(size)
 
@@ -611,7 +624,7 @@ def test_quiet_spares_loggers_that_the_user_turned_up() -> None:
     before = dynamo.level, export.level
     dynamo.setLevel(logging.DEBUG)
     try:
-        with torch_compat.quiet_logging():
+        with quiet_logging():
             assert dynamo.isEnabledFor(logging.WARNING)
             assert not export.isEnabledFor(logging.CRITICAL)
         assert (dynamo.level, export.level) == (logging.DEBUG, before[1])
@@ -622,7 +635,7 @@ def test_quiet_spares_loggers_that_the_user_turned_up() -> None:
 def test_unchanged_puts_everything_back() -> None:
     model = Net()
     weight, attributes = model.layer.weight, dict(vars(model))
-    with torch_compat.restore_module(model):
+    with restore_module(model):
         model.layer.weight = nn.Parameter(torch.ones(1))
         model.extra, model.training = 1, False
         weight.mark = 1
@@ -655,15 +668,15 @@ class Caching(nn.Module):
 def test_a_dry_run_keeps_what_holds_no_tensors(device: str) -> None:
     module = Caching().to(device)
     parameters = dict(module.named_parameters())
-    with torch_compat.restore_module(module):
-        torch_compat.replace_with_fake_tensors(module, torch.device("cpu"))
-        found = torch_compat.dry_run(module, (torch.zeros(3, 4),))
+    with restore_module(module):
+        replace_with_fake_tensors(module, torch.device("cpu"))
+        found = dry_run(module, (torch.zeros(3, 4),))
         assert (found.error, found.failed, found.changed) == (None, False, True)
         assert module.called
         assert not hasattr(module, "last")
         assert not hasattr(module, "holder")
         assert (module.kept, module.by_name) == ([], {})
-        assert not torch_compat.dry_run(module, (torch.zeros(3, 4),)).changed
+        assert not dry_run(module, (torch.zeros(3, 4),)).changed
     assert not hasattr(module, "called")
     assert dict(module.named_parameters()) == parameters
     assert device == "meta" or module.count == 0
@@ -675,14 +688,14 @@ def test_a_dry_run_tells_a_model_that_fails_from_one_that_needs_values(width: in
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * int(x.sum())
 
-    found = torch_compat.dry_run(Counted(4, 4), (torch.zeros(3, width),))
+    found = dry_run(Counted(4, 4), (torch.zeros(3, width),))
     assert found.error is not None
     assert (found.failed, found.changed) == (failed, False)
 
 
 def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile clears it
-    with torch_compat.skip_distribution_validation():
+    with skip_distribution_validation():
         assert not torch.distributions.Normal(0.0, 1.0)._validate_args
     assert torch.distributions.Normal(0.0, 1.0)._validate_args
 
@@ -690,7 +703,7 @@ def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch
 def test_recurrent_networks_are_taken_apart_again_afterwards() -> None:
     whole = [getattr(torch.ops.aten, name).input for name in operator_patches.RECURRENT.values()]
     before = [dict(operator.py_kernels) for operator in whole]
-    with torch_compat.trace_recurrent_networks(recurrent_network):
+    with trace_recurrent_networks(recurrent_network):
         assert all(operator.py_kernels != kernels for operator, kernels in zip(whole, before, strict=True))
     assert [operator.py_kernels for operator in whole] == before
 
@@ -701,7 +714,7 @@ def test_torch_refuses_to_trace_the_workspace_of_ctc_loss_again_afterwards() -> 
             scores, lengths = torch.zeros(5, 3, 4), torch.ones(3, dtype=torch.int64)
             return nn.functional.ctc_loss(scores, torch.ones(3, 2, dtype=torch.int64), 5 * lengths, lengths)
 
-    with torch_compat.bound_ctc_loss_workspace():
+    with bound_ctc_loss_workspace():
         assert trace().shape == ()
     with pytest.raises(DynamicOutputShapeException):
         trace()
@@ -712,6 +725,6 @@ def test_a_dry_run_says_nothing_of_a_model_that_needs_memory() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(torch.from_numpy(x.numpy()))
 
-    found = torch_compat.dry_run(Numpy(4, 4), (torch.zeros(3, 4),))
+    found = dry_run(Numpy(4, 4), (torch.zeros(3, 4),))
     assert found.error is not None
     assert not found.failed

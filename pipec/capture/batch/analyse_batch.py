@@ -65,7 +65,11 @@ from pipec.capture.node_insertion import INHERITED_META, NodeInserter, fake_valu
 from pipec.capture.output_merge import mark_output_merge
 from pipec.graph import BatchFindings, is_branch_check
 from pipec.ir.batch_axis import BatchAxis
-from pipec.torch_compat import HigherOrderOperator, formula, pytree, size_of_symbol, unbacked_symbols
+from pipec.torch_compat import pytree
+from pipec.torch_compat.differentiation import size_of_symbol, unbacked_symbols
+from pipec.torch_compat.operators import is_higher_order
+from pipec.torch_compat.run_time import memory_id
+from pipec.torch_compat.symbolic_numbers import formula
 
 _COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 """Losses whose mean is over targets that are not ignored, each with the weight of its class."""
@@ -299,7 +303,7 @@ class _BatchAnalysis:
             return self._collective_result(node, args[0] if args else next(iter(kwargs.values())))
         if node.target is sync_batch_norm:
             return self.normalized(args[0])
-        if isinstance(node.target, HigherOrderOperator):
+        if is_higher_order(node.target):
             return self._higher_order(node, args)
         if operator_name(node) in HOLDING_NUMBERS:
             return self._constant(node, args, kwargs)
@@ -599,8 +603,7 @@ class _BatchAnalysis:
     def _is_written_view(self, node: fx.Node, result: Tensor) -> bool:
         """Whether a node is a view that is written through later."""
         shown = tensors_in(self._read(node))
-        shares = any(x.untyped_storage()._cdata == result.untyped_storage()._cdata for x in shown)
-        return shares and node in self._written
+        return memory_id(result) in map(memory_id, shown) and node in self._written
 
     def _make_count(self, node: fx.Node) -> bool:
         """Replace a mean over counted targets by their sum divided by the count of the whole batch.
@@ -730,7 +733,7 @@ class _BatchAnalysis:
     def _memory_of(self, node: fx.Node) -> object:
         """Identifies the memory of a node's value, in which views and their base are."""
         tensors = tensors_in(self.values.get(node))
-        return tensors[0].untyped_storage()._cdata if tensors else node
+        return memory_id(tensors[0]) if tensors else node
 
     def _placed(self, value: Dependence, node: fx.Node | None = None) -> str:
         """The reason for a value, with the line of the model where it arose."""

@@ -29,7 +29,10 @@ from pipec.capture.batch.pointwise import KEEPING
 from pipec.capture.batch.rules import CONSTANT_FILLS, IGNORES_VALUES, KEEP_POWERS, READS_ROW_COUNT, rule_of
 from pipec.capture.batch.sorting import apply_in_sorted_order, sorted_rule
 from pipec.graph import AssumedPerRow
-from pipec.torch_compat import OpOverload, TorchDispatchMode, decompositions, pytree
+from pipec.torch_compat import pytree
+from pipec.torch_compat.operator_patches import decompositions
+from pipec.torch_compat.operators import OpOverload, TorchDispatchMode, schema
+from pipec.torch_compat.run_time import memory_id
 
 _META = torch.device("meta")
 
@@ -89,18 +92,18 @@ class DependenceTracker(TorchDispatchMode):
         """Record how a tensor depends on the batch."""
         if id(tensor) not in self._known:
             self._kept.append(tensor)
-            self._sharing.setdefault(_memory(tensor), []).append(tensor)
+            self._sharing.setdefault(memory_id(tensor), []).append(tensor)
         self._known[id(tensor)] = known
         return tensor
 
     def overwrite(self, tensor: Tensor, value: Dependence) -> None:
         """Record a write to a tensor, and so to all tensors that share its memory."""
-        for other in self._sharing.get(_memory(tensor), []):
+        for other in self._sharing.get(memory_id(tensor), []):
             self.record(other, TensorFact(value))
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether other tensors have the same memory."""
-        return any(other is not tensor for other in self._sharing.get(_memory(tensor), []))
+        return any(other is not tensor for other in self._sharing.get(memory_id(tensor), []))
 
     def meta_copy(self, tensor: Tensor) -> Tensor:
         """The meta tensor that stands in for a real one."""
@@ -137,7 +140,7 @@ class DependenceTracker(TorchDispatchMode):
         )
         is_drawn = _RANDOM in func.tags
         given = all(self.fact(tensor).from_arguments for tensor in call.tensors) and not is_drawn
-        if func._schema.is_mutable and call.tensors and "batch_norm" not in func._schema.name:
+        if schema(func).is_mutable and call.tensors and "batch_norm" not in schema(func).name:
             self._write(call, given)
             return result
         results = tensors_in(result)
@@ -286,9 +289,10 @@ class DependenceTracker(TorchDispatchMode):
 
     def _write(self, call: OperatorCall, given: bool) -> None:
         """Record what a call has written into its arguments and into tensors that share their memory."""
-        schema = call.op._schema.arguments
         written = [
-            call.arguments[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write
+            call.arguments[a.name]
+            for a in schema(call.op).arguments
+            if a.alias_info is not None and a.alias_info.is_write
         ]
         if call.name in ("set", "resize", "set_source_Tensor_storage_offset"):
             values: Dependence | tuple[Dependence, ...] = call.unproven()
@@ -301,7 +305,7 @@ class DependenceTracker(TorchDispatchMode):
             before = self.dependence_of(tensor)
             value = self._checked(call, tensor, value)
             given_here = given and self.fact(tensor).from_arguments
-            for other in self._sharing.get(_memory(tensor), []):
+            for other in self._sharing.get(memory_id(tensor), []):
                 if other is tensor or _is_same(other, tensor):
                     self.record(other, TensorFact(value, given_here, call.name in CONSTANT_FILLS))
                 else:
@@ -382,10 +386,6 @@ _KEEP_FILLS = {
     "permute",
     "detach",
 }
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -28,7 +28,7 @@ def move(call: OperatorCall) -> Dependence:
     if isinstance(value, Whole) and call.name in _CUTTING and any(map(call.is_row_multiple, _integers(call))):
         why = "takes as many elements as the microbatch has rows"
         return call.mixed(why) if call.symbolic else call.unproven(why.replace("takes", "may take"))
-    if call.op._overloadname == "dtype":
+    if str(call.op).endswith(".dtype"):
         return _reinterpreted(call, value)
     if call.name in ("select_scatter", "slice_scatter") and not isinstance(value, PerRow):
         return _written_to_whole(call, value, call.dependence_of(call["src"]))

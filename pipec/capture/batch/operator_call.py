@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unproven
-from pipec.torch_compat import OpOverload, pytree
+from pipec.torch_compat import pytree
+from pipec.torch_compat.operators import OpOverload, schema
 
 ROW_COUNT_PRIME = 1_000_003
 """The rows of a microbatch, in the analysis: a prime that no size of a model is a multiple of.
@@ -130,7 +131,7 @@ def degree_of(number: Any, rows: int, degrees: Mapping[float, int], symbolic: bo
 
 @functools.cache
 def plain_name_of(op: OpOverload) -> str:
-    namespace, name = op._schema.name.split("::")
+    namespace, name = schema(op).name.split("::")
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
     return name if namespace == "aten" else f"{namespace}::{name}"
@@ -138,12 +139,12 @@ def plain_name_of(op: OpOverload) -> str:
 
 @functools.cache
 def argument_names(op: OpOverload) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]
+    return [argument.name for argument in schema(op).arguments]
 
 
 @functools.cache
 def defaults_of(op: OpOverload) -> dict[str, Any]:
-    return {argument.name: argument.default_value for argument in op._schema.arguments}
+    return {argument.name: argument.default_value for argument in schema(op).arguments}
 
 
 @functools.cache

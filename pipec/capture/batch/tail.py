@@ -22,7 +22,7 @@ from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unprov
 from pipec.capture.graph_calls import describe_call, is_random_call, mutates_argument
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, IN_TAIL, TAIL_INPUT
 from pipec.capture.node_insertion import INHERITED_META, fake_value
-from pipec.torch_compat import unbacked_symbols
+from pipec.torch_compat.differentiation import unbacked_symbols
 
 _ONCE_A_STEP = (BATCH_COUNT, BATCH_FRACTION)
 """Values that are arguments of the graph later."""

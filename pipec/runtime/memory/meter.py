@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipec.ir import RankMemory
 from pipec.runtime.memory.storage import tensors_in
-from pipec.torch_compat import TorchDispatchMode
+from pipec.torch_compat.operators import TorchDispatchMode
 
 TensorsByUse = Mapping[str, Iterable[Tensor]]
 """Tensors by their use, one of ``pipec.ir.memory_figures.MEMORY_CATEGORIES``."""

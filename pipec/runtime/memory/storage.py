@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.torch_compat import storage_use_count
+from pipec.torch_compat.run_time import storage_use_count
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from pipec.ir import Instruction, Payload
 from pipec.runtime.messages.connections import Connections, Work
 from pipec.runtime.messages.message_layout import MessageLayout
-from pipec.torch_compat import storage_use_count
+from pipec.torch_compat.run_time import storage_use_count
 
 
 class MessageMemory:

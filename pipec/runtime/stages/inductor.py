@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from pipec.ir import MMAP_THRESHOLD_BYTES
 from pipec.runtime.memory.block_cache import empty_cached
-from pipec.torch_compat import inductor_code
+from pipec.torch_compat.run_time import inductor_code
 
 _CPU = torch.device("cpu")
 
