@@ -91,7 +91,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim" and func is not torch.ops.aten.detach.default:
             detached = pytree.tree_map_only(Tensor, Tensor.detach, result)
-            self.operators.append((func, value_key(detached)))
+            arguments = pytree.tree_map_only(Tensor, lambda x: None, (args, kwargs or {}))
+            self.operators.append((func, constants_key(arguments), value_key(detached)))
         return result
 
 
