@@ -101,15 +101,6 @@ SYMBOLS = (
         "start",
     ),
     PrivateSymbol(
-        "torch._C._disabled_torch_dispatch_impl", "whether a class of tensors changes operators", "start"
-    ),
-    PrivateSymbol(
-        "torch._C._disabled_torch_function_impl", "whether a class of tensors changes operators", "start"
-    ),
-    PrivateSymbol(
-        "torch._C._len_torch_function_stack", "whether a script has entered a function mode", "start"
-    ),
-    PrivateSymbol(
         "torch.overrides._get_current_function_mode_stack",
         "which function mode a script has entered",
         "start",
@@ -179,8 +170,6 @@ SYMBOLS = (
     PrivateSymbol("torch._dynamo.types.GuardFilterEntry", "which guards to keep"),
     PrivateSymbol("torch._dynamo.utils.dynamo_timed", "makes the guards of a trace a function"),
     PrivateSymbol("torch._dynamo.utils.get_metrics_context", "makes the guards of a trace a function"),
-    PrivateSymbol("torch._guards.Guard", "a guard of a trace"),
-    PrivateSymbol("torch._guards.GuardsSet", "the guards of a trace"),
     PrivateSymbol("torch._guards.TracingContext", "joins tracing and differentiation"),
     PrivateSymbol("torch._guards.tracing", "joins tracing and differentiation"),
     # differentiation
