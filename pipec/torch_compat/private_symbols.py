@@ -157,8 +157,6 @@ SYMBOLS = (
     Symbol("torch._dynamo.types.GuardFilterEntry", "which guards to keep"),
     Symbol("torch._dynamo.utils.dynamo_timed", "makes the guards of a trace a function"),
     Symbol("torch._dynamo.utils.get_metrics_context", "makes the guards of a trace a function"),
-    Symbol("torch._guards.Guard", "a guard of a trace"),
-    Symbol("torch._guards.GuardsSet", "the guards of a trace"),
     Symbol("torch._guards.TracingContext", "joins tracing and differentiation"),
     Symbol("torch._guards.tracing", "joins tracing and differentiation"),
     # differentiation
