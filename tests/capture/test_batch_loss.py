@@ -251,8 +251,8 @@ def test_ragged_padding_makes_no_difference(factory: Any, tmp_path: Path) -> Non
     total = torch.cat([x.grad.flatten() for x in unsplit.parameters()]).norm()  # type: ignore[union-attr]
     kept: list[TrainingGraph] = []
 
-    def capture_once(*args: Any, **options: Any) -> TrainingGraph:
-        kept.extend([] if kept else [tracer.capture(tracer.CaptureRequest(*args, **options))])
+    def capture_once(request: tracer.CaptureRequest) -> TrainingGraph:
+        kept.extend([] if kept else [tracer.capture(request)])
         return kept[0]
 
     with mock.patch("pipec.compiler.compile.capture", capture_once):
