@@ -59,11 +59,11 @@ PLANNED = Sizes(width=4096, context=2048, vocabulary=32000, rows=4, limit=16 << 
 RUN = Sizes(width=128, context=64, vocabulary=256, rows=2, limit=24 << 20, device="cpu")
 
 
-def once(model: nn.Module, *args: object, **options: object) -> TrainingGraph:
+def once(request: CaptureRequest) -> TrainingGraph:
     """Capture a model the first time alone: its graph is the same for any number of ranks."""
-    if model not in CAPTURED:
-        CAPTURED[model] = capture(CaptureRequest(model, *args, **options))  # type: ignore[arg-type]
-    return copy_graph(CAPTURED[model])
+    if request.model not in CAPTURED:
+        CAPTURED[request.model] = capture(request)
+    return copy_graph(CAPTURED[request.model])
 
 
 CAPTURED: dict[nn.Module, TrainingGraph] = {}

@@ -145,11 +145,11 @@ def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
         return pipe.prepare(**inputs), inputs
 
 
-def once(model: nn.Module, *args: Any, **options: Any) -> TrainingGraph:
+def once(request: CaptureRequest) -> TrainingGraph:
     """Capture a model the first time alone, in each precision: that takes most of the time."""
-    key = type(model), torch.is_autocast_enabled("cpu")
+    key = type(request.model), torch.is_autocast_enabled("cpu")
     if key not in CAPTURED:
-        CAPTURED[key] = capture(CaptureRequest(model, *args, **options))
+        CAPTURED[key] = capture(request)
     return copy_graph(CAPTURED[key])
 
 

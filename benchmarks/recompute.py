@@ -200,8 +200,8 @@ def captured(sizes: Sizes) -> TrainingGraph:
     """The training graph of the model on meta."""
     kept: list[TrainingGraph] = []
 
-    def keep(*args: object, **options: object) -> TrainingGraph:
-        kept.append(capture(CaptureRequest(*args, **options)))  # type: ignore[arg-type]
+    def keep(request: CaptureRequest) -> TrainingGraph:
+        kept.append(capture(request))
         return kept[0]
 
     with torch.device("meta"):

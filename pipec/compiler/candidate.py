@@ -18,8 +18,11 @@ from pipec.passes.assignments.follow_placement import FollowPlacement, parameter
 from pipec.passes.assignments.update_cost import UpdateCost
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
 
-_OF_OPERATORS = frozenset({"parameters", "buffers", "gradients"})
-"""The kinds of memory that the planner sums over operators, besides what they save."""
+_OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
+"""The kinds of memory that the planner sums over operators."""
+
+_OF_RECOMPUTE = frozenset({"received", "sent", "running"})
+"""The kinds that depend on what is recomputed, and on where stages are cut for it."""
 
 _OF_UPDATES = frozenset({"optimizer", "versions"})
 """The kinds that it also sums if stages update after every mini-batch."""
@@ -192,10 +195,13 @@ class Candidate:
         return topology if self.policy.replicas == 1 else topology.grouped(self.replica_groups())
 
     def unplanned_bytes(self, need: RankMemory, saves: bool) -> float:
-        """The bytes at a rank's peak that the planner does not sum. If it ``saves``, it sums saved values."""
+        """The bytes at a rank's peak that the planner does not sum, and that recomputing does not free.
+
+        If a stage ``saves`` all that its backward reads, nothing is freed.
+        """
         updates = self.policy.may_be_asynchronous and self.options.optimizer is not None
-        saved = {"saved"} if saves or self.plans_replicas else set()
-        return need.excluding(_OF_OPERATORS | saved | (_OF_UPDATES if updates else set()))
+        freed = frozenset[str]() if saves or self.plans_replicas else _OF_RECOMPUTE
+        return need.excluding(_OF_OPERATORS | freed | (_OF_UPDATES if updates else frozenset()))
 
     def _for_replicas(self, assign: Assign) -> Pass:
         """The pass that applies the cut of one pipeline to all its replicas."""

@@ -30,7 +30,7 @@ from pipec.programs.offload_intervals import num_offloaded
 _ATTEMPTS = 3
 """How many choices are tried in a number of segments. Each attempt reserves what the last one lacked."""
 
-_SEGMENTS = (1, 2, 4, 8, 16)
+_SEGMENTS = (1, 2, 8)
 """The numbers of segments in which a stage may be recomputed, in the order in which they are tried."""
 
 _READING_PHASES = (Phase.BACKWARD, Phase.BACKWARD_INPUT)

@@ -252,13 +252,19 @@ class _Tried:
         return any(each <= (1 + PREDICTION_TOLERANCE) * seconds for each in fitting)
 
     def add_other_counts(self) -> None:
-        """Add plans of more and fewer microbatches on the stages of the best plan, while they are as good.
+        """Add plans of more and fewer microbatches on the stages of the best and of the fastest plan."""
+        if not self.plans:
+            return
+        best, fastest = best_result(self.plans), min(self.plans, key=lambda each: each.best.score)
+        self._add_counts_around(best)
+        if fastest.best.schedule.placement != best.best.schedule.placement or fastest.base != best.base:
+            self._add_counts_around(fastest)
+
+    def _add_counts_around(self, usual: SearchResult) -> None:
+        """Add plans of more and fewer microbatches on the same stages, while they are as good.
 
         All numbers are tried if schedules may be asynchronous, because each of these supports few numbers.
         """
-        if not self.plans:
-            return
-        usual = best_result(self.plans)
         candidate, plan = usual.candidate, usual.best.plan
         counts, at = sorted(candidate.counts(self.batch)), plan.num_microbatches
         for others in ([n for n in counts if n > at], [n for n in reversed(counts) if n < at]):
@@ -281,8 +287,10 @@ class _Tried:
         """
         for saves, seconds in ((True, self.fastest), (False, math.inf)):
             for near in self._nearest_on_fastest_layouts():
-                if not self.has_about(seconds) and (saves or may_free_memory(near.best)):
-                    self._add_cuts_near(step, near, saves)
+                usual = split_sizes(self.batch, near.candidate.counts(self.batch)[0])[0]
+                for size in dict.fromkeys([usual, near.best.plan.microbatch_size]):
+                    if not self.has_about(seconds) and (saves or may_free_memory(near.best)):
+                        self._add_cuts_near(step, near, size, saves)
 
     def _nearest_on_fastest_layouts(self) -> Sequence[SearchResult]:
         """The plan that lacks least on each of the fastest layouts that can be cut for less memory."""
@@ -292,8 +300,8 @@ class _Tried:
                 nearest.setdefault(each.base, each)
         return sorted(nearest.values(), key=lambda each: each.best.seconds)[:_MEMORY_LAYOUTS]
 
-    def _add_cuts_near(self, step: CapturedStep, near: SearchResult, saves: bool) -> None:
-        """Add plans for the schedule of a plan, on cuts that fit by what the planner sums, until one fits.
+    def _add_cuts_near(self, step: CapturedStep, near: SearchResult, size: int, saves: bool) -> None:
+        """Add plans like one that lacks memory, on cuts that fit by what the planner sums, for some size.
 
         The planner does not know of temporary values inside a phase function, nor of messages. So the memory
         that these took in the last attempt, or that it lacked, is reserved.
@@ -302,8 +310,10 @@ class _Tried:
         in_flight = _most_in_flight(near.best) if saves else ()
         last = near.base.evaluate(schedule, plan.microbatch_size) if saves else near.best
         reserved = [candidate.unplanned_bytes(need, saves) for need in last.memory]
+        if not saves:
+            reserved = [old + excess for old, excess in zip(reserved, last.excess_bytes, strict=True)]
         for _ in range(_MEMORY_ATTEMPTS):
-            how = candidate.cut_within(reserved, plan.num_microbatches, plan.microbatch_size, in_flight)
+            how = candidate.cut_within(reserved, plan.num_microbatches, size, in_flight)
             found = self._on_cut(step, candidate, how, schedule.placement, plan.num_microbatches)
             if not found:
                 return

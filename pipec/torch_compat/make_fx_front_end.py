@@ -219,7 +219,7 @@ class _NodeRecorder(TorchDispatchMode):
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         self._graph: fx.Graph = proxy_mode.tracer.graph
-        self._last = next(reversed(self._graph.nodes))
+        self._last = next(iter(reversed(self._graph.nodes)))
 
     @contextlib.contextmanager
     def forward(self, with_backward: bool) -> Iterator[None]:
@@ -255,7 +255,7 @@ class _NodeRecorder(TorchDispatchMode):
 
     def _record(self) -> None:
         """Record all nodes that were made since the last call."""
-        found, node = list[fx.Node](), next(reversed(self._graph.nodes))
+        found, node = list[fx.Node](), next(iter(reversed(self._graph.nodes)))
         newest = node
         while node is not self._last:
             found.append(node)

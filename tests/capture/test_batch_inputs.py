@@ -112,7 +112,7 @@ def test_parts_of_an_argument_are_named_by_a_structure() -> None:
     def combine(y: Tensor, other: dict[str, Tensor]) -> Tensor:
         return (y + other["rows"]) @ other["table"].t()
 
-    check(combine, X, {"rows": TABLE, "table": TABLE}, batched={"other": {"table": None}})
+    check(combine, X, {"rows": TABLE, "table": TABLE.clone()}, batched={"other": {"table": None}})
 
 
 @pytest.mark.parametrize(

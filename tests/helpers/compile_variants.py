@@ -5,7 +5,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from huggingface_models import Factory
@@ -75,8 +74,8 @@ def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
     model, inputs = factory()
     kept: list[TrainingGraph] = []
 
-    def capture_and_keep(*args: Any, **options: Any) -> TrainingGraph:
-        graph = capture(CaptureRequest(*args, **options))
+    def capture_and_keep(request: CaptureRequest) -> TrainingGraph:
+        graph = capture(request)
         kept.append(copy_graph(graph))
         return graph
 

@@ -34,7 +34,6 @@ from torch.optim import lr_scheduler
 
 import pipec
 from pipec import console
-from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
@@ -297,17 +296,20 @@ def as_at_first(network: Network) -> Net:
 _captured: dict[Any, TrainingGraph] = {}
 
 
-def capture_once(
-    model: Net, loss_fn: Any, mode: Any, call: ModelCall, *args: Any, **options: Any
-) -> TrainingGraph:
+_IN_KEY = ("symbolic", "rewrite_loss", "may_have_tail", "outputs", "variables", "num_replicas")
+
+
+def capture_once(request: CaptureRequest) -> TrainingGraph:
     """As pipec's ``capture``, for a model of ``_shared``: all that a graph depends on is in the key."""
-    given = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+    model: Any = request.model
+    leaves = request.call.leaves
+    given = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     trained = tuple(each.requires_grad for each in model.parameters())
-    told = {key: value for key, value in options.items() if key != "batch"}
     state = id(model), model.training, model.flagged, trained
-    key = repr((state, mode, loss_fn is None, given, sorted(told.items())))
+    options = [getattr(request, name) for name in _IN_KEY]
+    key = repr((state, request.mode, request.loss_fn is None, given, options))
     if key not in _captured:
-        _captured[key] = copy_graph(capture(CaptureRequest(model, loss_fn, mode, call, *args, **options)))
+        _captured[key] = copy_graph(capture(request))
     return copy_graph(_captured[key])
 
 

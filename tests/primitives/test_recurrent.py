@@ -203,3 +203,20 @@ def test_weights_are_not_moved_to_be_captured(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", move)
     pipe = pipec.compile(model, ["cpu"] * 2, loss_fn=loss, microbatches=MICROBATCHES)
     pipe.prepare(words(), target=words())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU), slow(nn.RNN)])
+def test_under_autocast_layers_have_the_bits_of_eager_torch(kind: type[nn.RNNBase]) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layers = nn.Linear(WIDTH, WIDTH), kind(WIDTH, WIDTH, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layers(self.first(x))[0].float()
+
+    model = made(Cast)
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, 2, loss_fn=F.mse_loss, microbatches=MICROBATCHES)
+    check_bits(pipe, unsplit, numbers(5, WIDTH), torch.ones(ROWS, 5, WIDTH))

@@ -13,7 +13,7 @@ from pipec.passes.assignments.operator_blocks import (
     with_weight_versions,
 )
 from pipec.passes.assignments.update_cost import UpdateCost
-from pipec.planner.cost_model import PIPEC, CostModel
+from pipec.planner.cost_model import PIPEC
 from pipec.planner.partition import TOLERANCE, partition_graph
 
 
@@ -23,8 +23,7 @@ class ChooseReplicas:
 
     No device of the topology is left unused. Costs are for a step of ``num_microbatches`` microbatches of
     ``microbatch_size`` rows, after which the replicas of a stage sum their gradients. With ``updates`` the
-    schedule is asynchronous: replicas sum their gradients, and update, after one mini-batch each. ``model``
-    says what a stage costs.
+    schedule is asynchronous: replicas sum their gradients, and update, after one mini-batch each.
 
     Raises:
         PlanError: the model has no operator that takes time.
@@ -35,7 +34,6 @@ class ChooseReplicas:
     num_microbatches: int
     microbatch_size: int
     updates: UpdateCost | None = None
-    model: CostModel = PIPEC
 
     def __call__(self, graph: TrainingGraph) -> Assignment:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
@@ -44,10 +42,10 @@ class ChooseReplicas:
         if self.updates:
             max_replicas = num_devices = len(self.topology.devices)
             operators = with_weight_versions(operators, graph, blocks, self.updates, num_devices)
-            model = self.model
+            model = PIPEC
         else:
             max_replicas = self.num_microbatches
-            model = replace(self.model, step_microbatches=self.num_microbatches)
+            model = replace(PIPEC, step_microbatches=self.num_microbatches)
         stages = partition_graph(
             operators,
             self.topology,
