@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.torch_compat.dynamo_front_end import is_data_dependent_error, model_raised, reason_of, user_frames
 from pipec.torch_compat.module_state import DryRun
 
 _TRACING = (
@@ -124,6 +123,9 @@ def capture_error(failures: Sequence[Exception], dry_run: DryRun, refused_branch
     for a front end that it goes another way for, it explains the first of those that need values, if any did.
     ``refused_branch`` is why a branch on values was not followed one way.
     """
+    # loaded by now, with torch._dynamo
+    from pipec.torch_compat.dynamo_front_end import is_data_dependent_error, model_raised, reason_of
+
     first, last = failures[0], failures[-1]
     if model_raised(first) and not dry_run.failed:
         first = next(filter(is_data_dependent_error, failures), first)
@@ -156,6 +158,8 @@ def _innermost(error: Exception) -> str:
 
 def _line_of(error: Exception) -> SourceLine | None:
     """The line of the model where an error arose, from its message or from its stack."""
+    from pipec.torch_compat.dynamo_front_end import user_frames
+
     frames = [*traceback.extract_tb(error.__traceback__), *user_frames(error)]
     lines = [SourceLine(frame.filename, frame.lineno or 0, (frame.line or "").strip()) for frame in frames]
     return innermost_model_line(traceback_lines(str(error))) or innermost_model_line(lines)

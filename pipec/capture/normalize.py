@@ -264,7 +264,7 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
             _refuse_alias(fqn, value, owners)
             owners[storage_owner(value)] = fqn
             kept.append((value, UpdatedBuffer(fqn)))
-        elif kind == "output" and not _is_tensor_node(value, traced):
+        elif kind == "output" and not _is_tensor_node(value):
             fixed[int(what)] = value
         elif isinstance(value, fx.Node) and kind != "ignored":
             role = _result((kind, what), traced, value)
@@ -351,7 +351,7 @@ def _logs_and_output(returned: Any, fixed: Mapping[int, object], mode: Mode) -> 
     return tuple(map(str, logs)), output
 
 
-def _is_tensor_node(value: object, traced: TracedCall) -> bool:
+def _is_tensor_node(value: object) -> bool:
     if not isinstance(value, fx.Node):
         return False
     if isinstance(value.meta.get("val"), Tensor):

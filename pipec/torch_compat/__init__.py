@@ -1,16 +1,17 @@
-"""The only package that uses private parts of torch. ``tests/torch_compat`` pins each of them.
+"""The only package that uses private parts of torch. ``private_symbols`` lists them; ``versions`` has the
+versions of torch that were tested, and ``unsupported`` tells when another one does not fit.
 
-``versions`` has the versions of torch that were tested. ``dynamo_front_end`` traces a module and, where
-Dynamo cannot, ``make_fx_front_end``; ``lost_effects`` refuses what a graph would lose. ``dynamo_branches``
-decides branches on values, and ``guards`` check later whether the trace is still valid.
-``differentiation`` adds the backward. ``module_state`` restores a module after tracing,
-``operator_patches`` keeps some operators whole, and ``size_arithmetic`` caches arithmetic on sizes.
-These load torch._dynamo, which takes seconds: only a process that captures loads them, all together
-(``tracing``).
+A rank that runs a saved artifact needs ``run_time``, ``operators`` and ``pytree``. What a later call is
+compared with is read by ``module_contents`` (modes, hooks and tensors of modules), ``settings`` (torch's
+global ones), ``foreign_classes`` (what a script defines that changes operators) and ``values`` (what a trace
+read, again). ``symbolic_numbers`` has the formulas of sizes.
 
-``values`` evaluates again what a trace read, ``module_contents`` reads modes, hooks and tensors of modules,
-``foreign_classes`` tells what a script defines that changes operators, ``lazy_code`` generates no code that
-nobody calls, ``settings`` reads torch's global settings, and ``symbolic_numbers`` has the formulas of sizes.
+Capture needs the others, most of which load torch._dynamo, which takes seconds: only a process that captures
+imports them. ``dynamo_front_end`` traces a module, and ``dynamo_branches`` decides branches on values for it;
+``make_fx_front_end`` is the fallback, in which ``lost_effects`` refuses what a graph would lose. Either returns
+a ``captured_graph``, to which ``differentiation`` adds the backward, and ``guards`` check later whether it is
+still valid. Meanwhile ``module_state`` restores the module, ``operator_patches`` keeps some operators whole,
+``size_arithmetic`` caches arithmetic on sizes, and ``lazy_code`` generates no code that nobody calls.
 """
 
-import pipec.torch_compat.private_symbols  # first: it names what is missing
+import pipec.torch_compat.private_symbols  # it names what is missing, before anything is imported

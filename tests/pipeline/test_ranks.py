@@ -613,9 +613,9 @@ def test_other_ranks_load_nothing_that_captures(tmp_path: Path) -> None:
         net[1].p = 0.2
         pipe.step(x, target=y)
         pipe.eval()(x)
-        capturing = "pipec.torch_compat.tracing", "pipec.compiler.compile"
+        capturing = "pipec.torch_compat.dynamo_front_end", "pipec.compiler.compile"
         print([name for name in capturing if name in sys.modules])
         """,
     )
-    assert first.splitlines()[-1] == "['pipec.torch_compat.tracing', 'pipec.compiler.compile']"
+    assert first.splitlines()[-1] == "['pipec.torch_compat.dynamo_front_end', 'pipec.compiler.compile']"
     assert second.splitlines()[-1] == "[]"
