@@ -8,7 +8,7 @@ read, again). ``symbolic_numbers`` has the formulas of sizes.
 
 Capture needs the others, most of which load torch._dynamo, which takes seconds: only a process that captures
 imports them. ``dynamo_front_end`` traces a module, and ``dynamo_branches`` decides branches on values for it;
-``make_fx_front_end`` is the fallback, in which ``lost_effects`` refuses what a graph would lose. Either returns
+``make_fx_front_end`` is the fallback, in which ``lost_effects`` refuses what a graph would lose. Either gives
 a ``captured_graph``, to which ``differentiation`` adds the backward, and ``guards`` check later whether it is
 still valid. Meanwhile ``module_state`` restores the module, ``operator_patches`` keeps some operators whole,
 ``size_arithmetic`` caches arithmetic on sizes, and ``lazy_code`` generates no code that nobody calls.

@@ -33,7 +33,7 @@ COMPILER = (
     "pipec.passes",
     "pipec.planner",
     "pipec.codegen",
-    "pipec.torch_compat",
+    "pipec.torch_compat.dynamo_front_end",
 )
 
 
