@@ -153,6 +153,7 @@ PASSED_ON = frozenset(
         "pipec.runtime.loss_tensors.backward",
         "pipec.runtime.stages.direct_calls._building",
         "pipec.runtime.step.error_report._explained",
+        "pipec.torch_compat.values.__missing__",
     }
 )
 """Functions that raise a message which is made, and found, elsewhere; or the name of a missing attribute."""

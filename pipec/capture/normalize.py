@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from pipec.capture.capture_request import CaptureRequest
 from pipec.capture.classify import classify
 from pipec.capture.data_dependent_sizes import lift_data_dependent_sizes
 from pipec.capture.extract_batch_counts import extract_batch_counts, input_branches
@@ -41,8 +42,9 @@ from pipec.graph import (
     storage_owner,
 )
 from pipec.graph.size_text import SymbolNames, format_size
-from pipec.ir import Mode, Sizes, Variable
+from pipec.ir import Mode
 from pipec.ir.batch_axis import BatchAxis
+from pipec.ir.batch_split import variable_values
 from pipec.ops import COLLECTIVES
 from pipec.primitives import check_row_independence, require
 from pipec.torch_compat import pytree
@@ -77,31 +79,25 @@ HIGHER_ORDER = {
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A traced call of the model as a joint graph, with what is needed to read it.
+    """A traced call of a request as a joint graph, with what is needed to read it.
 
-    ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
-    Its ``variables`` were to be symbolic, and are ``planned_sizes`` in the call; ``numbers`` has what the
-    forward graph has for those that are numbers. ``fqns`` maps the names of tensors in the joint graph to
-    their names in the model, where a tied tensor has one. ``constants`` are the tensors that belong to the
-    loss function alone. ``findings`` say what was proved of the batch. ``first_collective`` is the first
-    model collective, if any; a round has one microbatch for each of ``num_replicas``.
+    ``call`` is the sample that was traced, whose batch is ``symbolic`` or not. ``numbers`` has what the
+    forward graph has for the variables that are numbers. ``fqns`` maps the names of tensors in the joint
+    graph to their names in the model, where a tied tensor has one. ``constants`` are the tensors that belong
+    to the loss function alone. ``findings`` say what was proved of the batch. ``first_collective`` is the
+    first model collective, if any.
     """
 
     joint: JointGraph
-    mode: Mode
+    request: CaptureRequest
     operators: tuple[Operator, ...]
     call: ModelCall
-    batch_size: int
     symbolic: bool
-    planned_sizes: Sizes
-    variables: Sequence[Variable]
     numbers: Mapping[str, Sequence[Any]]
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
-    training: bool = True
     findings: BatchFindings = NO_FINDINGS
     first_collective: str = ""
-    num_replicas: int = 1
 
 
 def training_graph(traced: TracedCall) -> TrainingGraph:
@@ -111,11 +107,11 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
         CaptureError, InputError: pipec refuses the model, whichever front end traces it.
         DataDependentError, SpecializedBatchError, SpecializedVariableError: another attempt may succeed.
     """
-    module = traced.joint.module
+    module, request = traced.joint.module, traced.request
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
     data_dependent_sizes = lift_data_dependent_sizes(
-        traced.joint, number_symbols(graph) if traced.variables else set()
+        traced.joint, number_symbols(graph) if request.variables else set()
     )
     _check_calls(node for node in graph.nodes if str(node.target) == "with_effects")
     for node in graph.find_nodes(op="call_function", target=REQUIRE):
@@ -124,7 +120,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
         node.meta["role"] = _argument(described, traced)
     batch = batch_symbol(arguments, traced.joint.specialized_by) if traced.symbolic else None
-    symbols = variable_symbols(arguments, batch, traced.variables, traced.numbers, traced.joint)
+    symbols = variable_symbols(arguments, batch, request.variables, traced.numbers, traced.joint)
     results = _read_results(graph, traced)
     merge_tied_arguments(graph)
     changed = {role.fqn for role in results.roles if isinstance(role, UpdatedBuffer)}
@@ -132,9 +128,9 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
         if isinstance(node.meta["role"], Buffer):
             node.meta["updated"] = node.meta["role"].fqn in changed
     squeezed_at = _fix_squeezes(graph, batch)
-    _drop_what_does_nothing(graph, NO_OPS if traced.num_replicas > 1 else NO_OPS.union(COLLECTIVES))
+    _drop_what_does_nothing(graph, NO_OPS if (request.num_replicas or 1) > 1 else NO_OPS.union(COLLECTIVES))
     _check_calls(graph.nodes)
-    lifted = _lift_constants(module, traced.mode)
+    lifted = _lift_constants(module, request.mode)
     batch_counts = extract_batch_counts(graph)
     _check_assumed(graph, traced.findings.assumed)
     classify(graph)
@@ -142,14 +138,14 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     return _checked(
         TrainingGraph(
             module,
-            traced.mode,
+            request.mode,
             traced.operators,
             merge_tied_gradients(graph, results.roles),
-            traced.batch_size,
+            request.call.batch_size,
             batch,
             _guards(traced.joint),
-            variables=tuple(traced.variables),
-            planned_sizes=traced.planned_sizes,
+            variables=tuple(request.variables),
+            planned_sizes=variable_values(request.variables, request.call.leaves),
             variable_symbols=symbols,
             data_dependent_sizes=data_dependent_sizes,
             constants={**_used(graph, batch_counts, traced.constants), **lifted},
@@ -165,7 +161,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
             output_spec=results.output_spec,
             paths=tuple(traced.call.paths),
             axes=traced.call.axes,
-            training=traced.training,
+            training=request.model.training,
             input_branches=decided,
         )
     )
@@ -273,7 +269,7 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
                 unproven = unproven or str(marked.args[1])
             kept.append((value, role))
     output.args = (tuple(value for value, _ in kept),)
-    logs, output_spec = output_structure(returned, fixed, traced.mode)
+    logs, output_spec = output_structure(returned, fixed, traced.request.mode)
     return _Results(tuple(role for _, role in kept), logs, output_spec, unproven)
 
 
@@ -321,7 +317,7 @@ def _marked(role: Output, marked: fx.Node, traced: TracedCall) -> tuple[Output, 
 def _rows(graph: fx.Graph, traced: TracedCall) -> Any:
     """The rows of the microbatch: a symbolic size if the batch is one."""
     if not traced.symbolic:
-        return traced.batch_size
+        return traced.request.call.batch_size
     split = (node for node in graph.find_nodes(op="placeholder") if _is_split(node.meta["role"]))
     sizes = (node.meta["val"].shape[0] for node in split)
     return next(size for size in sizes if isinstance(size, torch.SymInt))

@@ -9,8 +9,8 @@ why the first attempts failed.
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +24,7 @@ from pipec.capture.attributes import readable_values
 from pipec.capture.batch import WholeBatchCapture, analyse_batch, batch_symbol_of
 from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
+from pipec.capture.capture_request import CaptureRequest
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
 from pipec.capture.diagnosis import capture_error, error_summary
 from pipec.capture.foreign_code import refuse_foreign_model, refuse_shared_constants
@@ -40,7 +41,7 @@ from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, 
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
 from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
-from pipec.ir import Mode, Variable
+from pipec.ir import Mode
 from pipec.ir.batch_split import variable_values
 from pipec.primitives import recurrent_network
 from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
@@ -74,13 +75,8 @@ from pipec.torch_compat.unsupported import raise_if_unsupported
 
 log = logging.getLogger("pipec")
 
-CPU = torch.device("cpu")
-
 _warned: WeakSet[nn.Module] = WeakSet()
 """The models of which it was said that changes of what their code reads may go unnoticed."""
-
-Timed = Callable[[str], AbstractContextManager[None]]
-"""Measures a block, which is a step of this name."""
 
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], SymbolicDims], CapturedGraph]
 
@@ -88,57 +84,6 @@ FRONT_ENDS: Mapping[str, FrontEnd] = {
     "Dynamo": capture_with_dynamo,
     "make_fx": capture_with_make_fx,
 }
-
-
-@dataclass(frozen=True, eq=False)
-class CaptureRequest:
-    """A call of a model to capture.
-
-    Attributes:
-        call: One microbatch. A symbolic batch is traced with at least two rows, because torch traces a
-            dimension of size one as a constant.
-        canonical: Maps every name of a tied tensor to the one that the graph uses.
-        device: The model is traced as if it were there, wherever its tensors are.
-        symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
-        rewrite_loss: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the
-            graph is of the loss as the model has it.
-        may_have_tail: Let what mixes rows run once, of the rows of all microbatches.
-        outputs: Return the model's output besides the loss.
-        variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
-        num_replicas: How many replicas take part in the model's own collectives. None if that differs by
-            stage, or is not known; a model with collectives is then refused.
-        batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
-            those of arguments.
-        timed: Measures each step of the capture, by its name.
-    """
-
-    model: nn.Module
-    loss_fn: Callable[..., Any] | None
-    mode: Mode
-    call: ModelCall
-    canonical: Mapping[str, str] = field(default_factory=dict)
-    device: torch.device = CPU
-    symbolic: bool = True
-    rewrite_loss: bool = True
-    may_have_tail: bool = False
-    outputs: bool = False
-    variables: Sequence[Variable] = ()
-    num_replicas: int | None = 1
-    batch: ModelCall | None = None
-    timed: Timed = lambda step: nullcontext()
-
-    @property
-    def has_loss(self) -> bool:
-        return self.mode is not Mode.FORWARD
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether the graph is rewritten so that the results of microbatches add up."""
-        return self.rewrite_loss or not self.has_loss
-
-    @property
-    def whole_batch(self) -> ModelCall:
-        return self.batch or self.call
 
 
 def capture(request: CaptureRequest) -> TrainingGraph:
@@ -361,25 +306,20 @@ class _Tracer:
                 findings = self._analyse(captured, batched, first_collective, of_batch)
 
         def read(joint: JointGraph) -> TrainingGraph:
-            variables = self._request.variables
-            traced = TracedCall(
-                joint,
-                self._request.mode,
-                operators,
-                sample,
-                self._call.batch_size,
-                symbolic,
-                variable_values(variables, self._call.leaves),
-                variables,
-                number_values(captured.module.graph, variables),
-                self._fqns,
-                self._constants,
-                self._step.model.training,
-                findings,
-                first_collective,
-                self._request.num_replicas or 1,
+            return training_graph(
+                TracedCall(
+                    joint,
+                    self._request,
+                    operators,
+                    sample,
+                    symbolic,
+                    number_values(captured.module.graph, self._request.variables),
+                    self._fqns,
+                    self._constants,
+                    findings,
+                    first_collective,
+                )
             )
-            return training_graph(traced)
 
         with self._request.timed("differentiate"):
             runs = [] if findings.assumed else self._repeated_blocks(captured)

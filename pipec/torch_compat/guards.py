@@ -93,7 +93,13 @@ def _is_compared_by_id(entry: Any) -> bool:
 
 
 def _is_plain(entry: Any) -> bool:
-    return entry.guard_type in CONSTANT_GUARD_TYPES and isinstance(entry.value, _PLAIN)
+    """Whether a guard compares a plain value that can be read without running code of the model."""
+    is_of_property = _PROPERTY.search(entry.orig_guard.name) is not None
+    return not is_of_property and entry.guard_type in CONSTANT_GUARD_TYPES and isinstance(entry.value, _PLAIN)
+
+
+_PROPERTY = re.compile(r"\.f(get|set|del)\b")
+"""The functions of a property, of which ``_of_object`` would make what the property computes."""
 
 
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device)

@@ -175,7 +175,7 @@ def _register_module_tensors(traced: fx.GraphModule, module_tensors: Mapping[str
             owner.register_buffer(attribute, tensor)
         with traced.graph.inserting_before(node):
             read = traced.graph.get_attr(name)
-        read.meta = node.meta
+        read.meta = {**node.meta, "val": tensor}  # which requires a gradient, unlike what was traced
         node.replace_all_uses_with(read)
         traced.graph.erase_node(node)
 

@@ -63,23 +63,6 @@ def test_a_stream_is_a_loop_over_steps() -> None:
     streamed.drain()
 
 
-def test_a_tensor_that_is_passed_twice_ends_no_stream_of_a_model_that_does_not_compare() -> None:
-    x, other, target = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(2))
-
-    class Sum(nn.Sequential):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return super().forward(x) + y
-
-    def losses(again: Tensor) -> list[Tensor]:
-        torch.manual_seed(0)
-        summing = Sum(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-        options = {"loss_fn": nn.functional.mse_loss, "schedule": "pipedream", "optimizer": ADAMW}
-        pipe = pipec.compile(summing, 2, **options)
-        return list(pipe.stream([((x, other), target), ((x, again), target), ((x, other), target)]))
-
-    assert losses(x) == losses(x.clone())
-
-
 @pytest.mark.parametrize("shape", ["pair", "tuple of inputs", "named inputs", "dict"])
 def test_a_batch_is_what_a_data_loader_yields(shape: str) -> None:
     streamed, stepped = classifier(), classifier()
