@@ -47,6 +47,9 @@ _MEMORY = (
 )
 """Methods of tensors that tell of their memory, which is another in stages."""
 
+WATCHED_NAMES = frozenset(each.__name__ for each in (*_HOOKS, *_MEMORY))
+"""Methods of which a graph may lose the effect, although Dynamo traced a call."""
+
 _TORCH, _PIPEC = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
