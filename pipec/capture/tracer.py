@@ -44,7 +44,7 @@ from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, Traini
 from pipec.ir import Mode
 from pipec.ir.batch_split import variable_values
 from pipec.primitives import recurrent_network
-from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
+from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims, lazy_graph_modules
 from pipec.torch_compat.differentiation import (
     JointGraph,
     argument_tensors,
@@ -54,7 +54,6 @@ from pipec.torch_compat.differentiation import (
 )
 from pipec.torch_compat.dynamo_front_end import capture_with_dynamo, draws_with_numpy, ignored_cudnn_flags
 from pipec.torch_compat.guards import Guards
-from pipec.torch_compat.lazy_code import lazy_graph_modules
 from pipec.torch_compat.make_fx_front_end import capture_with_make_fx
 from pipec.torch_compat.module_contents import has_gradient_hook
 from pipec.torch_compat.module_state import (

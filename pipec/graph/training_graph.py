@@ -19,7 +19,6 @@ from pipec.graph.size_text import SymbolNames
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_axis import BatchAxis
 from pipec.torch_compat import pytree
-from pipec.torch_compat.lazy_code import lazy_graph_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,4 +199,4 @@ class TrainingGraph:
 
 def copy_graph(graph: TrainingGraph) -> TrainingGraph:
     """A copy with its own nodes, which passes may change."""
-    return replace(graph, module=lazy_graph_module(graph.module, copy.deepcopy(graph.module.graph)))
+    return replace(graph, module=fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph)))

@@ -11,7 +11,7 @@ imports them. ``dynamo_front_end`` traces a module, and ``dynamo_branches`` deci
 ``make_fx_front_end`` is the fallback, in which ``lost_effects`` refuses what a graph would lose. Either gives
 a ``captured_graph``, to which ``differentiation`` adds the backward, and ``guards`` check later whether it is
 still valid. Meanwhile ``module_state`` restores the module, ``operator_patches`` keeps some operators whole,
-``size_arithmetic`` caches arithmetic on sizes, and ``lazy_code`` generates no code that nobody calls.
+and ``size_arithmetic`` caches arithmetic on sizes.
 """
 
 import pipec.torch_compat.private_symbols  # it names what is missing, before anything is imported

@@ -157,14 +157,8 @@ SYMBOLS = (
     Symbol("torch.utils._sympy.printers.PythonPrinter", "a formula of sizes as Python", "start"),
     Symbol("torch.fx.Graph()._codegen", "a graph without equal blocks takes arguments as the whole graph"),
     Symbol(
-        "torch.fx._lazy_graph_module._LazyGraphModule",
-        "a graph whose Python code is generated when it is called",
-        "start",
-    ),
-    Symbol(
         "torch.fx._lazy_graph_module._use_lazy_graph_module",
-        "a graph whose Python code is generated when it is called",
-        "start",
+        "graphs whose Python code is generated when they are called",
     ),
     Symbol(
         "torch.fx.experimental.symbolic_shapes.ShapeEnv()._replacements_version_counter",
