@@ -12,10 +12,10 @@ import torch
 from torch import fx
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pipec.torch_compat import pytree
+from pipec.torch_compat.foreign_classes import is_fake
 from pipec.torch_compat.operators import TorchDispatchMode, schema
 from pipec.torch_compat.symbolic_numbers import formula
 
@@ -195,7 +195,7 @@ def placeholder_example(placeholder: fx.Node) -> Any:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory that holds its values."""
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+    if is_fake(type(tensor)) or tensor.is_meta:
         return False
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 
@@ -74,4 +74,9 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 def _is_known(kind: type) -> bool:
     """Whether a class of tensors is pipec's own, such as that of results, or of tensors without values."""
-    return kind.__module__.startswith("pipec.") or issubclass(kind, FakeTensor)
+    return kind.__module__.startswith("pipec.") or is_fake(kind)
+
+
+def is_fake(kind: type) -> bool:
+    """Whether tensors of a class have no values, only shapes: it is that of the tensors of a capture."""
+    return issubclass(kind, Tensor) and kind.__module__ == FakeTensorMode.__module__

@@ -5,8 +5,7 @@ A symbol is private if a part of its dotted path begins with one underscore. Pub
 ``torch._inductor.config`` and ``torch._check``;
 operators, whatever their name (``aten._softmax``, ``torch._foreach_add_``, ``tensor._version``); and
 ``_modules``, ``_parameters`` and ``_buffers`` of a module. An attribute of objects is listed under their
-class, or under an object: ``torch.nn.Module()._forward_hooks``, ``torch.ops.aten.add.Tensor._schema``. The
-seven descriptors of a joint graph are one row with a star: they are the cases of one type.
+class, or under an object: ``torch.nn.Module()._forward_hooks``, ``torch.ops.aten.add.Tensor._schema``.
 
 ``tests/torch_compat/test_private_symbols.py`` compares both tables with the source and with the installed
 torch, and writes ``docs/reference/private_torch.md``.
@@ -121,8 +120,8 @@ SYMBOLS = (
     Symbol("torch.nn.Module()._forward_pre_hooks", "hooks of a module, which are captured", "start"),
     Symbol("torch.nn.modules.module._global_backward_hooks", "hooks of all modules", "start"),
     Symbol(
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "a tensor without values: those of a capture are known",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "makes tensors without values, and tells their class from classes of a script",
         "start",
     ),
     # tracing with Dynamo
@@ -148,12 +147,14 @@ SYMBOLS = (
     Symbol(
         "torch._functorch.aot_autograd.aot_export_joint_with_descriptors", "the graph of forward and backward"
     ),
-    Symbol(
-        "torch._functorch._aot_autograd.descriptors.*",
-        "what inputs and outputs of that graph are: ParamAOTInput, BufferAOTInput, PlainAOTInput, "
-        "TangentAOTInput, PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput",
+    *(
+        Symbol(f"torch._functorch._aot_autograd.descriptors.{name}", "what an input of that graph is")
+        for name in ("BufferAOTInput", "ParamAOTInput", "PlainAOTInput", "TangentAOTInput")
     ),
-    Symbol("torch._subclasses.fake_tensor.FakeTensorMode", "makes tensors without values"),
+    *(
+        Symbol(f"torch._functorch._aot_autograd.descriptors.{name}", "what an output of that graph is")
+        for name in ("GradAOTOutput", "InputMutationAOTOutput", "PlainAOTOutput")
+    ),
     Symbol("torch.utils._sympy.printers.PythonPrinter", "a formula of sizes as Python", "start"),
     Symbol("torch.fx.Graph()._codegen", "a graph without equal blocks takes arguments as the whole graph"),
     Symbol(
