@@ -28,9 +28,9 @@ class ModelCall:
     its rows in front here, and ``Step`` puts them back. ``split`` is None in the call of a whole batch, whose
     tensors say so by their sizes. A microbatch gets ``split`` from its batch: with two rows, an edge list of
     shape (2, n) would look batched. ``ambiguous_leaves`` are the paths of those that may not be split after
-    all, each with the name of its argument. ``transposed`` are the positions of leaves with their rows
-    elsewhere that are contiguous once the rows are in front, and not before. ``keyword_order`` has the names
-    of keyword arguments in the user's order, if ``forward`` gets them in a dict and may ask for it.
+    all, each with the name of its argument. ``strided`` are the positions of leaves with their rows elsewhere
+    that are not contiguous as the user passes them. ``keyword_order`` has the names of keyword arguments in
+    the user's order, if ``forward`` gets them in a dict and may ask for it.
     ``marked`` has the leaf and the dimension, rows first, of sizes that torch's ``mark_dynamic`` said will
     differ in later calls.
     ``repeated`` has the leaves at which a tensor is passed again, each with the leaf that has it first.
@@ -43,7 +43,7 @@ class ModelCall:
     target: Any = None
     split: tuple[BatchAxis | None, ...] | None = None
     ambiguous_leaves: Mapping[str, str | int] = field(default_factory=dict)
-    transposed: tuple[int, ...] = ()
+    strided: tuple[int, ...] = ()
     keyword_order: tuple[str, ...] = ()
     marked: tuple[tuple[int, int], ...] = ()
     repeated: tuple[tuple[int, int], ...] = ()
@@ -98,7 +98,7 @@ class ModelCall:
             names.setdefault(variable.position, {})[variable.dim] = variable.name
         named = [names.get(position, {}) for position in range(len(self.leaves))]
         kinds = tuple(map(_kind, self.leaves, self.axes, self.paths, named))
-        return self._structure, kinds, self.transposed, self.keyword_order, self.repeated
+        return self._structure, kinds, self.strided, self.keyword_order, self.repeated
 
     def without_arguments(self) -> "ModelCall":
         """A copy with what is known of this call, without its arguments."""
@@ -110,27 +110,30 @@ class ModelCall:
         """The call with its ``rows`` in front, which it has where ``split`` says.
 
         Raises:
-            InputError: a tensor with its rows elsewhere has gaps, which its microbatches would not have.
+            InputError: rows are merged with others in a tensor that is not contiguous.
         """
         if all(axis is None or axis.is_leading for axis in self.axes):
             return self
-        transposed = list[int]()
-        for position, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            if axis and not axis.is_leading and not leaf.is_contiguous():
-                if axis.num_merged or not axis.rows_first(leaf, rows).is_contiguous():
-                    path = self.paths[position]
-                    raise InputError(
-                        f"{path} is not contiguous, and the rows of the batch are not its first dimension: "
-                        f"microbatches would be laid out otherwise. Pass {path}.contiguous()"
-                    )
-                transposed.append(position)
+        moved = [(k, axis) for k, axis in enumerate(self.axes) if axis and not axis.is_leading]
+        strided = tuple(k for k, _ in moved if not self.leaves[k].is_contiguous())
+        for position, axis in moved:
+            if axis.num_merged and position in strided:
+                path = self.paths[position]
+                raise InputError(
+                    f"{path} is not contiguous, and has the rows of the batch merged with others: its "
+                    f"microbatches would be laid out otherwise. Pass {path}.contiguous()"
+                )
         args, kwargs, target = self.with_leaves(self.batch_first(self.leaves, rows))
-        return replace(self, args=args, kwargs=kwargs, target=target, transposed=tuple(transposed))
+        return replace(self, args=args, kwargs=kwargs, target=target, strided=strided)
 
     def batch_first(self, leaves: Sequence[Any], rows: int) -> list[Any]:
-        """The leaves that a user passes, with the rows of those that are split as dimension 0."""
+        """The leaves that a user passes, with the rows of those that are split as dimension 0.
+
+        Rows of a contiguous tensor are made contiguous, for ``forward`` may view them; others keep their
+        strides.
+        """
         return [
-            leaf if axis is None or axis.is_leading else axis.rows_first(leaf, rows).contiguous()
+            leaf if axis is None or axis.is_leading else _rows_first(leaf, axis, rows)
             for leaf, axis in zip(leaves, self.axes, strict=True)
         ]
 
@@ -237,6 +240,11 @@ class ModelCall:
 
 _SHAPE_PROPERTIES = ("paths", "batch_size", "axes", "batched", "_structure", "cache")
 """What is the same of calls that differ in the values of tensors alone."""
+
+
+def _rows_first(leaf: Tensor, axis: BatchAxis, rows: int) -> Tensor:
+    rows_first: Tensor = axis.rows_first(leaf, rows)
+    return rows_first.contiguous() if leaf.is_contiguous() else rows_first
 
 
 def refuse_input_gradients(call: ModelCall) -> None:

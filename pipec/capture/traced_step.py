@@ -36,14 +36,14 @@ class TracedStep(nn.Module):
         numbers: Sequence[int] = (),
         keyword_order: Sequence[str] = (),
         repeated: Sequence[tuple[int, int]] = (),
-        transposed: Sequence[int] = (),
+        strided: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.mode = mode
         self.moved_axes = [(k, axis) for k, axis in enumerate(axes) if axis and not axis.is_leading]
-        self.transposed = transposed
+        self.strided = strided
         self.batched = tuple(axis is not None for axis in axes)
         self.outputs = outputs
         self.equal_dimensions = tuple(map(tuple, equal_dimensions))
@@ -68,7 +68,7 @@ class TracedStep(nn.Module):
                 torch._check(leaves[position].shape[dim] == leaves[first].shape[axis])
         for position, place in self.moved_axes:  # laid out as what the user passes, which may be viewed
             restored = place.restore(leaves[position])
-            leaves[position] = restored if position in self.transposed else restored.contiguous()
+            leaves[position] = restored if position in self.strided else restored.contiguous()
         for position, first in self.repeated:
             leaves[position] = leaves[first]
         if self.numbers or self.moved_axes or self.repeated:
@@ -116,7 +116,7 @@ def make_traced_step(
     return TracedStep(
         *(model, loss_fn, mode, call.axes, outputs, equal, numbers, call.keyword_order),
         repeated=call.repeated,
-        transposed=call.transposed,
+        strided=call.strided,
     )
 
 

@@ -342,7 +342,7 @@ class CallAgreement:
 def _form(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
     splits = call.split, call.ambiguous_leaves
-    return *splits, call.transposed, call.keyword_order, call.marked, call.repeated
+    return *splits, call.strided, call.keyword_order, call.marked, call.repeated
 
 
 def _requires_grad(leaf: object) -> bool:

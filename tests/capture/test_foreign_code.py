@@ -268,18 +268,26 @@ class TimeFirst(nn.Module):
         return self.last(self.first(x * (2 if x.is_contiguous() else 3)).tanh()).square().mean()
 
 
-def test_rows_behind_another_dimension_keep_their_layout_or_are_refused() -> None:
+def test_rows_behind_another_dimension_keep_their_layout() -> None:
     time_first = torch.randn(3, ROWS, WIDTH)
-    for x in (time_first, torch.randn(ROWS, 3, WIDTH).transpose(0, 1)):
+    transposed = torch.randn(ROWS, 5, WIDTH).transpose(0, 1)
+    for x in (time_first, transposed, transposed[1:], torch.randn(3, ROWS, 2 * WIDTH)[:, :, ::2]):
         net, eager = TimeFirst(), TimeFirst()
         loss = pipec.compile(net, devices=2, microbatches=2, batched={"x": 1}).step(x)
         expected = eager(x)
         expected.backward()
         torch.testing.assert_close(loss, expected.detach())
         torch.testing.assert_close(net.first.weight.grad, eager.first.weight.grad)
-    pipe = pipec.compile(TimeFirst(), devices=2, microbatches=2, batched={"x": 1})
-    with pytest.raises(InputError, match=r"args\[0\] is not contiguous.*Pass args\[0\].contiguous\(\)"):
-        pipe.step(torch.randn(3, ROWS, 2 * WIDTH)[:, :, ::2])
+
+
+def test_rows_that_are_merged_with_others_must_be_contiguous() -> None:
+    class Flat(TimeFirst):
+        def forward(self, x: Tensor, flat: Tensor) -> Tensor:
+            return super().forward(x + flat.reshape(x.shape))
+
+    pipe = pipec.compile(Flat(), devices=2, microbatches=2, batched={"x": 1, "flat": "(t b) d"})
+    with pytest.raises(InputError, match=r"args\[1\] is not contiguous.*Pass args\[1\].contiguous\(\)"):
+        pipe.step(torch.randn(3, ROWS, WIDTH), torch.randn(3 * ROWS, 2 * WIDTH)[:, ::2])
 
 
 def test_an_offset_into_memory_is_refused() -> None:
