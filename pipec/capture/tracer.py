@@ -460,7 +460,8 @@ class _Tracer:
     def reads(self) -> ReadValues:
         """The values that the code of the model and of the loss function read for the last graph."""
         noted = self._captured.dynamo_output if self._captured else None
-        guards = Guards(noted, self._step) if noted else None
+        with quiet_logging():
+            guards = Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]
         return ReadValues.of(self._step, guards, constants, readable_values)
 

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pipec.torch_compat import pytree
 from pipec.torch_compat.foreign_classes import is_fake
+from pipec.torch_compat.lost_effects import refuse_lost_call
 from pipec.torch_compat.operators import TorchDispatchMode, schema
 from pipec.torch_compat.symbolic_numbers import formula
 
@@ -56,6 +57,9 @@ def decide_branches(
     a condition if it is a boolean; if it is a number, comparing it in a branch is, and becomes a comparison
     of tensors. The condition of ``torch._check_tensor_all``, or of an assertion that compares such numbers,
     becomes a call of ``require``, with the condition and an empty text. Dynamo handles other assertions.
+
+    Also let it skip statements that set ``requires_grad`` of what the graph computes, and refuse calls that a
+    graph would lose.
     """
     call_method = TensorVariable.call_method
 
@@ -97,7 +101,21 @@ def decide_branches(
 
         return handle
 
-    def deciding_item(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    def setting_flag(handler: Handler) -> Handler:
+        def handle(tx: Any, instruction: Any) -> None:
+            if instruction.argval == "requires_grad" and _sets_flag_of_result(*tx.stack[-2:]):
+                result = tx.stack[-1].realize()
+                result.proxy.node.meta["example_value"].requires_grad_()
+                result.requires_grad = True
+                del tx.stack[-2:]
+            else:
+                handler(tx, instruction)
+
+        return handle
+
+    def watched_call(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        is_leaf = getattr(self, "source", None) is not None
+        refuse_lost_call(name, is_leaf, tx.f_code.co_filename, tx.lineno)
         value = None
         if name == "item":
             is_check = self.as_proxy().node.target == CHECK_METHOD and tx.output.current_tracer.parent is None
@@ -107,20 +125,37 @@ def decide_branches(
         return call_method(self, tx, name, *args, **kwargs) if value is None else value
 
     tables = [(each, each.dispatch_table) for each in _translators(InstructionTranslatorBase)]
-    opcodes = {
-        code for name, code in dis.opmap.items() if name.startswith(TRUTH_OPCODES) and "NONE" not in name
+    wrappers = {
+        code: deciding
+        for name, code in dis.opmap.items()
+        if name.startswith(TRUTH_OPCODES) and "NONE" not in name
     }
-    TensorVariable.call_method = deciding_item  # type: ignore[method-assign]
+    wrappers[dis.opmap["STORE_ATTR"]] = setting_flag
+    TensorVariable.call_method = watched_call  # type: ignore[method-assign]
     try:
         for translator, table in tables:
             translator.dispatch_table = [
-                deciding(handler) if code in opcodes else handler for code, handler in enumerate(table)
+                wrappers[code](handler) if code in wrappers else handler for code, handler in enumerate(table)
             ]
         yield
     finally:
         for translator, table in tables:
             translator.dispatch_table = table
         TensorVariable.call_method = call_method  # type: ignore[method-assign]
+
+
+def _sets_flag_of_result(value: Any, changed: Any) -> bool:
+    """Whether a statement sets ``requires_grad`` of a tensor that the graph computes.
+
+    Nothing reads its gradient later, so that this changes no gradient of a parameter. Reentrant checkpoints
+    need it.
+    """
+    value, changed = value.realize(), changed.realize()
+    proxy: Any = getattr(changed, "proxy", None)
+    if not isinstance(proxy, fx.Proxy) or proxy.node.op == "placeholder":
+        return False
+    is_tensor = isinstance(proxy.node.meta.get("example_value"), torch.Tensor)
+    return is_tensor and value.is_python_constant() and value.as_python_constant() is True
 
 
 def _translators(translator: Any) -> Iterator[Any]:

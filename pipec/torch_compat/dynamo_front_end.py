@@ -25,8 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipec.errors import UnsupportedTorchError
 from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
-from pipec.torch_compat.lost_effects import LOST_GRADIENT, WATCHED_NAMES, ForwardWatch, LostEffectError
-from pipec.torch_compat.module_state import dry_run
+from pipec.torch_compat.lost_effects import LOST_GRADIENT, LostEffectError
 from pipec.torch_compat.values import fqn_of
 
 DYNAMO_CONFIG = {
@@ -70,7 +69,7 @@ def capture_with_dynamo(
         finally:
             _remove_compiled_globals(module)
     changed = tuple(_changed_state([str(warning.message) for warning in caught]))
-    _refuse_lost_effects(module, args, output, changed)
+    _refuse_lost_effects(module, output, changed)
     return CapturedGraph(graph_module, args, changed, output)
 
 
@@ -93,36 +92,20 @@ def _remove_compiled_globals(module: torch.nn.Module) -> None:
         del scope[name]
 
 
-def _refuse_lost_effects(
-    module: torch.nn.Module, args: tuple[Any, ...], output: Any, changed: Collection[str]
-) -> None:
+def _refuse_lost_effects(module: torch.nn.Module, output: Any, changed: Collection[str]) -> None:
     """Refuse what Dynamo traced and its graph does not do.
 
-    Dynamo would register a hook on a leaf after the graph, and some versions make a constant of a place in
-    memory. Where the code names such a method, a run on fake tensors tells on what it is called.
 
     Raises:
-        LostEffectError: a forward sets the gradient of a parameter, or hooks it, or a backward wants
-            gradients that are None, for which Dynamo would pass zeros.
+        LostEffectError: a forward sets the gradient of a parameter, or a backward wants gradients that are
+            None, for which Dynamo would pass zeros.
     """
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     if any(path.replace("._parameters.", ".") in parameters for path in changed):
         raise LostEffectError(LOST_GRADIENT)
-    names = _names_in_code(output)
-    if watched := sorted(names & WATCHED_NAMES):
-        with ForwardWatch(with_backward=True).watching(module):
-            error = dry_run(module, args).error
-        if error is not None:
-            unknown = LostEffectError(f"it cannot be told what a call of {watched[0]}() in forward() does")
-            raise error if isinstance(error, LostEffectError) else unknown
-    if "set_materialize_grads" in names:
-        raise LostEffectError("the backward of a custom autograd function asks for gradients that are None")
-
-
-def _names_in_code(output: Any) -> set[str]:
-    """The names and constants in the traced code, torch's own code too."""
     codes = output.graph_capture_output.traced_code
-    return {each for code in codes for each in (*code.co_names, *code.co_consts) if isinstance(each, str)}
+    if any("set_materialize_grads" in (*code.co_names, *code.co_consts) for code in codes):
+        raise LostEffectError("the backward of a custom autograd function asks for gradients that are None")
 
 
 @contextlib.contextmanager

@@ -47,8 +47,8 @@ _MEMORY = (
 )
 """Methods of tensors that tell of their memory, which is another in stages."""
 
-WATCHED_NAMES = frozenset(each.__name__ for each in (*_HOOKS, *_MEMORY))
-"""Methods of which a graph may lose the effect, although Dynamo traced a call."""
+
+_HOOK_NAMES, _MEMORY_NAMES = ({each.__name__ for each in methods} for methods in (_HOOKS, _MEMORY))
 
 _TORCH, _PIPEC = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
@@ -59,6 +59,20 @@ class LostEffectError(TypeError):
 
 class OwnBackwardError(Exception):
     """The backward of a model is more than that of its operators: it must be traced, too."""
+
+
+def refuse_lost_call(name: str, is_leaf: bool, file: str, line: int) -> None:
+    """Raise LostEffectError for a method of a tensor, called on a line, that a graph would lose.
+
+    Dynamo would register a hook on a leaf after the graph, and some versions make a constant of a place in
+    memory.
+    """
+    if is_leaf and name in _HOOK_NAMES:
+        raise LostEffectError(LOST_HOOK)
+    if name in _MEMORY_NAMES and not file.startswith((_TORCH, _PIPEC)):
+        raise LostEffectError(
+            f"forward() calls {name}() at {Path(file).name}:{line}, which differs in stages"
+        )
 
 
 class ForwardWatch(TorchFunctionMode):
@@ -100,8 +114,7 @@ class ForwardWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
-            if args[0].is_leaf:
-                raise LostEffectError(LOST_HOOK)
+            refuse_lost_call(func.__name__, args[0].is_leaf, "", 0)
             self._require_plain_backward(True)
         elif func in _FLAGS:
             value = args[1] if len(args) > 1 else True
@@ -116,10 +129,8 @@ class ForwardWatch(TorchFunctionMode):
         elif func == _DATA:
             return args[0].detach()  # the same values, by an operator that a tracer sees
         elif func in _MEMORY:
-            if not _called_by_library():
-                caller = _caller()
-                place = f"{func.__name__}() at {Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-                raise LostEffectError(f"forward() calls {place}, which differs in stages")
+            caller = _caller()
+            refuse_lost_call(func.__name__, False, caller.f_code.co_filename, caller.f_lineno)
         else:
             self._require_plain_backward(self._takes_gradients(func))
         return func(*args, **(kwargs or {}))
