@@ -210,7 +210,7 @@ def test_a_model_that_is_called_wrongly_names_its_own_line_and_none_of_pipecs() 
 
     with pytest.raises(PipecError, match=r"test_arguments\.py:\d+: return x @ torch\.ones") as caught:
         compiled(model=Failing(), devices=1).step(X, target=Y)
-    assert not {"front_ends.py", "tracer.py"} & {*str(caught.value).replace(":", " ").split()}
+    assert not {"dynamo_front_end.py", "tracer.py"} & {*str(caught.value).replace(":", " ").split()}
 
 
 TARGETS = """
