@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipec.torch_compat import pytree
 from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
 from pipec.torch_compat.lost_effects import ForwardWatch, LostEffectError, OwnBackwardError
-from pipec.torch_compat.module_state import silence_output, without_autocast
+from pipec.torch_compat.module_state import silence_output, skipped_no_op_conversions, without_autocast
 
 CAUSE = "pipec_cause"
 """Key in the meta of backward nodes: the forward node that autograd differentiated; None if unknown."""
@@ -68,7 +68,12 @@ def _trace(
         return results
 
     before = _attributes(module)
-    with mode, fx_traceback.preserve_node_meta(), silence_output():
+    with (
+        mode,
+        fx_traceback.preserve_node_meta(),
+        silence_output(),
+        skipped_no_op_conversions(module),
+    ):
         device = next((each.device for each in fakes.values()), torch.device("cpu"))
         tangent = torch.ones((), device=device)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import warnings
@@ -19,11 +20,8 @@ OF_MODELS = "Expected all tensors to be on the same device"
 """The error of ``FakeTensorMode`` that real tensors raise, too. Its others mean that it needs values."""
 
 
-NEEDS_MEMORY = (
-    *("not allocated yet", "access data pointer", "access storage", "for tensor subclasses"),
-    "Couldn't swap",
-)
-"""Parts of the errors that kernels, ``Tensor.numpy`` and ``Module.to`` raise for a tensor without memory."""
+NEEDS_MEMORY = ("not allocated yet", "access data pointer", "access storage", "for tensor subclasses")
+"""Parts of the errors that kernels and ``Tensor.numpy`` raise for a tensor without memory."""
 
 
 LOGGERS = (
@@ -197,7 +195,7 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     try:
         _replace_tensors(module, {id(tensor): _fake(tensor, tensor.device, mode) for tensor in tensors})
         fake_args = pytree.tree_map_only(torch.Tensor, lambda leaf: _fake(leaf, leaf.device, mode), args)
-        with mode, silence_output():
+        with mode, silence_output(), skipped_no_op_conversions(module):
             module(*fake_args)
     except Exception as raised:
         error = raised
@@ -220,6 +218,28 @@ def _holds_tensor(value: object) -> bool:
     leaves = pytree.tree_leaves(value)
     leaves += [inner for leaf in leaves for inner in pytree.tree_leaves(getattr(leaf, "__dict__", None))]
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+@contextlib.contextmanager
+def skipped_no_op_conversions(module: torch.nn.Module) -> Iterator[None]:
+    """Let ``to`` of each module in ``module`` leave fake tensors that it need not convert as they are.
+
+    Torch would fail to replace them.
+    """
+
+    def convert(each: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        tensors = (*each.parameters(), *each.buffers())
+        converts = any(tensor.to(*args, **kwargs) is not tensor for tensor in tensors)
+        return type(each).to(each, *args, **kwargs) if converts else each
+
+    modules = [each for each in module.modules() if "to" not in vars(each)]
+    for each in modules:
+        object.__setattr__(each, "to", functools.partial(convert, each))
+    try:
+        yield
+    finally:
+        for each in modules:
+            object.__delattr__(each, "to")
 
 
 @contextlib.contextmanager

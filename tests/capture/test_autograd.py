@@ -62,7 +62,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class Custom(nn.Module):
-    """A custom backward that differentiates, a hook on a node of autograd, and a constant."""
+    """A custom backward that differentiates, a hook on a node of autograd, a constant and a conversion."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Custom(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        first = self.first(x) + torch.tensor([1.0] * WIDTH)
+        first = self.first.to(torch.float32)(x) + torch.tensor([1.0] * WIDTH)
         h = Recomputed.apply(self.norm(first), self.weight)
         h.grad_fn.register_hook(lambda inputs, outputs: tuple(3 * each for each in inputs))  # type: ignore[union-attr]
         return self.last(h).square().mean()
