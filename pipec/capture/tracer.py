@@ -60,6 +60,7 @@ from pipec.torch_compat.module_state import (
     DryRun,
     dry_run,
     has_partial_backward_hook,
+    quiet_loggers,
     quiet_logging,
     replace_with_fake_tensors,
     restore_module,
@@ -460,7 +461,7 @@ class _Tracer:
     def reads(self) -> ReadValues:
         """The values that the code of the model and of the loss function read for the last graph."""
         noted = self._captured.dynamo_output if self._captured else None
-        with quiet_logging():
+        with quiet_loggers():
             guards = Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]
         return ReadValues.of(self._step, guards, constants, readable_values)

@@ -423,7 +423,7 @@ def test_one_goes_from_a_cell_to_code_and_model_and_back(open_page: Open) -> Non
     page.get_by_role("button", name="code", exact=True).click()
     assert re.fullmatch(r"\d+forward +stage 1 +mb 0\s*", page.locator("#program .marked").inner_text())
     assert "def forward(w, " in page.locator("#source .marked").inner_text()
-    page.locator("#source .line").filter(has_text="linear(").first.click()
+    page.locator("#source .line").filter(has_text="addmm(").first.click()
     assert re.match(r"layers\.\d\.linear · Linear, test_views\.py:\d+", page.locator("#origin").inner_text())
     page.get_by_role("button", name="in the model").click()
     marked = page.locator("#modelRows .marked")
