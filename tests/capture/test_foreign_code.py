@@ -665,7 +665,7 @@ def test_an_artifact_knows_which_arguments_were_one_tensor(tmp_path: Path) -> No
 
 def test_a_scan_is_refused_by_its_name() -> None:
     def running_sums(net: nn.Module, x: Tensor) -> Tensor:
-        return scan(lambda total, row: (total + row, total + row), torch.zeros_like(x[0]), x)[1]
+        return scan(lambda total, row: (total + row, total * row), torch.zeros_like(x[0]), x)[1]
 
     refused(
         lambda: Net(running_sums), CaptureError, "the higher-order operator 'scan', which no stage can run"

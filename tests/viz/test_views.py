@@ -427,7 +427,7 @@ def test_one_goes_from_a_cell_to_code_and_model_and_back(open_page: Open) -> Non
     assert re.match(r"layers\.\d\.linear · Linear, test_views\.py:\d+", page.locator("#origin").inner_text())
     page.get_by_role("button", name="in the model").click()
     marked = page.locator("#modelRows .marked")
-    assert marked.inner_text().startswith("linear")
+    assert marked.inner_text().startswith("addmm")
     marked.get_by_role("button", name="cells").click()
     assert page.locator("#found").inner_text() == "8 cells"
     assert page.evaluate("() => view.tab") == "timeline"
