@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class ReadsTheClock(Net):
-    """Dynamo cannot trace it, so that ``torch.export`` does, which has no guards."""
+    """Dynamo cannot trace it, so that ``make_fx`` does, which has no guards."""
 
     def forward(self, x: Tensor) -> Tensor:
         time.perf_counter()
