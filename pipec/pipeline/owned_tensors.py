@@ -1,6 +1,5 @@
 """The tensors of a compiled model: which of them this process keeps, and how they are gathered."""
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -23,13 +22,13 @@ from pipec.runtime.messages.call_description import (
     format_ranks,
     sampled_digest,
 )
-from pipec.runtime.model_tensors import ModelTensors, register_tensors, restore_tensors, unregister_tensors
+from pipec.runtime.model_tensors import ModelTensors, restore_tensors
 from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.tensor_owners import owner_ranks, read_only_buffers, tensor_devices
 
 
 class OwnedTensors:
-    """The tensors of the compiler's model, registered in ``module`` under their names there.
+    """The tensors of the compiler's model.
 
     It follows where the model is given others. Under ``torchrun`` it frees the memory of tensors that only
     other processes need.
@@ -37,14 +36,12 @@ class OwnedTensors:
 
     def __init__(
         self,
-        module: nn.Module,
         compiler: Compiler,
         tensors: ModelTensors,
         context: PipelineContext,
         linked: LinkedArtifacts,
         weights: PretrainedWeights | None = None,
     ) -> None:
-        self._module = cast(nn.Module, weakref.proxy(module))  # the module owns this object
         self._compiler, self.tensors = compiler, tensors
         self._context, self._ranks, self._linked = context, context.ranks, linked
         self._owners = context.owners
@@ -55,7 +52,6 @@ class OwnedTensors:
         self._snapshot = ModelSnapshot(compiler.model)
         self._known_tensors = self._snapshot.tensors
         self._trainable = tensors.requires_grad_flags()
-        register_tensors(module, tensors)
 
     @property
     def canonical(self) -> dict[str, str]:
@@ -198,8 +194,6 @@ class OwnedTensors:
             self._require_optimized(model, names)
             self._linked.unshard()
             notice(f"the model has other tensors than before, which are trained now: {format_names(names)}")
-            unregister_tensors(self._module, names)
-            register_tensors(self._module, model.select(names))
             for fqn in names:
                 self._owners.ranks.pop(fqn, None)
             self._adopt(model)
@@ -264,6 +258,5 @@ class OwnedTensors:
         """Give tensors that were replaced in the module to the model too, and to all names of tied ones."""
         registered = self._linked.all_tensors(every_name=True)
         own = {fqn: registered[first] for fqn, first in self.canonical.items()}
-        for module in (self._module, self._compiler.model):
-            restore_tensors(module, own)
+        restore_tensors(self._compiler.model, own)
         self._adopt(self.tensors.with_replaced(own))

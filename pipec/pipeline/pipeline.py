@@ -51,6 +51,7 @@ from pipec.runtime.wrappers import refuse_wrappers
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace
 from pipec.torch_compat import pytree
+from pipec.torch_compat.run_time import share_registries
 
 
 class _with_signature_of_model:
@@ -97,7 +98,7 @@ class Pipeline(PipelineBase):
         self._modes_before_eval: dict[nn.Module, bool] = {}
         self.last_step_seconds: float | None = None
         self._compiler, self._options = compiler, options
-        self._owned = OwnedTensors(self, compiler, tensors, context, self._linked, weights)
+        self._owned = OwnedTensors(compiler, tensors, context, self._linked, weights)
         self._agreement = CallAgreement(context, compiler, self._owned, options.batch, options.batched)
         self._calls = CompiledCalls(
             compiler, context, self._linked, self._owned, self._agreement, options.microbatch_weight
@@ -105,6 +106,26 @@ class Pipeline(PipelineBase):
         self._stream = StreamTraining(self._calls, context)
         self.forward_signature = inspect.signature(compiler.model.forward)
         self._checkpoints = Checkpoints(compiler, context, self._owned, self._agreement, self._stream)
+        share_registries(self, compiler.model)
+        self.__dict__["_model"] = compiler.model  # not a submodule
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Those of the model, with the model itself first: what is set there, the next call follows."""
+        refuse_wrappers()
+        return self._compiler.model.named_modules(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the model, if it has one of this name and the pipeline has not."""
+        model = vars(self).get("_model")
+        if model is None or name in vars(self) or hasattr(type(self), name) or name not in vars(model):
+            super().__setattr__(name, value)
+        else:
+            setattr(model, name, value)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Apply ``fn`` to every module of the model, as ``nn.Module.apply`` does."""
+        self._compiler.model.apply(fn)
+        return self
 
     @overload
     def step(
@@ -305,7 +326,7 @@ class Pipeline(PipelineBase):
         if not mode and self.training:
             self._modes_before_eval = {each: each.training for each in self._compiler.model.modules()}
         self._compiler.model.train(mode)
-        return super().train(mode)
+        return self
 
     @property
     def training(self) -> bool:

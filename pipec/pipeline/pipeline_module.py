@@ -40,11 +40,11 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
 
     def __init__(self, pipe: "Pipeline", model: nn.Module, outputs: bool) -> None:
         super().__init__()
-        self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
-        share_registries(self, model)  # which modules around it list
         self._outputs = outputs
         self._anchor = torch.zeros((), requires_grad=True)
         self._dropped = _DroppedSteps()
+        share_registries(self, model)  # which modules around it list
+        self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -117,10 +117,14 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in torch. Some loops replace ``forward``, and would train the unsplit model."""
+        """Set an attribute of the model, if it has one. Some loops replace ``forward``, which is refused."""
         if name == "forward":
             refuse_other_forward()
-        super().__setattr__(name, value)
+        model = vars(self).get("_model")
+        if model is None or name in vars(self) or hasattr(type(self), name) or name not in vars(model):
+            super().__setattr__(name, value)
+        else:
+            setattr(model, name, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the pipeline."""

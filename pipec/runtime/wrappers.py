@@ -86,7 +86,7 @@ REFUSED = {
     ),
     ("torch.optim.swa_utils", "update_bn"): (
         "update_bn",
-        "It looks for modules of batch norms, and would find none: every rank calls pipe.gather_into(model), "
+        "It needs the whole model in this process: every rank calls pipe.gather_into(model), "
         "then rank 0 update_bn(loader, model), and every rank loads its state by pipe.load_state_dict(...)",
     ),
 }
