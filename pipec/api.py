@@ -20,6 +20,7 @@ from pipec.api_arguments import (
 from pipec.capture.autocast import autocast, require_matching_autocast
 from pipec.capture.batch_inputs import positional_names, with_batch_axes
 from pipec.capture.model_call import ModelCall
+from pipec.capture.model_loss import as_path
 from pipec.checkpoint import PretrainedWeights, read_pretrained, weights_for
 from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.compiler.candidate import Candidate
@@ -202,6 +203,7 @@ def _pipeline(
         weight_name(options.microbatch_weight),
         requires_proof=options.microbatch_weight == "proved",
         calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",
+        loss_path=as_path(options.loss_key),
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)
     return Pipeline(compiler, tensors, ranks, updates, options, weights)
@@ -299,5 +301,8 @@ def profile(
     model, rows = example.model, call.rows(0, size)
     canonical = ModelTensors.of(model).canonical
     with autocast(None if precision is None else Precision(precision), where):
-        graph = capture(CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where))
+        loss_path = as_path(example.loss_key)
+        graph = capture(
+            CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where, loss_path=loss_path)
+        )
     return profile_graph(graph, model, rows, where, repeats, ranks, progress)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipec.capture.batch_inputs import BatchedOption
+from pipec.capture.model_loss import LossKey, LossPath
 from pipec.errors import InputError
 from pipec.hardware.devices import DeviceModel
 from pipec.hardware.gpus import gpu_topology
@@ -47,6 +48,7 @@ class Example:
     target: Any = None
     loss_fn: Callable[..., Any] | None = None
     batched: BatchedOption | None = None
+    loss_key: LossKey | LossPath | None = None
 
     def __post_init__(self) -> None:
         check_arguments(EXAMPLE_FIELDS, vars(self))
@@ -60,6 +62,7 @@ EXAMPLE_FIELDS = {
     "kwargs": instance("a dict of the model's keyword arguments", Mapping),
     "loss_fn": OPTIONS["loss_fn"].rule,
     "batched": OPTIONS["batched"].rule,
+    "loss_key": OPTIONS["loss_key"].rule,
 }
 """What each field of an ``Example`` must be."""
 

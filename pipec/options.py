@@ -117,7 +117,15 @@ class Options:
         FUNCTION | NONE,
         """``loss_fn(output, target)``, one floating-point number; or ``(loss, logs)``, logs being
         tensors by name, per row or reduced, which ``step`` keeps in ``logs``. None: the model returns its
-        loss, as a tensor, as ``.loss`` or under ``"loss"``.""",
+        loss, as a tensor, as ``.loss`` or under ``"loss"``, or as the only number that requires a
+        gradient.""",
+    )
+    loss_key: str | int | tuple[str | int, ...] | None = option(
+        None,
+        instance("the key, attribute or position of the loss, or a tuple of them", str, int, tuple) | NONE,
+        """which of several results of the model is its loss: a key, an attribute, a position, or a tuple of
+        these, such as ``(1, "total")`` for ``output[1]["total"]``. None: it is found; an error asks where
+        several numbers may be the loss.""",
     )
     schedule: str | Path | Callable[[int, int], Schedule] = option(
         "1f1b",

@@ -78,6 +78,9 @@ log = logging.getLogger("pipec")
 _warned: WeakSet[nn.Module] = WeakSet()
 """The models of which it was said that changes of what their code reads may go unnoticed."""
 
+_unusual_losses: WeakSet[nn.Module] = WeakSet()
+"""The models whose losses dry runs have found, which is done before any front end is asked again."""
+
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], SymbolicDims], CapturedGraph]
 
 FRONT_ENDS: Mapping[str, FrontEnd] = {
@@ -102,17 +105,19 @@ def capture(request: CaptureRequest) -> TrainingGraph:
     if is_training:
         refuse_input_gradients(call)
         _refuse_gradient_hooks(model)
-    step = make_traced_step(model, request.loss_fn, request.mode, call, request.outputs, request.variables)
+    step = make_traced_step(request)
     with _tracing(request, step):
         tracer = _Tracer(request, step)
         generators = NonTorchGenerators(step)
+        if model in _unusual_losses:
+            tracer.dry_run()
         if not request.symbolic and call.ambiguous_leaves:
             tracer.trace_ambiguous_leaves()
         graph, failures = _first_success(tracer, request)
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
-        batched = step.batched
+        read = step.batched, step.loss_path
     refuse_shared_constants(model, graph)
-    step.batched = batched  # which guards of the capture look at
+    step.batched, step.loss_path = read  # which guards of the capture look at
     if not tracer.is_guarded:
         _warn_of_missing_guards(model, tracer, failures)
     if is_training:
@@ -202,6 +207,8 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
             errors.append(error)
         if dry_run is None:
             dry_run = tracer.dry_run()
+            if isinstance(dry_run.error, PipecError):
+                raise dry_run.error
             if dry_run.changed:
                 waiting.insert(0, (name, symbolic))
                 errors.clear()
@@ -267,7 +274,12 @@ class _Tracer:
 
     def dry_run(self) -> DryRun:
         """Run the step in eager mode on fake tensors."""
-        return dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
+        self._step.is_dry_run = True
+        found = dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
+        self._step.is_dry_run = False
+        if self._step.loss_path not in (self._request.loss_path, (), ("loss",)):
+            _unusual_losses.add(self._step.model)
+        return found
 
     def trace_variables(self) -> TrainingGraph:
         """Trace with the variables of the request symbolic, as the batch is.

@@ -188,6 +188,7 @@ def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]
         batch=request.call,
         rewrite_loss=not settings.microbatch_weight,
         may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
+        loss_path=settings.loss_path,
         outputs=request.key.outputs,
         num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,
         timed=compiler.stopwatch.timed,

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipec import console
 from pipec.capture.model_call import ModelCall
+from pipec.capture.model_loss import LossPath
 from pipec.capture.traced_step import traced_step_without_call
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.compile_cache import CaptureSignature, CompileCache, MicrobatchGroups
@@ -26,6 +27,7 @@ class CompileSettings:
 
     ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
     if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
+    ``loss_path`` says where the loss is in the model's results, if that is not found by itself.
     ``microbatch_weight`` is recorded in the plan. With ``requires_proof``, losses whose sum is unproven are
     refused. With ``calibrates_cpu``, costs are measured on this CPU.
     """
@@ -36,6 +38,7 @@ class CompileSettings:
     microbatch_weight: str = ""
     requires_proof: bool = False
     calibrates_cpu: bool = False
+    loss_path: LossPath | None = None
 
 
 @dataclass

@@ -240,7 +240,7 @@ class Pipeline(PipelineBase):
                 returns the loss, which is its own ``.loss``, ``["loss"]`` and ``[0]``.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        return make_module(self, self._compiler.model, outputs)
+        return make_module(self, self._compiler.model, outputs, self._compiler.settings.loss_path)
 
     @property
     def unsplit_model(self) -> nn.Module:
