@@ -14,6 +14,7 @@ from pipec.api_arguments import (
     Example,
     parse_bytes,
     recorded_options,
+    refuse_scripted,
     require_same_options,
     resolve_topology,
 )
@@ -164,6 +165,7 @@ def _pipeline(
     check_conflicts(options, policy, microbatches, topology)
     precision = None if options.precision is None else Precision(options.precision)
     require_matching_autocast(precision, device, "pipec.compile")
+    refuse_scripted(model)
     tensors = ModelTensors.of(model)
     if weights is not None:
         tensors = tensors.unread(f"in {weights.name} still")
@@ -298,6 +300,7 @@ def profile(
             f"microbatch_size is {size}; expected 1 to the {call.batch_size} rows of the example"
         )
     where = resolve_device(device)
+    refuse_scripted(example.model)
     model, rows = example.model, call.rows(0, size)
     canonical = ModelTensors.of(model).canonical
     with autocast(None if precision is None else Precision(precision), where):

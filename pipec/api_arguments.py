@@ -89,6 +89,17 @@ def require_same_options(ranks: Ranks, model: nn.Module, options: Options) -> No
     )
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise InputError if a module of the model is TorchScript, whose code is not Python."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{path or 'the model'} is a {type(module).__name__} of torch.jit.script or torch.jit.trace, "
+                "whose code pipec cannot capture: it has no Python left. Pass the module that was scripted, "
+                "as it was before"
+            )
+
+
 def _model_facts(model: nn.Module) -> CallDescription:
     """The tensors that a model has, without their values.
 

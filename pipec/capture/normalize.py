@@ -135,6 +135,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     _check_assumed(graph, traced.findings.assumed)
     classify(graph)
     decided = input_branches(graph, batch_counts)
+    owner = "the model" if request.loss_fn is None else "loss_fn"
     return _checked(
         TrainingGraph(
             module,
@@ -163,7 +164,8 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
             axes=traced.call.axes,
             training=request.model.training,
             input_branches=decided,
-        )
+        ),
+        f"{owner} returned {results.first_value}",
     )
 
 
@@ -229,13 +231,15 @@ pytree.register_pytree_node(_Fixed, lambda fixed: ([], fixed.value), lambda _, v
 class _Results:
     """The results of a graph: the roles of its tensors, and the tree of the model's output.
 
-    ``logs`` are the names of the tensors after the loss that belong to no output.
+    ``logs`` are the names of the tensors after the loss that belong to no output. ``first_value`` describes
+    the first result if it is no tensor.
     """
 
     roles: tuple[ResultRole, ...]
     logs: tuple[str, ...]
     output_spec: pytree.TreeSpec
     unproven: str
+    first_value: str
 
 
 def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
@@ -270,7 +274,8 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
             kept.append((value, role))
     output.args = (tuple(value for value, _ in kept),)
     logs, output_spec = output_structure(returned, fixed, traced.request.mode)
-    return _Results(tuple(role for _, role in kept), logs, output_spec, unproven)
+    first = f"a {type(fixed[0]).__name__}" if fixed.get(0) is not None else "None" if 0 in fixed else ""
+    return _Results(tuple(role for _, role in kept), logs, output_spec, unproven, first)
 
 
 def _refuse_alias(fqn: str, value: fx.Node, replaced: Mapping[fx.Node, str]) -> None:
@@ -334,7 +339,7 @@ def _logs_and_output(returned: Any, fixed: Mapping[int, object], mode: Mode) -> 
     if not (isinstance(returned, tuple) and len(returned) == 3):
         num_leaves = len(pytree.tree_leaves(returned))
         if num_leaves > 1:
-            raise _no_loss(f"{num_leaves} tensors")
+            raise _no_loss(f"the model or loss_fn returned {num_leaves} tensors")
         return (), returned
     _, logs, output = returned
     for name, position in logs.items() if isinstance(logs, dict) else [("", logs)]:
@@ -478,8 +483,8 @@ def _used(
     return {fqn: value for fqn, value in constants.items() if Buffer(fqn) in read}
 
 
-def _checked(graph: TrainingGraph) -> TrainingGraph:
-    _check_loss(graph)
+def _checked(graph: TrainingGraph, first_result: str) -> TrainingGraph:
+    _check_loss(graph, first_result)
     for role, node in graph.outputs:
         if isinstance(role, UpdatedBuffer) and node.op == "call_function" and not is_forward(node):
             raise CaptureError(
@@ -505,18 +510,17 @@ def _described(value: Tensor, symbols: SymbolNames) -> str:
     return f"{value.dtype} of shape [{', '.join(format_size(size, symbols) for size in value.shape)}]"
 
 
-def _check_loss(graph: TrainingGraph) -> None:
+def _check_loss(graph: TrainingGraph, first_result: str) -> None:
     if graph.mode is Mode.FORWARD:
         return
     losses = [n for role, n in graph.outputs if isinstance(role, Output) and role.position == 0]
     value = losses[0].meta["val"] if len(losses) == 1 else None
     if value is None or value.ndim != 0 or not value.is_floating_point():
-        found = f"{len(losses)} tensors" if value is None else _described(value, graph.symbols)
-        raise _no_loss(found)
+        raise _no_loss(first_result + (_described(value, graph.symbols) if value is not None else ""))
 
 
 def _no_loss(found: str) -> InputError:
     return InputError(
-        f"the loss must be one floating-point number, but the model or loss_fn returned {found}. "
+        f"the loss must be one floating-point number, but {found}. "
         "Reduce it, for example with .mean(), or pass loss_fn=..."
     )

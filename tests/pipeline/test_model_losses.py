@@ -171,3 +171,58 @@ def test_a_module_that_returns_the_loss_alone_says_so_when_it_is_unpacked() -> N
         _, _ = module(*batch())
     with pytest.raises(InputError, match="outputs=True"):
         _ = module(*batch())[1]
+
+
+def of_logits(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits, target)
+
+
+def of_another_shape(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target.view(4, 4))
+
+
+def raising(output: Tensor, target: Tensor) -> Tensor:
+    if output.shape[1] != 3:
+        raise ValueError("expected three classes")
+    return output.sum()
+
+
+def of_a_dict(output: Tensor, target: Any) -> Tensor:
+    return F.cross_entropy(output, target["labels"])
+
+
+def of_one_argument(output: Tensor) -> Tensor:
+    return output.sum()
+
+
+class Loss(nn.Module):
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(output["logits"], target)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error"),
+    [
+        (of_logits, r"at test_model_losses.py:\d+: return .*output.logits.*'Tensor' object has no attribute"),
+        (of_another_shape, r"at test_model_losses.py:\d+: return .*view\(4, 4\).* is invalid"),
+        (raising, r"at test_model_losses.py:\d+: raise ValueError.*ValueError: expected three classes"),
+        (of_a_dict, r"at test_model_losses.py:\d+: .*target\[\"labels\"\].*IndexError"),
+        (of_one_argument, r"TypeError: of_one_argument\(\) takes 1 positional argument"),
+        (Loss(), r"at test_model_losses.py:\d+: .*output\[\"logits\"\].*IndexError"),
+    ],
+    ids=["attribute", "shape", "raise", "dict", "arguments", "module"],
+)
+def test_a_failing_loss_function_is_named_with_its_line(loss_fn: Callable[..., Any], error: str) -> None:
+    x, y = batch()
+    pipe = pipec.compile(nn.Linear(6, 5).double(), devices=2, microbatches=4, loss_fn=loss_fn)
+    with pytest.raises(InputError, match=rf"(?s)^loss_fn fails on these arguments.*{error}.*loss_fn expects"):
+        pipe.step(x, target=y)
+
+
+def test_a_loss_function_that_needs_values_is_named_with_its_line() -> None:
+    x, y = batch()
+    pipe = pipec.compile(
+        nn.Linear(6, 5).double(), devices=1, loss_fn=lambda output, y: F.cross_entropy(output, y).item()
+    )
+    with pytest.raises(pipec.CaptureError, match=r"(?s)^loss_fn cannot be captured.*at .*\.item\(\)"):
+        pipe.step(x, target=y)
