@@ -67,7 +67,9 @@ from pipec.torch_compat.module_state import (
 )
 from pipec.torch_compat.operator_patches import (
     bound_ctc_loss_workspace,
+    inlined_reentrant_checkpoints,
     skip_distribution_validation,
+    trace_covariance,
     trace_recurrent_networks,
 )
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
@@ -102,6 +104,7 @@ def capture(request: CaptureRequest) -> TrainingGraph:
     refuse_kv_cache(call)
     refuse_foreign_model(model)
     _refuse_other_splits(call)
+    _refuse_cumulative_norms(model)
     if is_training:
         refuse_input_gradients(call)
         _refuse_gradient_hooks(model)
@@ -143,6 +146,8 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(skip_distribution_validation())
         stack.enter_context(trace_recurrent_networks(recurrent_network))
         stack.enter_context(bound_ctc_loss_workspace())
+        stack.enter_context(trace_covariance())
+        stack.enter_context(inlined_reentrant_checkpoints())
         stack.enter_context(ignored_cudnn_flags())
         stack.enter_context(_without_fused_attention(step))
         stack.enter_context(local_sync_batch_norms())
@@ -214,6 +219,18 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
                 errors.clear()
     assert dry_run is not None
     raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
+
+
+def _refuse_cumulative_norms(model: nn.Module) -> None:
+    """Refuse batch norms whose statistics are means over all batches, whose number is in a tensor."""
+    for path, module in model.named_modules():
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_norm and module.training and module.track_running_stats and module.momentum is None:
+            raise CaptureError(
+                f"{path or 'the model'} is a {type(module).__name__}(momentum=None): its statistics are the "
+                "mean over all batches so far, whose number is in a tensor. Pass a momentum such as 0.1, or "
+                "call eval() on it"
+            )
 
 
 def _refuse_gradient_hooks(model: nn.Module) -> None:
