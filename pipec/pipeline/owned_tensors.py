@@ -21,7 +21,7 @@ from pipec.runtime.messages.call_description import (
     describe_differences,
     format_names,
     format_ranks,
-    sampled_digest,
+    values_digest,
 )
 from pipec.runtime.model_tensors import ModelTensors, register_tensors, restore_tensors, unregister_tensors
 from pipec.runtime.pipeline_context import PipelineContext
@@ -124,7 +124,7 @@ class OwnedTensors:
             for name, values in weights.read(homes):
                 tensor = unread[names[name]]
                 hold(tensor, values.to(tensor.dtype))  # the script may have called pipe.to(dtype)
-                digests[names[name]] = sampled_digest(values)
+                digests[names[name]] = values_digest(values)
             return digests
 
         found: dict[str, str] = {}

@@ -291,8 +291,8 @@ def test_weights_start_as_rank_0s_and_a_line_says_so(tmp_path: Path) -> None:
     """Rank 0 looks at all of them, rank 1 at those that it keeps."""
     body = """
     from pipec.runtime.messages import agreement
-    digested, full_digest = [], agreement.full_digest
-    agreement.full_digest = lambda tensor: digested.append(tensor) or full_digest(tensor)
+    digested, describe_leaf = [], agreement.describe_leaf
+    agreement.describe_leaf = lambda tensor: digested.append(tensor) or describe_leaf(tensor)
     pipe = compiled(model(rank))
     for step in range(2):
         print(float(pipe.step(x, target=y)).hex())

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, TransportError
-from pipec.runtime.messages.call_description import CallDescription, full_digest
+from pipec.runtime.messages.call_description import CallDescription, describe_leaf
 from pipec.runtime.messages.connections import Connections
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.processes.packets import PacketKind
@@ -215,7 +215,7 @@ class Agreement:
         """
         rank, every = self._transport.rank, range(self._transport.num_ranks)
         own = {
-            name: full_digest(tensor)
+            name: "" if tensor.is_meta else describe_leaf(tensor)
             for name, tensor in tensors.items()
             if rank in (0, *keepers.get(name, every))
         }
