@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     )
     from pipec.hardware.calibration import calibrate
     from pipec.hardware.topology import Device, Level, Topology
-    from pipec.pipeline import CheckpointManager, Pipeline, metrics
-    from pipec.runtime.loaded_pipeline import LoadedPipeline, load
+    from pipec.pipeline import CheckpointManager, Pipeline
+    from pipec.pipeline.load import load
+    from pipec.pipeline.logged_metrics import metrics
 
 __version__ = "0.1.0"
 
@@ -43,7 +44,6 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "Level",
-    "LoadedPipeline",
     "NonFiniteError",
     "PipecError",
     "PipecWarning",
@@ -81,9 +81,8 @@ _HOMES = {
     "rank_zero_only": "pipec.console",
     "CheckpointManager": "pipec.pipeline",
     "Pipeline": "pipec.pipeline",
-    "metrics": "pipec.pipeline",
-    "LoadedPipeline": "pipec.runtime.loaded_pipeline",
-    "load": "pipec.runtime.loaded_pipeline",
+    "metrics": "pipec.pipeline.logged_metrics",
+    "load": "pipec.pipeline.load",
 }
 
 

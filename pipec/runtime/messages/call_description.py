@@ -9,6 +9,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +152,7 @@ def values_digest(tensor: Tensor) -> str:
         hashes = _row_hashes(flat_memory(tensor).view(torch.uint8))
         return hashlib.blake2b(hashes.cpu().numpy().data, digest_size=8).hexdigest()
     if _is_plain(tensor):
-        memory = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr()) if num_bytes else b""
+        memory: Any = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr()) if num_bytes else b""
     else:
         memory = flat_memory(tensor).cpu().view(torch.uint8).numpy().data
     return f"{zlib.crc32(memory):08x}"
