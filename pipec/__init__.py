@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -92,11 +93,12 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'pipec' has no attribute {name!r}")
     if name == "ops":
         return importlib.import_module("pipec.ops")
-    state = random.getstate()
-    try:
-        return getattr(importlib.import_module(_HOMES.get(name, "pipec.errors")), name)
-    finally:
-        random.setstate(state)  # rich draws a number when it is imported
+    if "rich.style" not in sys.modules:
+        state = random.getstate()
+        importlib.import_module("rich.style")
+        random.setstate(state)  # it has drawn a number
+    found = globals()[name] = getattr(importlib.import_module(_HOMES.get(name, "pipec.errors")), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -641,6 +641,15 @@ class Pipeline(ConvertedModule):
             )
         return {name: x for name, x in self._state().items() if not is_absent(x)}
 
+    @contextlib.contextmanager
+    def optimizer_state_on_rank_0(self) -> Iterator[None]:
+        """Let ``state_dict`` of an optimizer be the whole model's on rank 0 alone inside a ``with``."""
+        self._executions.state_readers = [0]
+        try:
+            yield
+        finally:
+            self._executions.state_readers = None
+
     @exclusive_call
     def local_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """The state of this rank's stages, or with ``optimizer``, what this rank has of a script's optimizer.

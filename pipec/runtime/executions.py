@@ -13,7 +13,7 @@ from pipec.ir import Mode, Plan, Sizes
 from pipec.ir.batch_axis import BatchAxis
 from pipec.runtime.absent_tensors import release_sharded
 from pipec.runtime.call_agreement import CallAgreement
-from pipec.runtime.local_gradients import mark_one, unmark
+from pipec.runtime.local_gradients import mark, unmark
 from pipec.runtime.messages.call_description import CallDescription
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import PipelineOptimizer, StateShard
@@ -111,6 +111,8 @@ class Executions:
         self.trained: Artifact | None = None
         self.session: StreamSession | None = None
         self.undelivered: Sequence[BatchResult] = ()
+        self.state_readers: Sequence[int] | None = None
+        """The ranks that get the state of an optimizer; None: all."""
 
     def agree(self, request: CallRequest, arguments: CallArguments) -> Call:
         """The call that all ranks make, with its executions.
@@ -221,7 +223,7 @@ class Executions:
         unmark(parameters)
         loss = self.loss(call, on_started)
         if leaves_gradients and self.tensors.are_spread:
-            mark_one(parameters)
+            mark(parameters)
         self.steps.count(self.execution(call.first.artifact).non_finite, self.trained)
         return loss
 
@@ -379,17 +381,18 @@ class Executions:
         return self.ranks.transport(rank).group(placement[stage])
 
     def gather_states(self, own: list[StateShard]) -> list[list[StateShard]]:
-        """The shards of the optimizer's state of every process, on every process."""
+        """The shards of the optimizer's state of every process, on the ``state_readers``; [] on others."""
         if not self.agreement.is_distributed:
             return [own]
         self.agreement.require_same_call("optimizer.state_dict", {})
         leaves, structure = pytree.tree_flatten([(shard.piece, shard.entries) for shard in own])
-        gathered = []
+        gathered, readers = [], self.state_readers
         for rank in range(self.ranks.count):
-            activity = "gathering the optimizer's state"
-            theirs, shape = self.ranks.agreement.broadcast_pytree(rank, activity, leaves, structure)
+            theirs, shape = self.ranks.agreement.broadcast_pytree(
+                rank, "gathering the optimizer's state", leaves, structure, readers
+            )
             gathered.append([StateShard(*shard) for shard in pytree.tree_unflatten(theirs, shape)])
-        return gathered
+        return gathered if readers is None or self.ranks.world.rank in readers else []
 
 
 MakeExecutions = Callable[[Tensors, CallAgreement, StepState], Executions]

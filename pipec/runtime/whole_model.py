@@ -156,12 +156,18 @@ def _spread() -> list[WholeModel]:
     return [whole for _, whole in sorted(_followed.items()) if whole.is_spread]
 
 
-def _total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor | None:
+def _total_norm(
+    gradients: Sequence[Tensor], norm_type: float, parameters: Sequence[Tensor] | None
+) -> Tensor | None:
     """The norm of gradients of the whole model; None if they are of no pipeline.
 
-    A rank that holds none of the parameters passes none: it takes part for the only pipeline that there is.
+    A rank that holds none of the parameters that are clipped takes part, too, as these are of the pipeline.
+    One that passes nothing at all takes part for the only pipeline that there is.
     """
     pipelines = _spread()
+    if parameters:
+        chosen = set(map(id, parameters))
+        pipelines = [each for each in pipelines if chosen.intersection(map(id, each.parameters.values()))]
     if gradients:
         pipelines = [each for each in pipelines if each.num_gradients(gradients)]
         if pipelines and pipelines[0].num_gradients(gradients) < len(gradients):

@@ -243,24 +243,30 @@ class Agreement:
         return received.view(tensor.shape)
 
     def broadcast_pytree(
-        self, owner: int, activity: str, leaves: Sequence[object], structure: S
+        self,
+        owner: int,
+        activity: str,
+        leaves: Sequence[object],
+        structure: S,
+        to: Sequence[int] | None = None,
     ) -> tuple[list[object], S]:
-        """The owner's leaves, tensors and plain values, and their structure, on every rank."""
-        if self._transport.rank == owner:
+        """The leaves of the owner, and their structure, on the ranks ``to``, or on all."""
+        rank = self._transport.rank
+        readers = [peer for peer in (range(self._transport.num_ranks) if to is None else to) if peer != owner]
+        if rank != owner and rank not in readers:
+            return [*leaves], structure
+        share = functools.partial(self.broadcast_tensor, owner, activity, to=readers)
+        if rank == owner:
             layouts = [_Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             text = torch.frombuffer(bytearray(pickle.dumps((layouts, structure))), dtype=torch.uint8)
-            self.broadcast_tensor(owner, activity, torch.tensor([len(text)]))
-            self.broadcast_tensor(owner, activity, text)
-            return [
-                self.broadcast_tensor(owner, activity, x) if isinstance(x, Tensor) else x for x in leaves
-            ], structure
-        size = int(self.broadcast_tensor(owner, activity, torch.tensor([0])))
-        text = self.broadcast_tensor(owner, activity, torch.empty(size, dtype=torch.uint8))
+            share(torch.tensor([len(text)]))
+            share(text)
+            return [share(x) if isinstance(x, Tensor) else x for x in leaves], structure
+        text = share(torch.empty(int(share(torch.tensor([0]))), dtype=torch.uint8))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
             layouts, structure = pickle.loads(text.numpy().tobytes())
-        fetch = functools.partial(self.broadcast_tensor, owner, activity)
-        return [x.filled(fetch) if isinstance(x, _Layout) else x for x in layouts], structure
+        return [x.filled(share) if isinstance(x, _Layout) else x for x in layouts], structure
 
     def broadcast_from_rank_0(
         self, tensors: Mapping[str, Tensor], keepers: Mapping[str, Sequence[int]]
