@@ -21,10 +21,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
 from pipec.ir import InputLeaf, Instruction, Link, Mode, Payload, Plan, Program, Sizes, Stage, Value
-from pipec.pipeline.collective_calls import CallRequest
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import InProcessTransport, Interpreter, Transport
+from pipec.runtime.executions import STEP
 from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.schedules import make_schedule
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 4, 32, 200
@@ -153,7 +154,7 @@ def seconds(job: Callable[[], object]) -> float:
 
 def check(pipe: pipec.Pipeline, inputs: dict[str, object]) -> None:
     """What ``step`` does before its first instruction."""
-    pipe._calls.compiled(pipe._agreement.agree(CallRequest("step", Mode.TRAIN), (), inputs))
+    pipe._executions.agree(STEP, CallArguments((), inputs))
 
 
 def before_steps() -> Iterator[tuple[str, float, float]]:

@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     )
     from pipec.hardware.calibration import calibrate
     from pipec.hardware.topology import Device, Level, Topology
-    from pipec.pipeline import CheckpointManager, Pipeline, metrics
-    from pipec.runtime.loaded_pipeline import LoadedPipeline, load
+    from pipec.pipeline import CheckpointManager, Pipeline
+    from pipec.pipeline.load import load
+    from pipec.pipeline.logged_metrics import metrics
 
 __version__ = "0.1.0"
 
@@ -43,7 +45,6 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "Level",
-    "LoadedPipeline",
     "NonFiniteError",
     "PipecError",
     "PipecWarning",
@@ -81,9 +82,8 @@ _HOMES = {
     "rank_zero_only": "pipec.console",
     "CheckpointManager": "pipec.pipeline",
     "Pipeline": "pipec.pipeline",
-    "metrics": "pipec.pipeline",
-    "LoadedPipeline": "pipec.runtime.loaded_pipeline",
-    "load": "pipec.runtime.loaded_pipeline",
+    "metrics": "pipec.pipeline.logged_metrics",
+    "load": "pipec.pipeline.load",
 }
 
 
@@ -93,11 +93,12 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'pipec' has no attribute {name!r}")
     if name == "ops":
         return importlib.import_module("pipec.ops")
-    state = random.getstate()
-    try:
-        return getattr(importlib.import_module(_HOMES.get(name, "pipec.errors")), name)
-    finally:
-        random.setstate(state)  # rich draws a number when it is imported
+    if "rich.style" not in sys.modules:
+        state = random.getstate()
+        importlib.import_module("rich.style")
+        random.setstate(state)  # it has drawn a number
+    found = globals()[name] = getattr(importlib.import_module(_HOMES.get(name, "pipec.errors")), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -40,12 +40,14 @@ from pipec.ir.argument_checks import check_arguments
 from pipec.option_conflicts import check_conflicts
 from pipec.options import GRADIENT_DTYPES, OPTIONS, Options, takes_options
 from pipec.pipeline import Pipeline
+from pipec.pipeline.compiled_executions import CompiledExecutions, local_batch_advice
 from pipec.plan.optimizer_cost import OptimizerProperties
 from pipec.profiler import ProgressWrapper, profile_graph
 from pipec.runtime.absent_tensors import materialized
 from pipec.runtime.model_tensors import ModelTensors, restore_tensors
 from pipec.runtime.optimizers import state_bytes, update_scratch
 from pipec.runtime.processes.launch import Devices, default_num_ranks, world
+from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import weight_name
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -208,7 +210,16 @@ def _pipeline(
         loss_path=as_path(options.loss_key),
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)
-    return Pipeline(compiler, tensors, ranks, updates, options, weights)
+    executions = functools.partial(
+        CompiledExecutions,
+        compiler=compiler,
+        batch=options.batch,
+        batched=options.batched,
+        microbatch_weight=options.microbatch_weight,
+    )
+    advice = local_batch_advice if options.batch == "local" else same_batch_advice
+    read = None if weights is None else weights.fill
+    return Pipeline(tensors, ranks, updates, executions, read, advice)
 
 
 def _topology(options: Options, ranks: Ranks, device_model: DeviceModel) -> Topology:

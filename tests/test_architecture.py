@@ -205,6 +205,13 @@ def test_the_runtime_loads_without_the_compiler() -> None:
     assert not [name for name in imported_by("pipec.runtime") if within(name, others)]
 
 
+def test_a_saved_artifact_loads_without_the_compiler() -> None:
+    """It trains, saves and resumes in a process that loads none of these."""
+    compiler = "capture codegen compiler graph passes plan planner schedules timeline"
+    others = tuple(f"pipec.{each}" for each in compiler.split())
+    assert not [name for name in imported_by("pipec.pipeline.load") if within(name, others)]
+
+
 def test_a_rank_that_captures_nothing_loads_no_dynamo() -> None:
     """Rank 0 alone compiles, and loads it then: it takes seconds, and tens of MB."""
     loaded = imported_by("pipec.api", "pipec.pipeline")

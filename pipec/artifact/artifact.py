@@ -14,11 +14,13 @@ format, and a plan that contradicts itself or its files are refused. This does n
 can write to the folder; docs/artifacts.md describes what does.
 """
 
+import ctypes
 import functools
 import hashlib
+import itertools
 import linecache
+import os
 import re
-import shutil
 import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +35,10 @@ from torch import Tensor
 from pipec.artifact.plan_rules import check_plan, check_tensors
 from pipec.errors import ArtifactError
 from pipec.ir import Plan, Program
+from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.json_form import dump_json, parse_json
 from pipec.ir.text_format import format_program, parse_program
+from pipec.torch_compat import pytree
 
 FORMAT = "pipec artifact 7"
 
@@ -52,7 +56,9 @@ class Artifact:
 
     ``representative_programs`` are those of the ranks that represent all, to predict a step. If there are
     more ranks, ``make_programs`` makes the programs of all when they are first needed. ``options`` records
-    those of ``pipec.compile``, as plain values and names; nothing is made of them.
+    those of ``pipec.compile``, as plain values and names; nothing is made of them. ``ties`` maps the other
+    names of a tied tensor to its first, and ``unsaved`` buffers are in no state dict; a saved artifact has
+    both.
     An artifact equals only itself, so that it can be the key of a cache.
     """
 
@@ -62,6 +68,8 @@ class Artifact:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     make_programs: Callable[[], Sequence[Program]] | None = None
+    ties: Mapping[str, str] = field(default_factory=dict)
+    unsaved: Sequence[str] = ()
 
     @functools.cached_property
     def programs(self) -> Sequence[Program]:
@@ -84,11 +92,31 @@ class Artifact:
         return "\n".join([dump_json(self.plan), *self.sources, *programs])
 
 
+@dataclass(frozen=True, eq=False)
+class CompiledArtifact:
+    """An artifact, and the structure of the model's output.
+
+    ``axes`` maps results whose rows were moved to the front to the dimension where the model has them.
+    ``number`` identifies the artifact on every rank.
+    """
+
+    artifact: Artifact
+    output_spec: pytree.TreeSpec | None
+    axes: Mapping[str, BatchAxis]
+    number: int = field(default_factory=itertools.count().__next__)
+
+
+MicrobatchGroups = list[tuple[CompiledArtifact, list[int]]]
+"""The artifact of each group of consecutive microbatches of a call, and the sizes of the microbatches."""
+
+
 @dataclass(frozen=True)
 class _Header:
     format: str
     plan: Plan
     options: Mapping[str, Any] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    unsaved: Sequence[str] = ()
 
 
 def load_stage_module(stage: int, source: str) -> types.ModuleType:
@@ -131,8 +159,24 @@ def _replace(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] 
         written.mkdir()
         _write_files(artifact, written, tensors)
         if directory.exists():
-            shutil.rmtree(directory)
-        written.rename(directory)
+            _exchange(written, directory)
+        else:
+            written.rename(directory)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Exchange two folders of one file system: at once where it can, else one after the other."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
+    if rename is not None and not rename(here, os.fsencode(first), here, os.fsencode(second), exchange):
+        return
+    aside = first.with_name(f"{first.name}.previous")
+    second.rename(aside)
+    try:
+        first.rename(second)
+    except OSError:
+        aside.rename(second)
+        raise
 
 
 def _write_files(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None) -> None:
@@ -145,7 +189,7 @@ def _write_files(artifact: Artifact, directory: Path, tensors: Mapping[str, Tens
             safetensors.torch.save_file(
                 {k: v.detach().cpu().contiguous() for k, v in values.items()}, directory / name
             )
-    header = _Header(FORMAT, artifact.plan, artifact.options)
+    header = _Header(FORMAT, artifact.plan, artifact.options, artifact.ties, artifact.unsaved)
     (directory / PLAN).write_text(dump_json(header, indent=1), encoding="utf-8")
     sums = [f"{_digest(file.read_bytes())}  {file.name}\n" for file in sorted(directory.iterdir())]
     (directory / CHECKSUMS).write_text("".join(sums))
@@ -180,7 +224,8 @@ def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
     constants = _read_tensors(directory / CONSTANTS) if CONSTANTS in present else {}
     tensors = _read_tensors(directory / TENSORS) if TENSORS in present else {}
     check_tensors(plan, {**tensors, **constants}, directory)
-    return Artifact(plan, sources, programs, constants, header.options), tensors
+    ties, unsaved = header.ties, header.unsaved
+    return Artifact(plan, sources, programs, constants, header.options, None, ties, unsaved), tensors
 
 
 def _check_sums(directory: Path) -> set[str]:

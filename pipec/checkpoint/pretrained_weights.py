@@ -18,10 +18,14 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
+from pipec.checkpoint.all_ranks import call_on_all_ranks
 from pipec.checkpoint.hugging_face import weight_files
 from pipec.checkpoint.safetensors_files import torch_dtype
 from pipec.errors import CheckpointError, InputError
-from pipec.runtime.messages.call_description import format_names
+from pipec.runtime.absent_tensors import hold, is_unread
+from pipec.runtime.messages.call_description import format_names, values_digest
+from pipec.runtime.model_tensors import ModelTensors
+from pipec.runtime.step.ranks import Ranks
 
 
 def read_pretrained(
@@ -182,6 +186,30 @@ class PretrainedWeights:
         if any(tensor.is_meta and name not in self._names for name, tensor in _named_tensors(adapted)):
             raise InputError(refusal)
         return adapted.train(model.training)
+
+    def fill(self, ranks: Ranks, tensors: ModelTensors, devices: Mapping[str, torch.device | None]) -> None:
+        """Read the tensors of this process that are in files still. All processes do so together."""
+        unread = {fqn: x for fqn, x in tensors.unique().items() if is_unread(x)}
+        names = {name: fqn for name, fqn in tensors.canonical.items() if fqn in unread and self.has(name)}
+        stored = {fqn: name for name, fqn in names.items()}  # tied weights under one name
+        homes = {name: devices.get(fqn) or torch.device("cpu") for fqn, name in stored.items()}
+
+        def read() -> dict[str, str]:
+            digests = {}
+            for name, values in self.read(homes):
+                tensor = unread[names[name]]
+                hold(tensor, values.to(tensor.dtype))  # the script may have called pipe.to(dtype)
+                digests[names[name]] = values_digest(values)
+            return digests
+
+        found: dict[str, str] = {}
+        for rank, digests in enumerate(call_on_all_ranks(ranks, f"reading {self.name}", read)):
+            for fqn, digest in digests.items():
+                if found.setdefault(fqn, digest) != digest:
+                    raise CheckpointError(
+                        f"{self.name}: rank {rank} has read other values of {fqn} than a rank before it; "
+                        "let every rank see the same files"
+                    )
 
     def read(self, devices: Mapping[str, torch.device]) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of these tensors, each on its device, one after the other.

@@ -1,6 +1,7 @@
 """Writing a folder for ``from_pretrained`` of transformers, of which every process writes its part."""
 
 import json
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,19 +23,22 @@ from pipec.runtime.messages.call_description import format_names
 def save_pretrained(directory: Path, training: TrainingState) -> None:
     """Write weights and configuration under the names that transformers gives them. Every process calls it.
 
-    A tensor is sent only where ranks have shards of it. Other files of the folder stay; the weights that were
-    there do, too, until the new ones are complete.
+    A tensor is sent only where ranks have shards of it. Other files of the folder stay. The weights that were
+    there stay, too, until the new ones are complete: then the index, which says where they are, is replaced.
 
     Raises:
         CheckpointError: a file cannot be written.
         InputError: the model is not one of transformers, or its weights are written together with others.
     """
     ranks, staging = training.ranks, directory / ".pretrained.partial"
+    activity = f"saving to {directory}"
     stored = assign_writers(training.parts, ranks, {})
     ignored = _require_transformers(training.model)
     pieces = {each.name: _pieces(training.model, each) for each in stored if each.name not in ignored}
     _require_apart(training.model, stored, pieces)
     files = assign_files("model", [piece for own in pieces.values() for piece in own])
+    suffix = call_on_rank_0(ranks, activity, lambda: _suffix(directory, files))
+    files = {f"{Path(file).stem}{suffix}.safetensors": each for file, each in files.items()}
     file_of = {piece.name: file for file, contents in files.items() for piece in contents}
 
     def begin() -> None:
@@ -63,16 +67,21 @@ def save_pretrained(directory: Path, training: TrainingState) -> None:
             raise
 
     def publish() -> None:
-        for old in [*directory.glob("model-*-of-*.safetensors"), directory / SINGLE, directory / INDEX]:
-            old.unlink(missing_ok=True)
-        for new in sorted(staging.iterdir()):
+        for new in sorted(staging.iterdir(), key=lambda path: path.name == INDEX):
             new.replace(directory / new.name)
+        (directory / SINGLE).unlink(missing_ok=True)
+        for old in {*directory.glob("model-*-of-*.safetensors")} - {directory / file for file in files}:
+            old.unlink(missing_ok=True)
         staging.rmdir()
 
-    activity = f"saving to {directory}"
     call_on_rank_0(ranks, activity, begin)
     call_on_all_ranks(ranks, activity, write)
     call_on_rank_0(ranks, activity, publish)
+
+
+def _suffix(directory: Path, files: Iterable[str]) -> str:
+    """What makes the names of files others than those that the folder has, to which its index refers."""
+    return f"-{secrets.token_hex(4)}" if any((directory / file).exists() for file in files) else ""
 
 
 def _require_transformers(model: Any) -> set[str]:

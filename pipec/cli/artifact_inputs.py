@@ -13,7 +13,8 @@ from pipec.cli.target import load_optimizer
 from pipec.errors import InputError
 from pipec.ir import Plan, Sizes, Value
 from pipec.ir.text_format import evaluate_dim, format_value
-from pipec.runtime.loaded_pipeline import LoadedPipeline, check_sync_spec
+from pipec.pipeline.load import check_sync_spec, pipeline_of
+from pipec.pipeline.pipeline import Pipeline
 from pipec.runtime.step.ranks import Ranks
 
 PARAMETER_DEVIATION = 0.02
@@ -29,7 +30,7 @@ def load_with_random_tensors(
     optimizer: str | None = None,
     clip_grad_norm: float | None = None,
     kernels: str = "source",
-) -> tuple[LoadedPipeline, int]:
+) -> tuple[Pipeline, int]:
     """A pipeline of the artifact, and the number of its tensors that were not saved and are random."""
     artifact, saved = read_verified(directory)
     factory = load_optimizer(optimizer)
@@ -37,7 +38,7 @@ def load_with_random_tensors(
     torch.manual_seed(seed)
     tensors = random_tensors(artifact.plan, {**saved, **artifact.constants})
     ranks = Ranks(artifact.plan.num_ranks, timeout=300.0, kernels=kernels)
-    pipe = LoadedPipeline(artifact, tensors, ranks, factory, clip_grad_norm)
+    pipe = pipeline_of(artifact, tensors, ranks, factory, clip_grad_norm)
     return pipe, len(tensors) - len(saved) - len(artifact.constants)
 
 

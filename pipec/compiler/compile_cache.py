@@ -1,25 +1,21 @@
 """The compiled calls of one pipeline, in memory, and the keys under which they are found.
 
-Every rank makes the same calls in the same order, and so evicts the same entries. Rank 0 alone compiles: the
-other ranks hold programs and no graphs.
+Rank 0 alone has them: it tells the other ranks which artifacts run a call, and which of them they keep.
 """
 
 import functools
-import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipec.artifact.artifact import Artifact
+from pipec.artifact.artifact import CompiledArtifact, MicrobatchGroups
 from pipec.capture.model_call import ModelCall
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import notice
 from pipec.graph import Fingerprint, difference
 from pipec.ir import Mode, Sizes, Variable
-from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import variable_values
 from pipec.ir.text_format import holds
-from pipec.torch_compat import pytree
 
 MAX_SIGNATURES = 8
 """Most signatures cached for each mode, the value of torch._dynamo.config.recompile_limit.
@@ -65,24 +61,6 @@ class CaptureSignature:
 
     key: CaptureKey
     version: int
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledArtifact:
-    """An artifact, and the structure of the model's output.
-
-    ``axes`` maps results whose rows were moved to the front to the dimension where the model has them.
-    ``number`` identifies the artifact on every rank.
-    """
-
-    artifact: Artifact
-    output_spec: pytree.TreeSpec | None
-    axes: Mapping[str, BatchAxis]
-    number: int = field(default_factory=itertools.count().__next__)
-
-
-MicrobatchGroups = list[tuple[CompiledArtifact, list[int]]]
-"""The artifact of each group of consecutive microbatches of a call, and the sizes of the microbatches."""
 
 
 @dataclass(frozen=True, eq=False)

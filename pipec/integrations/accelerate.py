@@ -28,7 +28,7 @@ from pipec.torch_compat import pytree
 
 __all__ = ["PipecAccelerator"]
 
-_PRECISIONS = {"no": None, "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
+_PRECISIONS = {"no": None, "bf16": "bf16-mixed"}
 
 
 class PipecAccelerator(Accelerator):  # type: ignore[misc]
@@ -59,7 +59,10 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
             )
         precision = given.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if precision not in _PRECISIONS:
-            raise InputError(f"mixed_precision is {precision!r}; pipec has 'no' and 'bf16'")
+            raise InputError(
+                f"mixed_precision is {precision!r}; expected 'no' or 'bf16', for the script's own optimizer "
+                "makes the updates, and pipec scales losses where the programs make them"
+            )
         if _PRECISIONS[precision] is not None:
             self._options.setdefault("precision", _PRECISIONS[precision])
         self._pipes: list[Pipeline] = []

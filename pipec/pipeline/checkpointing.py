@@ -2,10 +2,11 @@
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,17 +23,14 @@ from pipec.checkpoint import (
     tensor_spec,
     unsharded,
 )
-from pipec.compiler.compiler import Compiler
 from pipec.console import notice
 from pipec.errors import InputError
-from pipec.pipeline.collective_calls import CallAgreement
-from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.runtime.absent_tensors import is_absent
+from pipec.runtime.executions import Executions, nothing
 from pipec.runtime.messages.call_description import format_names
 from pipec.runtime.optimizers import PipelineOptimizer
-from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.step.loss_scale import LossScale
-from pipec.runtime.stream_training import StreamTraining, nothing
+from pipec.runtime.stream_training import StreamTraining
 
 
 class Checkpoints:
@@ -41,18 +39,18 @@ class Checkpoints:
     It overwrites only checkpoints that this run has written or loaded: it knows their digests, by path.
     """
 
-    def __init__(
-        self,
-        compiler: Compiler,
-        context: PipelineContext,
-        owned: OwnedTensors,
-        agreement: CallAgreement,
-        stream: StreamTraining,
-    ) -> None:
-        self._compiler, self._context, self._owned = compiler, context, owned
-        self._agreement, self._stream = agreement, stream
+    def __init__(self, module: nn.Module, executions: Executions, stream: StreamTraining) -> None:
+        self._module = cast(nn.Module, weakref.proxy(module))  # it owns this object
+        self._executions, self._stream = executions, stream
+        self._tensors, self._agreement = executions.tensors, executions.agreement
+        self._steps = executions.steps
         self._own: dict[Path, str] = {}
         self._saving: AsyncSave | None = None
+
+    @property
+    def _model(self) -> nn.Module:
+        """The model, or for a loaded artifact the module of its tensors."""
+        return self._executions.model or self._module
 
     def save(
         self,
@@ -64,13 +62,13 @@ class Checkpoints:
         """As ``Pipeline.save_checkpoint``. When the checkpoint is in its place, rank 0 calls ``then``."""
         path = self._agreed_path("save_checkpoint", directory, asynchronous)
         training = self._training(training_state["optimizer"], training_state["scheduler"], only_owned=True)
-        updates = self._context.updates
-        if updates is not None and updates.has_gradients(self._owned.tensors.unique_parameters()):
+        updates = self._steps.updates
+        if updates is not None and updates.has_gradients(self._tensors.names.unique_parameters()):
             raise InputError(
                 "gradients have been accumulated that no update has used, and a checkpoint keeps none; save "
                 "after a step outside of accumulate()"
             )
-        if lost := _with_extra_state(self._compiler.model):
+        if lost := _with_extra_state(self._model):
             notice(
                 "the checkpoint is without the extra state (get_extra_state) of "
                 f"{format_names(lost)}; pass it as extra=..., and set it after load_checkpoint"
@@ -99,16 +97,16 @@ class Checkpoints:
             load_weights(path, training)
             return None
         metadata, self._own[path] = load(path, training)
-        self._context.steps.num_steps = metadata.num_steps
+        self._steps.num_steps = metadata.num_steps
         position = None
         if positions := metadata.stream_positions():
-            part = self._agreement.replica, self._agreement.num_replicas
+            part = self._executions.replica, self._executions.num_replicas
             position = functools.partial(replica_position, positions, *part)
         self._stream.restore(position)
-        for parameter in self._owned.tensors.parameters.values():
+        for parameter in self._tensors.names.parameters.values():
             parameter.grad = None
-        if self._context.updates is not None:
-            self._context.updates.drop_gradients()
+        if self._steps.updates is not None:
+            self._steps.updates.drop_gradients()
             self._follow_loss_scale(metadata.loss_scale)
         return metadata.value_of_extra()
 
@@ -119,7 +117,7 @@ class Checkpoints:
 
     def _follow_loss_scale(self, saved: LossScale | None) -> None:
         """Go on with the scale that was saved, if the loss is scaled."""
-        updates = self._context.updates
+        updates = self._steps.updates
         if updates is None or updates.loss_scale is None:
             return
         if saved is None:
@@ -129,25 +127,24 @@ class Checkpoints:
     def _agreed_path(self, method: str, directory: str | Path, asynchronous: bool = False) -> Path:
         """The folder, once all ranks have called this for the same one, and adopted the model's tensors."""
         self.finish_saving()
-        self._context.drain()
-        self._owned.require_values()
-        snapshot = self._owned.snapshot()
-        if self._context.is_distributed:
+        self._executions.drain()
+        self._tensors.require_values()
+        if self._agreement.is_distributed:
             how = ", asynchronous=True" if asynchronous else ""
-            replaced = {"replaced": ", ".join(self._owned.replaced_names(snapshot)) or "none"}
-            self._context.require_same_call(f"{method}({str(directory)!r}{how})", replaced)
-        self._owned.adopt_model_changes(snapshot)
+            replaced = self._executions.describe_model()
+            self._agreement.require_same_call(f"{method}({str(directory)!r}{how})", replaced)
+        self._executions.adopt_model_changes()
         return Path(directory).resolve()
 
     def _training(self, optimizer: Any, scheduler: Any, only_owned: bool) -> TrainingState:
         """The state in this process; with ``only_owned``, without tensors that other processes own."""
-        unique, parameters = self._owned.tensors.unique(), self._owned.tensors.unique_parameters()
-        saved = self._owned.tensors.persistent | self._owned.tensors.parameters.keys()
-        first = {name: self._owned.canonical[name] for name in self._owned.canonical if name in saved}
+        unique, parameters = self._tensors.names.unique(), self._tensors.names.unique_parameters()
+        saved = self._tensors.names.persistent | self._tensors.names.parameters.keys()
+        first = {name: self._tensors.canonical[name] for name in self._tensors.canonical if name in saved}
         once = frozenset(first.values())
         shapes = {fqn: x.shape for fqn, x in unique.items() if fqn in once}
         kinds = {fqn: tensor_spec(fqn, unique[fqn].dtype, shape) for fqn, shape in shapes.items()}
-        updates = self._context.updates
+        updates = self._steps.updates
         shares = updates.shards() if updates is not None else {}
         sharded = frozenset(updates.sharded_names if updates is not None else ())
         parts = [
@@ -155,12 +152,12 @@ class Checkpoints:
             for piece, x in shares.items()
         ]
         for fqn, kind in kinds.items():
-            here = self._context.owners.is_here(fqn) if only_owned else not is_absent(unique[fqn])
+            here = self._tensors.is_here(fqn) if only_owned else not is_absent(unique[fqn])
             if here and fqn not in sharded:
                 parts.append(unsharded(fqn, kind, unique[fqn].detach()))
         return TrainingState(
-            self._compiler.model,
-            self._context.ranks,
+            self._model,
+            self._agreement.ranks,
             kinds,
             parts,
             {name: canonical for name, canonical in first.items() if name != canonical},
@@ -171,13 +168,13 @@ class Checkpoints:
             _listed(scheduler),
             self._stream.num_trained,
             self._stream.position() if only_owned else None,
-            self._agreement.num_replicas,
-            self._compiler.decided.options.profile,
+            self._executions.num_replicas,
+            self._executions.profile,
             copy.copy(updates.loss_scale) if updates is not None else None,
         )
 
     def _optimizers(self, given: Any) -> PipelineOptimizer | Sequence[Optimizer] | None:
-        updates = self._context.updates
+        updates = self._steps.updates
         if updates is None:
             return None if given is None else _listed(given)
         if given is not None and given is not updates.optimizer:

@@ -1,12 +1,16 @@
 """Figures of a pipeline for loggers: what its steps took, and what was predicted of them."""
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from pipec.artifact.artifact import Artifact
-from pipec.pipeline.inspection import predicted_memory
+from pipec.ir import Plan, Program
 from pipec.pipeline.pipeline import Pipeline
+from pipec.plan.memory_needs import plan_memory
 from pipec.plan.plan_table import bytes_of_step
 from pipec.plan.predictions import simulate_plan, step_seconds
+from pipec.plan.step_memory import StepMemory
+from pipec.programs.lower_periodic import steady_excerpt
 from pipec.timeline.trace import Trace
 
 
@@ -48,3 +52,9 @@ def _predicted(artifact: Artifact) -> dict[str, float]:
         "bytes_sent": float(bytes_of_step(plan)),
         **{f"peak_bytes/rank_{each.rank}": each.peak_bytes for each in predicted_memory(plan, programs)},
     }
+
+
+def predicted_memory(plan: Plan, programs: Sequence[Program]) -> StepMemory:
+    """What each rank holds in a step, predicted from the programs."""
+    excerpt = steady_excerpt(programs, plan.sync_spec.stream, plan.placement)
+    return StepMemory(plan_memory(plan, programs), excerpt)

@@ -5,8 +5,17 @@ from collections.abc import Mapping
 from torch import nn
 from torch.optim import Optimizer
 
-from pipec.ir.argument_checks import FLAG, FUNCTION, NONE, PATH, ArgumentRule, instance, integer_between
-from pipec.timeline.trace import Trace
+from pipec.ir.argument_checks import (
+    FLAG,
+    FUNCTION,
+    NONE,
+    NUMBER,
+    PATH,
+    ArgumentRule,
+    instance,
+    integer_between,
+)
+from pipec.runtime.stream.call_arguments import ITERABLE
 
 
 def _several(given: object) -> list[object]:
@@ -22,11 +31,23 @@ def _are_schedulers(given: object) -> bool:
     return all(hasattr(each, method) for each in _several(given) for method in methods)
 
 
+def _is_trace(given: object) -> bool:
+    from pipec.timeline.trace import Trace
+
+    return isinstance(given, Trace)
+
+
 METHOD_ARGUMENTS = {
     "after_update": FUNCTION | NONE,
     "all_ranks": FLAG,
     "asynchronous": FLAG,
+    "batches": ITERABLE,
+    "call": FUNCTION,
     "directory": PATH,
+    "max_norm": NUMBER,
+    "norm_type": NUMBER,
+    "resume": FLAG | NONE,
+    "stage": instance("the number of a stage", int),
     "mode": FLAG,
     "outputs": FLAG,
     "optimizer": ArgumentRule("the optimizer that the script steps, or a list of them", _are_optimizers)
@@ -38,5 +59,5 @@ METHOD_ARGUMENTS = {
     "path": PATH | NONE,
     "state_dict": instance("a mapping of names to tensors", Mapping),
     "tensors": FLAG,
-    "trace": instance("what the with of trace() gave", Trace) | NONE,
+    "trace": ArgumentRule("what the with of trace() gave", _is_trace) | NONE,
 }

@@ -1,57 +1,59 @@
-"""A module that trains across stages and is compiled at its first step: what ``pipec.compile`` returns."""
+"""What ``pipec.compile`` and ``pipec.load`` return: a module that trains across stages."""
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipec.artifact.artifact import Artifact, write_artifact
-from pipec.checkpoint import PretrainedWeights
 from pipec.checkpoint.all_ranks import call_on_rank_0
-from pipec.compiler.compiler import Compiler
-from pipec.drawn_artifacts import DrawnTimeline, DrawnTrace, add_recorded_steps, draw_artifact
 from pipec.errors import InputError
-from pipec.ir import Mode, RankMemory
+from pipec.ir import Mode, Program, RankMemory
 from pipec.ir.argument_checks import check_arguments
 from pipec.ir.text_format import text_as_html
-from pipec.options import Options
 from pipec.pipeline.checkpointing import Checkpoints
-from pipec.pipeline.collective_calls import CallAgreement, CallRequest, local_batch_advice
-from pipec.pipeline.compiled_calls import CompiledCalls, output_of
-from pipec.pipeline.inspection import predicted_memory
 from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
-from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.pipeline.pipeline_module import PipelineModule, make_module, refuse_other_forward
-from pipec.plan.plan_table import PrintablePlan
-from pipec.plan.predictions import simulate_plan
-from pipec.plan.step_memory import StepMemory
-from pipec.runtime.absent_tensors import copies_of_absent, materialized
-from pipec.runtime.call_guard import exclusive_call
+from pipec.runtime.absent_tensors import copies_of_absent, is_absent, materialized
+from pipec.runtime.call_agreement import CallAgreement
+from pipec.runtime.call_guard import CallGuard, LossIterator, exclusive_call
+from pipec.runtime.executions import STEP, CallRequest, MakeExecutions
+from pipec.runtime.given_executions import Leaves
 from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, ForwardOutput, StepLoss
-from pipec.runtime.model_tensors import ModelTensors, fill_tensors
-from pipec.runtime.pipeline_base import PipelineBase
-from pipec.runtime.pipeline_context import PipelineContext
+from pipec.runtime.messages.agreement import RankNote
+from pipec.runtime.model_tensors import ModelTensors, fill_tensors, register_tensors
+from pipec.runtime.optimizers import PipelineOptimizer
+from pipec.runtime.optimizers.pipeline_optimizer import refuse_update
+from pipec.runtime.recording import Recording
 from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
+from pipec.runtime.step_state import StepState
+from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream_training import StreamTraining
-from pipec.runtime.wrappers import refuse_wrappers
-from pipec.timeline.events import Timeline
-from pipec.timeline.trace import Trace
+from pipec.runtime.tensors import ReadTensors, Tensors
+from pipec.runtime.whole_model import StateOfRank0, WholeModel, local_optimizer_state
+from pipec.runtime.wrappers import is_called_by_dcp, refuse_wrappers
 from pipec.torch_compat import pytree
-from pipec.torch_compat.run_time import share_registries
+from pipec.torch_compat.run_time import ConvertedModule, share_registries
+
+if TYPE_CHECKING:
+    from pipec.plan.plan_table import PrintablePlan
+    from pipec.plan.step_memory import StepMemory
+    from pipec.timeline.events import Timeline
+    from pipec.timeline.trace import Trace
 
 
 class _with_signature_of_model:
@@ -65,15 +67,16 @@ class _with_signature_of_model:
         if pipe is None:
             return self._method
         bound = functools.partial(self._method, pipe)
-        bound.__signature__ = pipe.forward_signature  # type: ignore[attr-defined]
+        if (model := pipe._executions.model) is not None:
+            bound.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
         return bound
 
     def __set__(self, pipe: "Pipeline", forward: object) -> NoReturn:
         refuse_other_forward()
 
 
-class Pipeline(PipelineBase):
-    """A model cut into stages. Make one with :func:`pipec.compile`.
+class Pipeline(ConvertedModule):
+    """A model cut into stages, as :func:`pipec.compile` makes it, or :func:`pipec.load` of an artifact.
 
     It has the model's own parameters and buffers, under the model's own names. Under ``torchrun``, once it is
     compiled, a rank holds the values of its stages' alone. The others give their memory back and are absent:
@@ -81,38 +84,42 @@ class Pipeline(PipelineBase):
     ``state_dict`` and ``gather_into`` bring the whole together again.
 
     It makes one call at a time. A call on a second thread raises InputError meanwhile, and changes nothing.
+
+    It has four parts. ``_tensors`` are those of the model, ``_agreement`` makes a call one of all ranks,
+    ``_executions`` finds what runs a call, and runs it, and ``_stream`` makes the steps of streams.
     """
 
     def __init__(
         self,
-        compiler: Compiler,
-        tensors: ModelTensors,
+        names: ModelTensors,
         ranks: Ranks,
         updates: OptimizerUpdates | None,
-        options: Options,
-        weights: PretrainedWeights | None = None,
+        make_executions: MakeExecutions,
+        read: ReadTensors | None = None,
+        batch_advice: Callable[[], str] = same_batch_advice,
     ) -> None:
-        advice = local_batch_advice if options.batch == "local" else same_batch_advice
-        context = PipelineContext(ranks, updates, batch_advice=advice)
-        super().__init__(context)
+        super().__init__()
+        self._call_guard, self._steps = CallGuard(), StepState(updates)
         self._modes_before_eval: dict[nn.Module, bool] = {}
         self.last_step_seconds: float | None = None
-        self._compiler, self._options = compiler, options
-        self._owned = OwnedTensors(compiler, tensors, context, self._linked, weights)
-        self._agreement = CallAgreement(context, compiler, self._owned, options.batch, options.batched)
-        self._calls = CompiledCalls(
-            compiler, context, self._linked, self._owned, self._agreement, options.microbatch_weight
-        )
-        self._stream = StreamTraining(self._calls, context)
-        self.forward_signature = inspect.signature(compiler.model.forward)
-        self._checkpoints = Checkpoints(compiler, context, self._owned, self._agreement, self._stream)
-        share_registries(self, compiler.model)
-        self.__dict__["_model"] = compiler.model  # not a submodule
+        self._tensors = Tensors(self, names, ranks, updates, read)
+        self._agreement = CallAgreement(ranks, self._steps, batch_advice)
+        self._executions = make_executions(self._tensors, self._agreement, self._steps)
+        self._stream = StreamTraining(self._executions)
+        self._checkpoints = Checkpoints(self, self._executions, self._stream)
+        self._whole = WholeModel(self._executions)
+        if updates is not None:
+            updates.optimizer.before_state_access, updates.optimizer.make_update = self.drain, self._update
+        self._register()
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the model, with the model itself first: what is set there, the next call follows."""
-        refuse_wrappers()
-        return self._compiler.model.named_modules(*args, **kwargs)
+    def _register(self) -> None:
+        """Take the model's modules and tensors for its own; without a model, the tensors alone."""
+        model = self._executions.model
+        if model is None:
+            register_tensors(self, self._tensors.names)
+        else:
+            share_registries(self, model)
+            self.__dict__["_model"] = model  # not a submodule
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the model, if it has one of this name and the pipeline has not."""
@@ -124,7 +131,10 @@ class Pipeline(PipelineBase):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply ``fn`` to every module of the model, as ``nn.Module.apply`` does."""
-        self._compiler.model.apply(fn)
+        model = self._executions.model
+        if model is None:
+            return super().apply(fn)
+        model.apply(fn)
         return self
 
     @overload
@@ -169,11 +179,11 @@ class Pipeline(PipelineBase):
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
         refuse_wrappers()
-        request = CallRequest("step", Mode.TRAIN, outputs)
-        collective_call = self._calls.agree(request, args, kwargs, target)
+        request = CallRequest("step", Mode.TRAIN, True) if outputs else STEP
+        call = self._executions.agree(request, CallArguments(args, kwargs, target))
         self._stream.leave_last()
         begun = time.perf_counter()
-        loss = _explaining(self._calls.train(collective_call), STEP_LOSS)
+        loss = _explaining(self._executions.train(call), STEP_LOSS)
         self.last_step_seconds = time.perf_counter() - begun
         return loss
 
@@ -201,19 +211,17 @@ class Pipeline(PipelineBase):
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
         request = CallRequest("eval_step", Mode.LOSS, outputs)
-        return _explaining(self._calls.loss(self._calls.agree(request, args, kwargs, target)), EVAL_LOSS)
+        call = self._executions.agree(request, CallArguments(args, kwargs, target))
+        return _explaining(self._executions.loss(call), EVAL_LOSS)
 
     @_with_signature_of_model
     @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
         refuse_wrappers()
-        collective_call = self._calls.agree(CallRequest("forward", Mode.FORWARD), args, kwargs)
-        groups = self._calls.compiled(collective_call)
-        compiled, _ = groups[0]
-        results = self._calls.run(collective_call, groups)
-        output = output_of(compiled, results, compiled.artifact.plan.outputs)
-        if not self._compiler.model.training or not torch.is_grad_enabled():
+        request = CallRequest("forward", Mode.FORWARD)
+        output = self._executions.output(self._executions.agree(request, CallArguments(args, kwargs)))
+        if not self.training or not torch.is_grad_enabled():
             return output
         return pytree.tree_map(lambda x: x.as_subclass(ForwardOutput) if _is_real(x) else x, output)
 
@@ -221,8 +229,42 @@ class Pipeline(PipelineBase):
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
         request = CallRequest("prepare", Mode.TRAIN, outputs)
-        self._calls.compiled(self._calls.agree(request, args, kwargs, target))
+        self._executions.agree(request, CallArguments(args, kwargs, target))
         return self
+
+    @exclusive_call
+    def step_with_leaves(self, leaves: Sequence[Any]) -> Tensor:
+        """As ``step`` of a loaded artifact, for the leaves of its arguments in the order of the plan's."""
+        call = self._executions.agree(STEP, Leaves(tuple(leaves)))
+        self._stream.leave_last()
+        return StepLoss.of(self._executions.train(call), STEP_LOSS)
+
+    def stream_of_leaves(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
+        """As ``stream``, for the leaves of each batch as ``step_with_leaves`` takes them."""
+        return LossIterator(self, self._stream.losses_of(Leaves(tuple(leaves)) for leaves in batches))
+
+    def stream(self, batches: Iterable[Any], resume: bool | None = None) -> Iterator[Tensor]:
+        """Make a step with each of ``batches``, and yield the losses in order.
+
+        A batch is what a DataLoader yields: a dict of keyword arguments, ``target`` among them; a pair of
+        inputs and target where there is a ``loss_fn``; else positional arguments. The next batch is read on a
+        thread while the ranks work on one. Every rank iterates over the same batches. With ``batch="rank0"``
+        each has as many, and rank 0's count. What the iterator raises is raised here; under ``torchrun`` as
+        InputError, by every rank.
+
+        Args:
+            batches: such as a DataLoader.
+            resume: go on where the checkpoint that was loaded last was made, if it was made in a stream: give
+                the losses that the loop had not yet got, and pass over what was trained on. False: begin with
+                the first batch all the same.
+
+        Raises:
+            InputError: a batch does not fit, or the batches of some rank end before the others'. Nothing was
+                changed by that batch, and every rank raises it.
+            KeyboardInterrupt, SystemExit: some rank was sent SIGINT or SIGTERM; see ``before_stop``.
+        """
+        check_arguments(METHOD_ARGUMENTS, locals())
+        return LossIterator(self, self._stream.losses(batches, resume))
 
     def as_module(self, outputs: bool = False) -> PipelineModule:
         """A module that a loop takes for the model, since its loss has a ``backward``.
@@ -240,32 +282,36 @@ class Pipeline(PipelineBase):
                 returns the loss, which is its own ``.loss``, ``["loss"]`` and ``[0]``.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        return make_module(self, self._compiler.model, outputs, self._compiler.settings.loss_path)
+        return make_module(self, self.unsplit_model, outputs, self._executions.loss_path)
 
     @property
     def unsplit_model(self) -> nn.Module:
-        """The model that was compiled, or that ``from_pretrained`` made."""
-        return self._compiler.model
+        """The model that was compiled, or that ``from_pretrained`` made. A loaded artifact has none."""
+        if self._executions.model is None:
+            raise InputError(
+                "a loaded artifact has no model, but only the code of its stages; take what pipec.compile "
+                "returns"
+            )
+        return self._executions.model
 
     @property
     def has_loss_fn(self) -> bool:
         """Whether the loss is that of a ``loss_fn``, which takes a target, and not the model's own."""
-        return self._compiler.settings.loss_fn is not None
+        has_target: bool = self._executions.has_target
+        return has_target
 
     @property
     def num_processes(self) -> int:
         """How many processes hold the parameters."""
-        return self._context.ranks.count if self._context.is_distributed else 1
+        return self.ranks.count if self._agreement.is_distributed else 1
 
     def take_gradients(self) -> HeldGradients:
         """The gradients of this process, to be added again later; the parameters have none meanwhile."""
-        return HeldGradients.take(
-            list(self._owned.tensors.unique_parameters().values()), self._context.updates
-        )
+        return HeldGradients.take(list(self._tensors.names.unique_parameters().values()), self._steps.updates)
 
     def report_backward(self, step: int, factor: Tensor) -> None:
         """Let the next call compare with the other ranks that ``backward`` of a step was called."""
-        self._context.report_backward(step, factor)
+        self._agreement.report_backward(step, factor)
 
     @exclusive_call
     def join(self, after_update: Callable[[], object] | None = None) -> int:
@@ -282,25 +328,22 @@ class Pipeline(PipelineBase):
             How many steps were made without this rank's rows.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        if self._agreement.batch != "local":
+        count, steps, executions = 0, self._steps, self._executions
+        if executions.batch != "local":
             raise InputError(
                 "join is for replicas with data of their own, but the pipeline has "
-                f'batch={self._agreement.batch!r}; pass batch="local" to pipec.compile'
+                f'batch={executions.batch!r}; pass batch="local" to pipec.compile'
             )
-        count, steps = 0, self._context.steps
         accumulates = steps.accumulates
         try:
-            while self._context.is_distributed and (call := self._agreement.next_call_of_others()):
-                request, collective_call = call
-                if request.method == "step":
-                    self._calls.train(collective_call)
+            while self._agreement.is_distributed and (call := executions.next_call_of_others()):
+                if call.request.method == "step":
+                    executions.train(call)
                     count += 1
                     if after_update is not None and not steps.accumulates:
                         after_update()
-                elif request.method == "prepare":
-                    self._calls.compiled(collective_call)
-                else:
-                    self._calls.run(collective_call, self._calls.compiled(collective_call))
+                elif call.request.method != "prepare":
+                    executions.run(call)
         finally:
             steps.accumulates = accumulates
         return count
@@ -312,39 +355,59 @@ class Pipeline(PipelineBase):
         With ``batch="local"`` under ``torchrun`` these are the replicas of each stage. Else it is 1: every
         rank passes the whole batch.
         """
-        return self._agreement.num_replicas
+        return self._executions.num_replicas
 
     @property
     def replica(self) -> int:
         """Which part of a batch this rank passes, from 0. Ranks of the same pipeline have the same."""
-        return self._agreement.replica
+        return self._executions.replica
 
     @exclusive_call
-    def train(self, mode: bool = True) -> "Pipeline":
-        """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
+    def train(self, mode: bool = True) -> Self:
+        """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does.
+
+        Raises InputError if it is a loaded artifact of the other mode, which holds no code for this one.
+        """
         check_arguments(METHOD_ARGUMENTS, locals())
+        model = self._executions.model
+        if model is None:
+            self._executions.require_mode(mode)
+            return self
         if not mode and self.training:
-            self._modes_before_eval = {each: each.training for each in self._compiler.model.modules()}
-        self._compiler.model.train(mode)
+            self._modes_before_eval = {each: each.training for each in model.modules()}
+        model.train(mode)
         return self
 
     @property
     def training(self) -> bool:
         """The model's mode. Loops that restore modes after an evaluation assign it, as Lightning does."""
-        return self._compiler.model.training if "_compiler" in self.__dict__ else True
+        executions = self.__dict__.get("_executions")
+        if executions is None:
+            return True
+        model = executions.model
+        training: bool = executions.artifact.plan.training if model is None else model.training
+        return training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "_compiler" in self.__dict__ and mode != self._compiler.model.training:
-            for module in self._compiler.model.modules():
+        executions = self.__dict__.get("_executions")
+        if executions is not None and executions.model is not None and mode != self.training:
+            for module in executions.model.modules():
                 module.training = self._modes_before_eval.get(module, mode) if mode else mode
 
     @exclusive_call
     def _convert(self, function: Any, recurse: bool = True) -> Self:
         """``half`` and its kin call this. A tensor that ``to`` moves returns to its stage's device."""
+        self._executions.unshard()
         super()._convert(function, recurse)
-        self._owned.adopt_replaced()
+        self._adopt_registered()
         return self
+
+    def _adopt_registered(self) -> None:
+        """Train the tensors that replaced others in this module."""
+        model = self._executions.model
+        self._tensors.adopt_registered([] if model is None else [model])
+        self._executions.follow_tensors()
 
     @exclusive_call
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
@@ -352,21 +415,287 @@ class Pipeline(PipelineBase):
 
         It has an optimizer of its own, with a copy of the state. Every rank makes the copy then.
         """
-        with self._linked.unsharded():
-            memo.update(copies_of_absent(self._owned.tensors.unique().values()))
-            model = copy.deepcopy(self._compiler.model, memo)
-        tensors, updates = ModelTensors.of(model), self._context.updates
+        whole = self._executions.model
+        if whole is None:
+            self.__reduce__()
+        with self._executions.unsharded():
+            memo.update(copies_of_absent(self._tensors.names.unique().values()))
+            model: Any = copy.deepcopy(whole, memo)
+        names, updates = ModelTensors.of(model), self._steps.updates
         if updates is not None:
-            with materialized(tensors.unique().values()):
-                updates = updates.of(tensors.unique_parameters())
-        agreement = self._agreement
-        compiler, options = self._compiler.of(model), replace(self._options, batched=agreement.batched)
-        copied = Pipeline(compiler, tensors, self._context.ranks, updates, options, self._owned.weights)
-        memo[id(self)] = copied
-        self._owned.copy_to(copied._owned)
-        copied._agreement.known_splits = dict(agreement.known_splits)
-        copied._agreement.variables = copy.deepcopy(agreement.variables)
+            with materialized(names.unique().values()):
+                updates = updates.of(names.unique_parameters())
+        make, advice = self._executions.copied(model), self._agreement.batch_advice
+        copied = memo[id(self)] = Pipeline(names, self.ranks, updates, make, self._tensors.read, advice)
+        self._tensors.copy_to(copied._tensors)
         return copied
+
+    @property
+    def logs(self) -> dict[str, Tensor]:
+        """By name, what the loss function of the last step returned besides the loss, for the batch."""
+        return self._steps.logs
+
+    @logs.setter
+    def logs(self, logs: dict[str, Tensor]) -> None:
+        self._steps.logs = logs
+
+    @property
+    def num_steps(self) -> int:
+        """How many mini-batches have been trained on, before the checkpoint that was loaded, too.
+
+        While a loop over a stream runs, those whose losses it was given. One that has ended early may have
+        trained on more, if the schedule is asynchronous; they count, too.
+        """
+        return self._steps.num_steps
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps were skipped because a loss or gradient was not finite.
+
+        See ``on_nan`` and ``precision="fp16-mixed"``.
+        """
+        return self._steps.num_skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step: 1 unless ``precision="fp16-mixed"``.
+
+        Neither losses nor gradients show it.
+        """
+        updates = self._steps.updates
+        return updates.loss_scale.scale if updates and updates.loss_scale else 1.0
+
+    @property
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """The scale, and the number of updates since it changed, if the loss is scaled. May be assigned."""
+        updates = self._steps.updates
+        return dict(vars(updates.loss_scale)) if updates and updates.loss_scale else None
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: Mapping[str, float]) -> None:
+        updates = self._steps.updates
+        assert updates is not None, "the loss is scaled"
+        vars(updates.loss_scale).update(state)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the whole model's gradients that ``clip_grad_norm`` has found last, before clipping."""
+        updates = self._steps.updates
+        return updates.grad_norm if updates else None
+
+    @property
+    def optimizer(self) -> PipelineOptimizer:
+        """The optimizer of the whole model, for LR schedulers and checkpoints.
+
+        ``pipe.step`` makes its updates. After steps inside of ``accumulate``, so does ``optimizer.step()``.
+        """
+        return self._executions.optimizer
+
+    @exclusive_call
+    def _update(self) -> None:
+        """Update with the gradients that there are."""
+        executions, agreement, updates = self._executions, self._agreement, self._steps.updates
+        assert updates is not None, "its optimizer calls this"
+        executions.drain()
+        found = updates.has_gradients(self._tensors.here())
+        if agreement.is_distributed:
+            found = agreement.require_same_call(
+                "optimizer.step",
+                agreement.describe_updates(),
+                lambda notes: any(note.numbers[0] for note in notes),
+                [found],
+            ).value
+        if not found:
+            refuse_update()
+        execution = executions.execution(executions.artifact)
+        recording = self._steps.recording
+        recorded = recording.of_update() if recording is not None else None
+        execution.update(recorded, self._steps.measured)
+        self._steps.count_update(execution.non_finite, executions.artifact)
+
+    @property
+    def programs(self) -> Sequence[Program]:
+        """The program of each rank; it prints as text, one instruction a line."""
+        return self._artifact.programs
+
+    def source(self, stage: int) -> str:
+        """The generated Python of a stage."""
+        check_arguments(METHOD_ARGUMENTS, locals())
+        sources = self._artifact.sources
+        if not 0 <= stage < len(sources):
+            raise InputError(f"there is no stage {stage}: the pipeline has stages 0 to {len(sources) - 1}")
+        return sources[stage]
+
+    @property
+    def _artifact(self) -> Artifact:
+        return self._executions.artifact
+
+    @exclusive_call
+    def drain(self) -> None:
+        """Complete the mini-batches that a stream has begun, so that all stages have made the same updates.
+
+        Every rank calls it. Their losses are the next that the stream yields. Whatever reads or replaces
+        parameters through the pipeline drains it before. With a synchronous schedule there is nothing to do.
+        """
+        self._executions.drain()
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let the steps that are made inside a ``with`` add up gradients, for the next update to use.
+
+        That is the update of the next step outside of it, or of ``optimizer.step()``.
+        """
+        steps = self._steps
+        before, steps.accumulates = steps.accumulates, True
+        try:
+            yield
+        finally:
+            steps.accumulates = before
+
+    @contextlib.contextmanager
+    def record(
+        self, every: int = 1, compile_seconds: Callable[[], float] = lambda: 0.0
+    ) -> Iterator[Recording]:
+        """Note when every instruction runs, in every ``every``-th step that is made inside a ``with``.
+
+        When the ``with`` ends, the recording has the times of every rank, so all ranks record, or none. If it
+        ends with an error, in one process it has the steps before; under ``torchrun`` it has none.
+        """
+        steps = self._steps
+        outer, steps.recording = steps.recording, Recording(every, steps.num_steps, compile_seconds)
+        recording = steps.recording
+        try:
+            yield recording
+            recording.steps = self.ranks.gathered(recording.steps)
+        except BaseException:
+            if self._agreement.is_distributed:  # the other ranks may be elsewhere
+                recording.steps.clear()
+            raise
+        finally:
+            steps.recording = outer
+            recording.drop_unfinished()
+
+    def before_stop(self, call: Callable[[], object]) -> None:
+        """Let ``call`` be called on every rank when all end because one was sent SIGTERM or SIGINT.
+
+        All ranks have made the same steps then, and whatever they did together they can still do, such as
+        saving a checkpoint. Afterwards every rank raises KeyboardInterrupt, or for SIGTERM SystemExit with
+        status 143. Under ``torchrun`` a signal is noted from the first step on, whatever the rank does, and
+        all ranks follow it before the next step, mini-batch or evaluation that they make. In one process
+        that holds for SIGTERM once this has been called; Ctrl-C raises at once.
+        """
+        check_arguments(METHOD_ARGUMENTS, locals())
+        self._agreement.before_stop(call)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``, in less time."""
+        if not set_to_none:
+            return super().zero_grad(set_to_none)
+        modules: list[nn.Module] = [self]
+        for module in modules:
+            modules += filter(None, module._modules.values())
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
+
+    @exclusive_call
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is at most ``max_norm``.
+
+        It does what ``torch.nn.utils.clip_grad_norm_`` does to the unsplit model, wherever the parameters
+        are; a tied parameter counts once. Every rank calls it. Returns the norm before.
+        """
+        check_arguments(METHOD_ARGUMENTS, locals())
+        if self._steps.updates is not None:
+            raise InputError(
+                "pipe.step(...) has already updated the parameters: the pipeline was compiled with "
+                "optimizer=...; pass clip_grad_norm=... to pipec.compile"
+            )
+        total = self._whole.total_norm(f"clip_grad_norm_({max_norm}, {norm_type})", None, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
+        return total
+
+    @exclusive_call
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the whole model, under the model's names.
+
+        Under ``torchrun`` every rank calls this, unless each holds the whole model. Rank 0 gets copies on the
+        CPU, and the others get an empty dict, which refuses to be pickled, so that it is not written over
+        rank 0's; ``local_state_dict`` has what a rank holds itself. As an entry of what
+        ``torch.distributed.checkpoint`` saves or loads, a pipeline gives each rank's own part.
+
+        Raises:
+            InputError: under ``torchrun``, not all ranks call it, or ``keep_vars`` asks for the tensors
+                themselves.
+        """
+        return self._whole_state(False, args, kwargs)
+
+    @exclusive_call
+    def state_dict_on_all_ranks(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``state_dict``, with copies of the whole model's state on every rank."""
+        return self._whole_state(True, args, kwargs)
+
+    def _whole_state(self, all_ranks: bool, args: Any, kwargs: Any) -> Any:
+        refuse_wrappers()
+        if is_called_by_dcp():
+            return self._state_for_dcp()
+        if not self._tensors.are_spread:
+            return self._state(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
+        if kwargs.get("keep_vars", False) or any(args[2:]):
+            raise InputError(
+                "state_dict(keep_vars=True) asks for the tensors themselves, but the whole model's are on "
+                "several ranks; call state_dict() on every rank, or local_state_dict(), whose tensors share "
+                "memory with those of this rank"
+            )
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        names = self._state_names()
+        whole = self._gather("state_dict", set(names.values()), all_ranks)
+        if whole:
+            state.update({prefix + name: whole[first] for name, first in names.items()})
+        elif not args and "destination" not in kwargs:
+            return StateOfRank0()
+        return state  # a module around this one gets absent tensors on other ranks than 0
+
+    def _state_for_dcp(self) -> dict[str, Tensor]:
+        """The tensors of this rank, into which ``torch.distributed.checkpoint`` loads."""
+        if self._steps.updates is not None:
+            raise InputError(
+                "torch.distributed.checkpoint would save the pipeline without the state of its optimizer; "
+                "call pipe.save_checkpoint(...), which `pipec checkpoint convert` writes in that format"
+            )
+        return {name: x for name, x in self._state().items() if not is_absent(x)}
+
+    @contextlib.contextmanager
+    def optimizer_state_on_rank_0(self) -> Iterator[None]:
+        """Let ``state_dict`` of an optimizer be the whole model's on rank 0 alone inside a ``with``."""
+        self._executions.state_readers = [0]
+        try:
+            yield
+        finally:
+            self._executions.state_readers = None
+
+    @exclusive_call
+    def local_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """The state of this rank's stages, or with ``optimizer``, what this rank has of a script's optimizer.
+
+        In one process it is the whole. Where parameters are kept in shards, they are gathered and copied:
+        every rank then calls this.
+        """
+        if optimizer is not None:
+            return local_optimizer_state(optimizer)
+        return {name: x for name, x in self._state().items() if not is_absent(x)}
+
+    def _state(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of torch. What is kept in shards is gathered and copied."""
+        self._tensors.require_values()
+        with self._executions.unsharded():
+            state = super().state_dict(*args, **kwargs)
+            updates = self._steps.updates
+            if updates is None or not updates.sharded_names:
+                return state
+            return {name: x if is_absent(x) else x.detach().clone() for name, x in state.items()}
 
     @exclusive_call
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Tensor]:
@@ -385,22 +714,23 @@ class Pipeline(PipelineBase):
 
         Every rank calls this. The ranks leave it together.
         """
-        context, rank = self._context, self._context.ranks.world.rank
-        if not context.is_distributed:
+        if not self._agreement.is_distributed:
             yield self.full_state_dict()
             return
         digest = zlib.crc32(str(Path(folder).absolute()).encode())
-        replies = context.require_same_call("save_pretrained", {}, [digest])
-        folders = [reply.reply_values[0] for reply in replies]
+        answer = self._agreement.require_same_call(
+            "save_pretrained", {}, lambda notes: [note.numbers[0] for note in notes], [digest]
+        )
+        folders = answer.value
         whole = self.full_state_dict(all_ranks=len({*folders}) > 1)
-        yield whole if folders.index(digest) == rank else None
-        context.require_same_call("save_pretrained, at its end", {})
+        yield whole if folders.index(digest) == self.ranks.world.rank else None
+        self._agreement.require_same_call("save_pretrained, at its end", {})
 
     @exclusive_call
     def wait_for_ranks(self, activity: str) -> None:
         """Wait until every rank has come to the end of an ``activity``. Every rank calls this."""
-        if self._context.is_distributed:
-            self._context.require_same_call(activity, {})
+        if self._agreement.is_distributed:
+            self._agreement.require_same_call(activity, {})
 
     @exclusive_call
     def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:
@@ -410,30 +740,28 @@ class Pipeline(PipelineBase):
         that was compiled has its memory until the next step, which empties it again.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        whole = self._gather("gather_into", self._owned.tensors.unique(), all_ranks)
+        whole = self._gather("gather_into", self._tensors.names.unique(), all_ranks)
         if whole:
-            self._owned.needs_placement = True
-            fill_tensors(model, {name: whole[first] for name, first in self._owned.canonical.items()})
+            self._tensors.needs_placement = True
+            fill_tensors(model, {name: whole[first] for name, first in self._tensors.canonical.items()})
 
     @exclusive_call
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the whole model's state, or that of this rank's stages, at any time and on any rank.
+        """Load the whole model's state, or that of this rank's stages. Every rank calls this.
 
-        What belongs to other ranks' stages is passed over, so every rank loads. Keys are missing alike on all
-        ranks, unless the state is one of ``local_state_dict``, which has no others than this rank's.
+        What belongs to other ranks' stages is passed over. A rank that is given an empty state, as
+        ``state_dict`` returns on other ranks than 0, takes the values that rank 0 was given. Keys are missing
+        alike on all ranks, unless the state is one of ``local_state_dict``, which has this rank's alone.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        self._linked.require_values()
-        here, canonical = self._linked.tensors(every_name=True), self._owned.canonical
+        self._tensors.require_values()
+        if self._agreement.is_distributed and self._tensors.owner_ranks:
+            state_dict = self._shared_state(state_dict, f"strict={strict}, assign={assign}")
+        here, canonical = self._tensors.here(every_name=True), self._tensors.canonical
         own = {name: x for name, x in state_dict.items() if name in here or name not in canonical}
-        if not state_dict and self._context.owners.are_spread:
-            raise InputError(
-                "load_state_dict was given an empty dict, as state_dict() returns on other ranks than 0; let "
-                "every rank read the file, or take full_state_dict(all_ranks=True)"
-            )
-        every = self._linked.all_tensors(every_name=True)
+        every = self._tensors.names.every()
         is_whole = not here.keys() >= state_dict.keys() & canonical.keys()
         own |= {
             name: every[name]
@@ -441,21 +769,98 @@ class Pipeline(PipelineBase):
             if name not in here and name in every and (name in state_dict or not is_whole)
         }
         if assign:
-            self._linked.unshard()
-        with self._linked.unsharded():
+            self._executions.unshard()
+        with self._executions.unsharded():
             result = super().load_state_dict(own, strict, assign)
-        if self._context.owners.ranks:  # the first call gives all ranks what rank 0 has
-            self._context.report_load()
         if assign:
-            self._owned.adopt_replaced()
+            self._adopt_registered()
         return result
 
+    def _shared_state(self, state: Mapping[str, Any], how: str) -> Mapping[str, Any]:
+        """The state, or rank 0's tensors of this rank if this rank was given an empty one."""
+
+        def decide(notes: Sequence[RankNote]) -> Any:
+            lacking = [rank for rank, note in enumerate(notes) if rank and note.numbers[0]]
+            tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)} if lacking else {}
+            own = self._tensors.names.every()
+            for name, x in tensors.items():
+                if name in own and own[name].shape != x.shape:
+                    raise InputError(
+                        f"{name} is {list(x.shape)} in the state and {list(own[name].shape)} in the model; "
+                        "load the state of a model of the same sizes"
+                    )
+            kinds = {name: (str(x.dtype).removeprefix("torch."), [*x.shape]) for name, x in tensors.items()}
+            return [lacking, [[name, *kind] for name, kind in kinds.items()]]
+
+        answer = self._agreement.require_same_call(f"load_state_dict({how})", {}, decide, [not state])
+        lacking, described = answer.value
+        rank, owners, canonical = self.ranks.world.rank, self._tensors.owner_ranks, self._tensors.canonical
+        found: dict[str, Any] = {}
+        for name, dtype, shape in described:
+            sent = state[name] if rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
+            readers = [each for each in lacking if each in owners.get(canonical.get(name, ""), ())]
+            found[name] = self.ranks.agreement.broadcast_tensor(0, f"loading {name}", sent, readers)
+        return found if rank in lacking else state
+
     def _gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
-        return self._whole.gather(method, self._owned.tensors.unique(), names, all_ranks)
+        """Copies of the tensors of the whole model that have these first names."""
+        self._tensors.require_values()
+        if self._agreement.is_distributed:
+            self._agreement.require_same_call(f"{method}(all_ranks={all_ranks})", {})
+        with self._executions.unsharded():
+            return self._tensors.gathered(names, range(self.ranks.count) if all_ranks else [0])
 
     def _state_names(self) -> dict[str, str]:
-        names, canonical = self._compiler.model.state_dict(keep_vars=True), self._owned.canonical
+        """The names of a state dict, each with the first name of its tensor."""
+        model, canonical = self._executions.model, self._tensors.canonical
+        names = super().state_dict(keep_vars=True) if model is None else model.state_dict(keep_vars=True)
         return {name: canonical[name] for name in names if name in canonical}
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Give the tensors on the meta device memory on ``device``. Others keep their values, and move there.
+
+        A step refuses tensors that have been given no values by then.
+        """
+        on_meta = [fqn for fqn, tensor in self._tensors.here().items() if tensor.is_meta]
+        self._convert(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device), recurse)
+        tensors = self._tensors.here()
+        self._tensors.uninitialized.mark({fqn: x for fqn, x in tensors.items() if fqn in on_meta})
+        return self
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """As in torch. Wrappers look for attributes that they give to modules."""
+        refuse_wrappers()
+        return super().__getattr__(name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Those of the model, with the model itself first: what is set there, the next call follows."""
+        refuse_wrappers()
+        model = self._executions.model
+        named = super().named_modules if model is None else model.named_modules
+        return named(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: stages are compiled already."""
+        raise InputError(
+            "pipe.compile(...) would trace forward, which runs compiled stages on all ranks. Leave it out: "
+            'pipec.compile(..., kernels="inductor") compiles the code of each stage'
+        )
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch."""
+        refuse_wrappers()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        """Refuse: ``DataParallel`` calls this."""
+        refuse_wrappers()
+        raise InputError("a pipeline cannot be replicated; pass replicas=... to pipec.compile")
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "a pipeline cannot be pickled, nor a loaded one copied: it holds threads and connections. Save "
+            "state_dict(), or full_state_dict() under torchrun; or write and load an artifact once more"
+        )
 
     @exclusive_call
     def save_checkpoint(
@@ -535,7 +940,7 @@ class Pipeline(PipelineBase):
     @property
     def ranks(self) -> Ranks:
         """The processes of the pipeline, and which one this is."""
-        return self._context.ranks
+        return self._agreement.ranks
 
     @exclusive_call
     def load_checkpoint(
@@ -566,7 +971,7 @@ class Pipeline(PipelineBase):
         return self._checkpoints.load(directory, optimizer, scheduler, model_only)
 
     @exclusive_call
-    def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> StepMemory:
+    def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> "StepMemory":
         """Run ``step`` with these arguments, and return what each rank held. Every rank calls this.
 
         On a GPU that one rank has for itself this is what torch's allocator says; else it is what the tensors
@@ -575,13 +980,15 @@ class Pipeline(PipelineBase):
         Raises:
             InputError: the programs have no end; and what ``step`` raises.
         """
+        from pipec.plan.step_memory import StepMemory
+
         measured: list[RankMemory] = []
-        self._context.steps.measured = measured
+        self._steps.measured = measured
         try:
             self.step(*args, target=target, **kwargs)
         finally:
-            self._context.steps.measured = None
-        return StepMemory(self._context.ranks.peak_memory(measured), self.programs)
+            self._steps.measured = None
+        return StepMemory(self.ranks.peak_memory(measured), self.programs)
 
     @exclusive_call
     def save(self, directory: str | Path, tensors: bool = False) -> None:
@@ -592,44 +999,57 @@ class Pipeline(PipelineBase):
         the directory is complete.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        values = self._gather("save", self._owned.tensors.unique(), all_ranks=False) if tensors else None
-        write = functools.partial(write_artifact, self._artifact, Path(directory), values)
-        if tensors and self._context.ranks.world.is_distributed:
-            call_on_rank_0(self._context.ranks, f"saving to {directory}", write)
-        elif self._context.ranks.world.rank == 0:
+        values = self._gather("save", self._tensors.names.unique(), all_ranks=False) if tensors else None
+        names = self._tensors.names
+        artifact = dataclasses.replace(
+            self._artifact,
+            ties={name: first for name, first in names.canonical.items() if name != first},
+            unsaved=sorted(names.buffers.keys() - names.persistent),
+        )
+        write = functools.partial(write_artifact, artifact, Path(directory), values)
+        if tensors and self.ranks.world.is_distributed:
+            call_on_rank_0(self.ranks, f"saving to {directory}", write)
+        elif self.ranks.world.rank == 0:
             write()
 
     @property
     def trained_artifact(self) -> Artifact | None:
         """What ``step`` runs, once it is compiled."""
-        return self._context.trained
+        return self._executions.trained
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the plan, once there is one."""
-        name = type(self._compiler.model).__name__
+        name = type(self._executions.model or self).__name__
         if self.trained_artifact is None:
             return text_as_html(f"pipeline of {name}, not compiled yet: call step(...) or prepare(...)")
         return text_as_html(f"pipeline of {name} after {self.num_steps} steps\n\n{self.plan}")
 
     @property
-    def plan(self) -> PrintablePlan:
+    def plan(self) -> "PrintablePlan":
         """What the compiler decided. It prints as a table."""
+        from pipec.plan.plan_table import PrintablePlan
+
         return PrintablePlan.of(self._artifact.plan, self._artifact.representative_programs)
 
-    def simulate(self) -> Timeline:
+    def simulate(self) -> "Timeline":
         """The timeline of one step, predicted from the programs and the plan's costs."""
+        from pipec.drawn_artifacts import DrawnTimeline
+        from pipec.plan.predictions import simulate_plan
+
         return DrawnTimeline.of(simulate_plan(self.plan, self.plan.programs))
 
-    def memory(self) -> StepMemory:
+    def memory(self) -> "StepMemory":
         """What each rank holds in a step that begins with ``.grad`` None, predicted from the programs.
 
         It prints as a table. A step that adds to gradients which were kept, as when it accumulates or after
         ``zero_grad(set_to_none=False)``, holds these from its start, and its own sums beside them where these
         travel between replicas, or with ``on_nan`` and without ``optimizer``.
         """
+        from pipec.pipeline.logged_metrics import predicted_memory
+
         return predicted_memory(self.plan, self.programs)
 
-    def visualize(self, path: str | Path | None = None, trace: Trace | None = None) -> str:
+    def visualize(self, path: str | Path | None = None, trace: "Trace | None" = None) -> str:
         """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
 
         If ``path`` is given, rank 0 also draws them there: .html is a page to explore, .svg and .txt are
@@ -637,12 +1057,13 @@ class Pipeline(PipelineBase):
         notebook shows the page in place of the text.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        drawn = Path(path) if path is not None and self._context.ranks.world.rank == 0 else None
-        devices = self._compiler.decided.options.topology.devices
-        return draw_artifact(self._artifact, trace, drawn, [device.memory_bytes for device in devices])
+        from pipec.drawn_artifacts import draw_artifact
+
+        drawn = Path(path) if path is not None and self.ranks.world.rank == 0 else None
+        return draw_artifact(self._artifact, trace, drawn, self._executions.memory_bytes)
 
     @contextlib.contextmanager
-    def trace(self, trace: Trace | None = None, every: int = 1) -> Iterator[Trace]:
+    def trace(self, trace: "Trace | None" = None, every: int = 1) -> "Iterator[Trace]":
         """Record steps that are made inside a ``with``. After it, the trace has their timelines.
 
         Every rank records, or none; each then has the times of all. They are times of the host: work that a
@@ -656,9 +1077,11 @@ class Pipeline(PipelineBase):
                 Steps that were skipped or compiled are noted, whether they are recorded or not.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
+        from pipec.drawn_artifacts import DrawnTrace, add_recorded_steps
+
         trace, recording = DrawnTrace() if trace is None else trace, None
         try:
-            with self.record(every, lambda: sum(self._compiler.stopwatch.seconds.values())) as recording:
+            with self.record(every, lambda: sum(self._executions.compile_seconds.values())) as recording:
                 yield trace
         finally:
             if recording is not None and recording.steps:
@@ -667,7 +1090,7 @@ class Pipeline(PipelineBase):
     @property
     def compile_seconds(self) -> dict[str, float]:
         """How long each step of compilation took, summed over all compilations."""
-        return dict(self._compiler.stopwatch.seconds)
+        return dict(self._executions.compile_seconds)
 
 
 def _is_real(leaf: Any) -> bool:

@@ -15,9 +15,9 @@ without loading the compiler. Each part imports only the parts above it:
 * ``step``: ``execution`` is an artifact linked on the ranks of this process, ``interpreter`` runs the program
   of one rank, a step or the periods of a stream, and ``linker`` resolves every name of it beforehand.
 * ``stream``: the mini-batches of a script's stream, read ahead and announced to the other ranks.
-* ``pipeline_base`` is the module that users hold; ``loaded_pipeline`` is one for a saved artifact. Its parts:
-  ``pipeline_context``, which the others share; ``linked_artifacts``, linked to ``model_tensors``; and
-  ``stream_training``, the steps of a stream of batches.
+* The parts of a pipeline: ``tensors`` says which rank holds what, ``call_agreement`` makes each call one of
+  all ranks, ``executions`` links artifacts and runs calls, ``given_executions`` those of a saved artifact,
+  and ``stream_training`` makes the steps of a stream of batches.
 """
 
 from pipec.runtime.messages.distributed_transport import DistributedTransport

@@ -1,14 +1,14 @@
-"""A gradient that notices when those of one rank are taken for the whole model's.
+"""Gradients that notice when those of one rank are taken for the whole model's.
 
-After a step that leaves gradients to the script, one gradient of each rank is of a subclass of Tensor. An
-optimizer uses it as any other. But a norm that is made of it and of other gradients, and a collective over
-the same ranks, would be of this rank's parameters alone, and raise InputError. One gradient is enough to
-notice, and costs an optimizer nothing that could be measured.
+After a step that leaves gradients to the script, the gradients of each rank are of a subclass of Tensor. An
+optimizer uses them as any others. But a number that is made of the norms of several of them, and a collective
+over the same ranks, would be of this rank's parameters alone, and raise InputError. What is made of one
+gradient, as a trust ratio of LARS is, is right on each rank.
 """
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,12 @@ _ADVICE = (
 
 
 class LocalGradient(Tensor):
-    """A gradient of this rank's parameters, or what was computed of it element by element."""
+    """A gradient of this rank's parameters, or what was computed of it element by element.
+
+    ``sources`` are the numbers of the gradients that it was computed of.
+    """
+
+    sources: frozenset[int]
 
     @classmethod
     def __torch_function__(
@@ -44,10 +49,11 @@ class LocalGradient(Tensor):
         with plain_tensors():
             found = func(*args, **(kwargs or {}))
         kind = LocalGradient if func in _ELEMENTWISE else LocalNorm if func in _NORMS else None
-        if kind is not None:
-            for each in pytree.tree_leaves(found):
-                if type(each) is Tensor:
-                    each.__class__ = kind
+        if kind is not None and isinstance(found, Tensor):
+            _mark(found, kind, _sources(_tensors(args, kwargs)))
+        elif kind is not None:
+            for norm, gradient in zip(found, args[0], strict=True):
+                _mark(norm, kind, _sources([gradient]))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -62,13 +68,20 @@ class LocalGradient(Tensor):
 class LocalNorm(Tensor):
     """The norm of such a gradient, or of each of some gradients of one rank."""
 
+    sources: frozenset[int]
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         tensors = _tensors(args, kwargs)
-        if len(tensors) > 1 and all(each.dim() == 0 for each in tensors):
-            _refuse_sum()
+        sources = _sources(tensors)
+        accumulates = func in _ACCUMULATES and type(args[0]) is not LocalNorm
+        if (len(sources) > 1 or accumulates) and all(each.dim() == 0 for each in tensors):
+            raise InputError(
+                "norms of gradients are put together that are of this rank's stages alone, as SAM and "
+                f"hand-written clipping do, and are not the whole model's. {_ADVICE}"
+            )
         if func in _NUMBERS:
             warnings.warn(
                 "this is the norm of one parameter's gradient on this rank; the sum over the parameters of "
@@ -77,19 +90,17 @@ class LocalNorm(Tensor):
             )
         with plain_tensors():
             found = func(*args, **(kwargs or {}))
-        if (func in _ELEMENTWISE or func in _SUMS) and type(found) is Tensor:
-            found.__class__ = LocalNorm
+        if func in _ELEMENTWISE or func in _SUMS:
+            _mark(found, LocalNorm, sources)
         return found
 
 
-def mark_one(parameters: Iterable[nn.Parameter]) -> None:
-    """Let one of the gradients be a ``LocalGradient``."""
-    for parameter in parameters:
+def mark(parameters: Iterable[nn.Parameter]) -> None:
+    """Let the gradients be of ``LocalGradient``, each with a number."""
+    for number, parameter in enumerate(parameters):
         gradient = parameter.grad
-        if gradient is not None:
-            if type(gradient) is Tensor and not gradient.is_sparse:
-                gradient.__class__ = LocalGradient
-            return
+        if gradient is not None and not gradient.is_sparse:
+            _mark(gradient, LocalGradient, frozenset([number]))
 
 
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
@@ -97,18 +108,24 @@ def unmark(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         gradient = parameter.grad
         if type(gradient) is LocalGradient:
+            del gradient.sources
             gradient.__class__ = Tensor  # type: ignore[assignment]
+
+
+def _mark(tensor: Tensor, kind: type[LocalGradient | LocalNorm], sources: frozenset[int]) -> None:
+    if type(tensor) is Tensor or type(tensor) is kind:
+        tensor.__class__ = kind
+        tensor.sources = sources  # type: ignore[attr-defined]
+
+
+def _sources(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """The numbers of the gradients of which these tensors were computed."""
+    own = [each.sources for each in tensors if type(each) in (LocalGradient, LocalNorm)]  # type: ignore[attr-defined]
+    return frozenset().union(*own)
 
 
 def _tensors(args: object, kwargs: object) -> list[Tensor]:
     return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-
-
-def _refuse_sum() -> NoReturn:
-    raise InputError(
-        "norms of gradients are put together that are of this rank's stages alone, as SAM and hand-written "
-        f"clipping do, and are not the whole model's. {_ADVICE}"
-    )
 
 
 def _functions(owner: object, names: str) -> frozenset[Callable[..., Any]]:
@@ -133,7 +150,9 @@ _NORMS = (
 )
 """What makes numbers of it that a norm of the whole model is made of."""
 
-_SUMS = _functions(Tensor, "add __radd__") | _functions(torch, "add")
+_ACCUMULATES = _functions(Tensor, "add_ __iadd__")
+
+_SUMS = _ACCUMULATES | _functions(Tensor, "add __radd__") | _functions(torch, "add")
 
 _JOINS = _functions(torch, "cat concat concatenate stack hstack vstack")
 """What makes one tensor of several."""

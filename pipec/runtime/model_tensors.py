@@ -38,8 +38,11 @@ class ModelTensors:
 
     def unique(self) -> dict[str, Tensor]:
         """Every tensor once, under its first name."""
-        every: dict[str, Tensor] = {**self.parameters, **self.buffers}
-        return {fqn: tensor for fqn, tensor in every.items() if self.canonical[fqn] == fqn}
+        return {fqn: tensor for fqn, tensor in self.every().items() if self.canonical[fqn] == fqn}
+
+    def every(self) -> dict[str, Tensor]:
+        """Every tensor under each of its names."""
+        return {**self.parameters, **self.buffers}
 
     def refuse_lazy(self) -> None:
         """Raise InputError if a tensor has no shape yet, such as those of ``nn.LazyLinear``."""
@@ -68,7 +71,7 @@ class ModelTensors:
 
     def names_differing(self, other: "ModelTensors") -> list[str]:
         """The names that refer to different objects in the two models."""
-        mine, theirs = {**self.parameters, **self.buffers}, {**other.parameters, **other.buffers}
+        mine, theirs = self.every(), other.every()
         return [fqn for fqn in {**mine, **theirs} if mine.get(fqn) is not theirs.get(fqn)]
 
     def requires_grad_flags(self) -> tuple[bool, ...]:
@@ -91,8 +94,7 @@ class ModelTensors:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_parameter else memory
                 release_unread(fqn, made[id(tensor)], place)
-        every = {**self.parameters, **self.buffers}
-        return self.with_replaced({fqn: made.get(id(tensor), tensor) for fqn, tensor in every.items()})
+        return self.with_replaced({fqn: made.get(id(x), x) for fqn, x in self.every().items()})
 
     def with_replaced(self, others: Mapping[str, Tensor]) -> "ModelTensors":
         """The same with other objects under some names."""
@@ -138,8 +140,7 @@ def fill_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     Raises:
         InputError: the model has no tensor of a name, or one of another shape, or on meta.
     """
-    tensors = ModelTensors.of(model)
-    there: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
+    there = ModelTensors.of(model).every()
     for fqn, value in values.items():
         tensor = there.get(fqn)
         if tensor is not None and not tensor.is_meta and tensor.shape == value.shape:

@@ -1,5 +1,7 @@
 """The steps of a pipeline so far, and how the next one runs."""
 
+from torch import Tensor
+
 from pipec.artifact.artifact import Artifact
 from pipec.console import notice
 from pipec.errors import NonFiniteError
@@ -15,16 +17,18 @@ class StepState:
 
     ``num_steps`` includes the steps before a loaded checkpoint; ``num_skipped`` of them were skipped because
     a loss or gradient was not finite. If a ``recording`` is made, some steps add their timestamps to it. A
-    step adds its memory to ``measured``, unless it is None. If it ``accumulates``, it makes no update.
+    step adds its memory to ``measured``, unless it is None. If it ``accumulates``, it makes no update. The
+    ``logs`` have by name what the loss function of the last step returned besides the loss.
     """
 
     def __init__(self, updates: OptimizerUpdates | None) -> None:
-        self._updates = updates
+        self.updates = updates
         self.num_steps = 0
         self.num_skipped = 0
         self.accumulates = False
         self.recording: Recording | None = None
         self.measured: list[RankMemory] | None = None
+        self.logs: dict[str, Tensor] = {}
 
     @property
     def recorded(self) -> list[RecordedStep] | None:
@@ -40,14 +44,14 @@ class StepState:
             self.recording.count_step(self.num_steps, trained)
         self._require_finite(found, trained, self.num_steps)
         self.num_steps += 1
-        if self._updates is None or not self.accumulates:
+        if self.updates is None or not self.accumulates:
             self.count_update(found, trained)
-            if self._updates is not None and found is None:
-                self._updates.optimizer.count_step()
+            if self.updates is not None and found is None:
+                self.updates.optimizer.count_step()
 
     def count_update(self, found: NonFinite | None, trained: Artifact | None) -> None:
         """Count the update after the last step; raises as ``count``."""
-        last, updates = self.num_steps - 1, self._updates
+        last, updates = self.num_steps - 1, self.updates
         if self.recording is not None:
             self.recording.count_update(last, trained)
         self._require_finite(found, trained, last)

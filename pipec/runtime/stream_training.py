@@ -3,56 +3,24 @@
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from pipec.errors import InputError, PipecError
-from pipec.runtime.messages.call_description import CallDescription
-from pipec.runtime.pipeline_context import PipelineContext
+from pipec.runtime.executions import Executions
 from pipec.runtime.step.execution import require_synchronous
 from pipec.runtime.stream.call_arguments import CallArguments, call_arguments_of
 from pipec.runtime.stream.read_ahead import ReadAhead, ReadItem
-from pipec.runtime.stream.stream_session import CompiledStream, StreamSession
+from pipec.runtime.stream.stream_session import StreamSession
 from pipec.runtime.stream_position import ResumableReader, StreamPosition
-
-OnStarted = Callable[[], None]
-"""What a step calls as soon as it draws no more random numbers, and before it works."""
-
-
-def nothing() -> None:
-    """Do nothing."""
-
-
-class StreamedCalls(Protocol):
-    """Makes the steps of a stream."""
-
-    @property
-    def has_target(self) -> bool:
-        """Whether a step has a target beside the model's arguments."""
-
-    @property
-    def may_be_asynchronous(self) -> bool:
-        """Whether the schedule is asynchronous, or a search may find one that is."""
-
-    def compiled_stream(self, arguments: CallArguments) -> CompiledStream | None:
-        """What runs a batch, and those after it; None if its steps do not overlap after all.
-
-        Every rank calls it with the same arguments.
-        """
-
-    def describe_batch(self, arguments: CallArguments) -> CallDescription:
-        """What must be equal on all ranks. Raises InputError if the batch does not fit."""
-
-    def stream_step(self, arguments: CallArguments, on_started: OnStarted) -> Tensor:
-        """Make one step, and return its loss."""
 
 
 class StreamTraining:
     """Makes the steps of streams, and knows the position in the last of them for checkpoints."""
 
-    def __init__(self, calls: StreamedCalls, context: PipelineContext) -> None:
-        self._calls, self._context = calls, context
+    def __init__(self, executions: Executions) -> None:
+        self._executions = executions
         self._reader: ResumableReader | None = None
         self._last_reader: ResumableReader | None = None
         self._saved_position: Callable[[], StreamPosition] | None = None
@@ -65,13 +33,15 @@ class StreamTraining:
     def losses_of(self, batches: Iterator[CallArguments]) -> Generator[Tensor]:
         """The losses of ``batches``, without a position for checkpoints."""
         ahead = ReadAhead(batches)
-        return self._asynchronous_losses(ahead) if self._calls.may_be_asynchronous else self._losses(ahead)
+        return (
+            self._asynchronous_losses(ahead) if self._executions.may_be_asynchronous else self._losses(ahead)
+        )
 
     def restore(self, position: Callable[[], StreamPosition] | None) -> None:
         """Begin the next stream at the position of a loaded checkpoint, if it has one."""
         self._saved_position = position
         self._reader = self._last_reader = None
-        self._context.undelivered = ()
+        self._executions.undelivered = ()
 
     def leave_last(self) -> None:
         """Forget the last stream, because a step was made after it."""
@@ -79,26 +49,26 @@ class StreamTraining:
 
     def _track_position(self, reader: ResumableReader, steps: Generator[Tensor]) -> Generator[Tensor]:
         """The losses of ``steps``. Checkpoints that are saved meanwhile have the position."""
-        before, self._context.undelivered = self._reader, ()
+        before, self._executions.undelivered = self._reader, ()
         # these count again as the loop is given their losses
-        self._context.steps.num_steps -= len(reader.undelivered)
+        self._executions.steps.num_steps -= len(reader.undelivered)
         try:
             with contextlib.closing(steps):
                 while reader.undelivered:
                     self._reader, result = reader, reader.undelivered.popleft()
                     reader.count_delivered()
-                    yield self._context.deliver(result)
+                    yield self._executions.deliver(result)
                 for loss in steps:
                     self._reader = self._last_reader = reader
                     reader.count_delivered()
                     yield loss
             self._reader = None
         finally:
-            if self._reader is reader or (self._reader is before and self._context.undelivered):
+            if self._reader is reader or (self._reader is before and self._executions.undelivered):
                 self._reader = self._last_reader = reader
-                reader.leave(self._context.undelivered)
-                self._context.undelivered = ()
-                self._context.steps.num_steps += len(reader.undelivered)
+                reader.leave(self._executions.undelivered)
+                self._executions.undelivered = ()
+                self._executions.steps.num_steps += len(reader.undelivered)
 
     @property
     def num_undelivered(self) -> int:
@@ -111,8 +81,8 @@ class StreamTraining:
         """The steps that were made, also those whose losses the running loop is still to be given."""
         loop = self._reader
         if self._saved_position is not None or loop is None or loop.has_ended_early:
-            return self._context.steps.num_steps
-        return self._context.steps.num_steps + len(loop.undelivered) + len(self._context.undelivered)
+            return self._executions.steps.num_steps
+        return self._executions.steps.num_steps + len(loop.undelivered) + len(self._executions.undelivered)
 
     def keep_last_position(self) -> None:
         """Save the position of the stream that gave the last loss, even if it has ended by now."""
@@ -134,10 +104,10 @@ class StreamTraining:
         """The position of the stream that runs, was left, or is still to be resumed; None without one."""
         if self._saved_position is not None:
             return self._saved_position()
-        return None if self._reader is None else self._reader.position(self._context.undelivered)
+        return None if self._reader is None else self._reader.position(self._executions.undelivered)
 
     def _arguments(self, batch: Any) -> CallArguments:
-        return call_arguments_of(batch, self._calls.has_target)
+        return call_arguments_of(batch, self._executions.has_target)
 
     def _losses(self, ahead: ReadAhead) -> Generator[Tensor]:
         for number in count():
@@ -146,7 +116,7 @@ class StreamTraining:
             if item.error is not None:
                 self._end_stream(item)
                 return
-            loss = self._calls.stream_step(item.value, lambda: ahead.request(number + 1))  # noqa: B023
+            loss = self._executions.stream_step(item.value, lambda: ahead.request(number + 1))  # noqa: B023
             ahead.forget(number)
             ahead.wait()
             ahead.release(number)
@@ -157,12 +127,12 @@ class StreamTraining:
         number, stream_session = 0, cast(StreamSession | None, None)
         try:
             while True:
-                if stream_session is not None and self._context.pending_signal:
+                if stream_session is not None and self._executions.agreement.pending_signal:
                     # the losses of the batches that were begun come before the end
-                    stream_session.drain(self._context.optimizer.hyperparameters())
-                recording = self._context.steps.recording
+                    stream_session.drain(self._executions.optimizer.hyperparameters())
+                recording = self._executions.steps.recording
                 require_synchronous(
-                    self._context.steps.accumulates, recording.steps if recording is not None else None
+                    self._executions.steps.accumulates, recording.steps if recording is not None else None
                 )
                 if stream_session is None:
                     ahead.request(number)
@@ -170,35 +140,35 @@ class StreamTraining:
                     if item.error is not None:
                         self._end_stream(item)
                         return
-                    self._context.drain()
-                    compiled = self._calls.compiled_stream(item.value)
+                    self._executions.drain()
+                    compiled = self._executions.compiled_stream(item.value)
                     if compiled is None:
                         yield from self._losses(ahead)
                         return
-                    announce = self._announce if self._context.is_distributed else None
+                    announce = self._announce if self._executions.agreement.is_distributed else None
                     stream_session = StreamSession(compiled, ahead, number, announce)
-                    self._context.stream_session = stream_session
-                result = stream_session.result(number, self._context.optimizer.hyperparameters())
+                    self._executions.session = stream_session
+                result = stream_session.result(number, self._executions.optimizer.hyperparameters())
                 if result is None:
                     stream_session = None
                     continue
                 number += 1
-                yield self._context.deliver(result, stream_session.found(number - 1))
+                yield self._executions.deliver(result, stream_session.found(number - 1))
         finally:
-            if stream_session is self._context.stream_session:
-                self._context.drain()
+            if stream_session is self._executions.session:
+                self._executions.drain()
 
     def _announce(self, number: int, item: ReadItem) -> Callable[[], bool]:
         """Start to compare a batch with those of the other ranks. Returns what waits for the result."""
-        call_description = self._context.describe_updates()
+        call_description = self._executions.agreement.describe_updates()
         if item.error is not None:
             call_description["batches"] = "no more"
         else:
             try:
-                call_description |= self._calls.describe_batch(item.value)
+                call_description |= self._executions.describe_batch(item.value)
             except PipecError as error:
                 call_description["refused"] = str(error)
-        return self._context.ranks.agreement.start_comparison(
+        return self._executions.ranks.agreement.start_comparison(
             f"announcing batch {number} of a stream", call_description
         )
 
@@ -207,11 +177,11 @@ class StreamTraining:
         error = item.error
         assert error is not None
         has_ended = isinstance(error, StopIteration)
-        if not self._context.is_distributed:
+        if not self._executions.agreement.is_distributed:
             if not has_ended:
                 raise error
             return
         why = "no more" if has_ended else f"{type(error).__name__}: {error}"
-        self._context.require_same_call("step", {"batches": why})
+        self._executions.agreement.require_same_call("step", {"batches": why})
         if not has_ended:
             raise InputError(f"the iterator of batches raised {why}") from error

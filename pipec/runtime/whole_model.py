@@ -5,7 +5,7 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,9 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pipec.errors import InputError
 from pipec.ir import ParameterShard
 from pipec.runtime.absent_tensors import is_absent, plain_tensors
-from pipec.runtime.linked_artifacts import LinkedArtifacts
+from pipec.runtime.executions import Executions
 from pipec.runtime.optimizers import StateShard
-from pipec.runtime.pipeline_context import PipelineContext
 from pipec.runtime.wrappers import refuse_scheduler_of_accelerate, refuse_wrappers
 from pipec.torch_compat.run_time import replace_total_norm
 
@@ -47,45 +46,22 @@ class StateOfRank0(OrderedDict[str, Tensor]):
 
 
 class WholeModel:
-    """Brings together what the processes of a pipeline hold. Every rank makes its calls.
+    """Brings together what the processes of a pipeline hold for a script's own optimizer.
 
-    ``module`` has the parameters of the whole model. Where a script has an optimizer of its own, torch's
-    ``clip_grad_norm_`` and ``get_total_norm`` take the norm of the whole model, and the optimizer's
-    ``state_dict`` has the state of all its parameters.
+    Where a script has one, torch's ``clip_grad_norm_`` and ``get_total_norm`` take the norm of the whole
+    model, and the optimizer's ``state_dict`` has the state of all its parameters. Every rank makes the calls.
     """
 
-    def __init__(self, module: nn.Module, context: PipelineContext, linked: LinkedArtifacts) -> None:
-        self._module, self._context, self._linked = weakref.ref(module), context, linked
-        if context.is_distributed and context.updates is None:
+    def __init__(self, executions: Executions) -> None:
+        self._executions, self._tensors = executions, executions.tensors
+        self._agreement = executions.agreement
+        if self._agreement.is_distributed and executions.steps.updates is None:
             _follow(self)
-
-    def gather(
-        self, method: str, tensors: Mapping[str, Tensor], names: Collection[str], all_ranks: bool
-    ) -> dict[str, Tensor]:
-        """Copies of the named ones of ``tensors`` on the CPU of rank 0 or of all ranks; {} on others."""
-        context = self._context
-        self._linked.require_values()
-        if context.is_distributed:
-            context.require_same_call(f"{method}(all_ranks={all_ranks})", {})
-        with self._linked.unsharded():
-            held = {fqn: tensor.detach() for fqn, tensor in tensors.items() if fqn in names}
-            if not context.is_distributed:
-                return {fqn: tensor.to("cpu", copy=True) for fqn, tensor in held.items()}
-            return self._gathered(held, range(context.ranks.count) if all_ranks else [0])
-
-    def _gathered(self, tensors: Mapping[str, Tensor], readers: Sequence[int]) -> dict[str, Tensor]:
-        ranks, whole = self._context.ranks, {}
-        for fqn, tensor in tensors.items():
-            found = self._context.owners.broadcast(f"gathering {fqn}", fqn, tensor, ranks.agreement, readers)
-            if ranks.world.rank in readers:
-                whole[fqn] = found.to("cpu", copy=True) if found is tensor else found
-        return whole
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the whole model, by first name."""
-        module = self._module()
-        return {} if module is None else dict(module.named_parameters())
+        return self._tensors.names.unique_parameters()
 
     @torch.no_grad()
     def total_norm(self, call: str, gradients: Iterable[Tensor] | None, norm_type: float) -> Tensor:
@@ -94,15 +70,15 @@ class WholeModel:
         Each rank passes those that it holds; None: all. A tied parameter counts once. ``call`` is what all
         ranks call.
         """
-        context, parameters = self._context, self.parameters
-        if context.is_distributed:
-            context.require_same_call(call, {})
+        parameters = self.parameters
+        if self._agreement.is_distributed:
+            self._agreement.require_same_call(call, {})
         chosen = None if gradients is None else set(map(id, gradients))
         table = torch.zeros(2, len(parameters), dtype=torch.float64)  # whether there is a gradient, its norm
         norms_by_device: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
         with plain_tensors():
             for column, (fqn, parameter) in enumerate(parameters.items()):
-                gradient = parameter.grad if context.owners.is_source(fqn) else None
+                gradient = parameter.grad if self._tensors.is_source(fqn) else None
                 if gradient is not None and (chosen is None or id(gradient) in chosen):
                     norm = torch.linalg.vector_norm(gradient, norm_type)
                     norms_by_device[gradient.device][column] = norm
@@ -110,8 +86,9 @@ class WholeModel:
                 table[0, [*found]] = 1
                 table[1, [*found]] = torch.stack([*found.values()]).to("cpu", torch.float64)
             dtypes = [parameter.dtype.to_real() for parameter in parameters.values()]
-        if context.is_distributed:
-            table = torch.stack(context.ranks.agreement.all_gather(f"calling {call}", table)).sum(0)
+        if self._agreement.is_distributed:
+            ranks = self._agreement.ranks
+            table = torch.stack(ranks.agreement.all_gather(f"calling {call}", table)).sum(0)
         norms = [norm.to(dtype) for there, norm, dtype in zip(*table, dtypes, strict=True) if there]
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
@@ -123,7 +100,7 @@ class WholeModel:
     @property
     def is_spread(self) -> bool:
         """Whether some ranks lack some of the parameters."""
-        return self._context.owners.are_spread
+        return self._tensors.are_spread
 
     def gather_optimizer_state(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """The state dict of a script's optimizer for the parameters of all ranks; ``own`` is this rank's."""
@@ -133,10 +110,12 @@ class WholeModel:
         shards = [
             StateShard(ParameterShard(fqn, 0, numbered[number].numel()), own["state"][number])
             for fqn, number in numbers.items()
-            if self._context.owners.is_source(fqn) and number in own["state"]
+            if self._tensors.is_source(fqn) and number in own["state"]
         ]
         gathered = {
-            shard.piece.name: shard.entries for rank in self._linked.gather_states(shards) for shard in rank
+            shard.piece.name: shard.entries
+            for rank in self._executions.gather_states(shards)
+            for shard in rank
         }
         if unknown := gathered.keys() - numbers.keys():
             raise InputError(
@@ -177,12 +156,18 @@ def _spread() -> list[WholeModel]:
     return [whole for _, whole in sorted(_followed.items()) if whole.is_spread]
 
 
-def _total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor | None:
+def _total_norm(
+    gradients: Sequence[Tensor], norm_type: float, parameters: Sequence[Tensor] | None
+) -> Tensor | None:
     """The norm of gradients of the whole model; None if they are of no pipeline.
 
-    A rank that holds none of the parameters passes none: it takes part for the only pipeline that there is.
+    A rank that holds none of the parameters that are clipped takes part, too, as these are of the pipeline.
+    One that passes nothing at all takes part for the only pipeline that there is.
     """
     pipelines = _spread()
+    if parameters:
+        chosen = set(map(id, parameters))
+        pipelines = [each for each in pipelines if chosen.intersection(map(id, each.parameters.values()))]
     if gradients:
         pipelines = [each for each in pipelines if each.num_gradients(gradients)]
         if pipelines and pipelines[0].num_gradients(gradients) < len(gradients):

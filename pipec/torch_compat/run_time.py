@@ -1,5 +1,6 @@
 """Private parts of torch that a rank needs that compiles nothing. None of them loads torch._dynamo."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, Self
@@ -56,7 +57,11 @@ class ConvertedModule(nn.Module):
         return self._convert(fn, recurse)
 
 
-def replace_total_norm(norm_of: Callable[[Sequence[Tensor], float], Tensor | None]) -> None:
+NormOf = Callable[[Sequence[Tensor], float, Sequence[Tensor] | None], Tensor | None]
+"""The norm of gradients, of this order. The parameters are those that are clipped, None if none are."""
+
+
+def replace_total_norm(norm_of: NormOf) -> None:
     """Let ``clip_grad_norm_`` and ``get_total_norm`` take the norm that ``norm_of`` gives, unless it is None.
 
     ``clip_grad_norm_`` looks its helper up in its module. So a script that has imported it by name before
@@ -64,7 +69,6 @@ def replace_total_norm(norm_of: Callable[[Sequence[Tensor], float], Tensor | Non
     """
     plain = clip_grad._get_total_norm
 
-    @torch.no_grad()
     def get_total_norm(
         tensors: Tensor | Iterable[Tensor],
         norm_type: float = 2.0,
@@ -72,7 +76,11 @@ def replace_total_norm(norm_of: Callable[[Sequence[Tensor], float], Tensor | Non
         foreach: bool | None = None,
     ) -> Tensor:
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        norm = norm_of(listed, float(norm_type))
+        caller = sys._getframe(1)
+        is_clipping = caller.f_globals is vars(clip_grad) and caller.f_code.co_name == "clip_grad_norm_"
+        parameters = caller.f_locals.get("parameters") if is_clipping else None
+        with torch.no_grad():
+            norm = norm_of(listed, float(norm_type), parameters)
         if norm is None:
             return plain(listed, norm_type, error_if_nonfinite, foreach)
         if error_if_nonfinite and not norm.isfinite():

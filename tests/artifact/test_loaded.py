@@ -11,7 +11,6 @@ from torch import nn
 import pipec
 from pipec.errors import InputError
 from pipec.pipeline import Pipeline
-from pipec.runtime.loaded_pipeline import LoadedPipeline
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 
@@ -55,8 +54,11 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda p: p.step(X[0, 0]), r"the arguments hold no batch; expected args\[0\] \("),
         (lambda p: p.step(), r"step was given target; this artifact was made for args\[0\], target"),
         (lambda p: p.source(2), "there is no stage 2: the pipeline has stages 0 to 1"),
-        (lambda p: p.save_checkpoint("saved"), "a loaded artifact has no model"),
-        (lambda p: pipec.CheckpointManager("run", every=1).resume(p), "expected what pipec.compile returned"),
+        (lambda p: p.as_module(), "a loaded artifact has no model"),
+        (lambda p: p(X), "forward was called, but this artifact holds a step without outputs"),
+        (lambda p: p.eval_step(X, target=Y), "eval_step was called, but this artifact holds a step"),
+        (lambda p: p.step(X, target=Y, outputs=True), "step with outputs was called, but this artifact"),
+        (lambda p: p.join(), "the pipeline has batch=.same.; pass"),
     ],
     ids=[
         "shape",
@@ -72,12 +74,15 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "no rows",
         "nothing",
         "no such stage",
-        "a checkpoint",
-        "checkpoints of a run",
+        "a module",
+        "forward",
+        "evaluation",
+        "outputs",
+        "a join",
     ],
 )
 def test_a_bad_call_is_refused_and_the_next_good_one_works(
-    saved: Path, mistake: Callable[[LoadedPipeline], object], message: str
+    saved: Path, mistake: Callable[[Pipeline], object], message: str
 ) -> None:
     loaded = pipec.load(saved)
     with pytest.raises(InputError, match=message):
@@ -233,3 +238,41 @@ def test_what_an_artifact_needs_for_its_updates_is_asked_for(saved: Path, tmp_pa
     for directory, options, message in mistakes:
         with pytest.raises(InputError, match=message):
             pipec.load(directory, **options)
+
+
+class Tied(nn.Module):
+    """A tied weight, and a buffer that is in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.full((4,), 0.5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh() * self.scale)[:, :2]
+
+
+def test_a_loaded_artifact_saves_and_resumes_as_the_pipeline_does(tmp_path: Path) -> None:
+    def compiled_tied() -> Pipeline:
+        torch.manual_seed(0)
+        loss = nn.functional.mse_loss
+        return pipec.compile(Tied(), devices=2, microbatches=2, loss_fn=loss, optimizer=ADAM)
+
+    pipe = compiled_tied().prepare(X, target=Y)
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded, resumed, again = (pipec.load(tmp_path / "saved", optimizer=ADAM) for _ in range(3))
+    for each in (pipe, loaded):
+        each.step(X, target=Y)
+    pipe.save_checkpoint(tmp_path / "of_pipe")
+    loaded.save_checkpoint(tmp_path / "of_loaded", extra={"epoch": 1})
+    resumed.load_checkpoint(tmp_path / "of_pipe")
+    other = compiled_tied()
+    assert other.load_checkpoint(tmp_path / "of_loaded") == {"epoch": 1}
+    manager = pipec.CheckpointManager(tmp_path / "run", every=1)
+    manager.resume(again)
+    again.step(X, target=Y)
+    losses = [each.step(X, target=Y).item() for each in (pipe, loaded, resumed, other, again)]
+    assert losses == losses[:1] * 5
+    assert loaded.state_dict().keys() == pipe.state_dict().keys()
+    assert loaded.num_steps == resumed.num_steps == 2

@@ -120,7 +120,7 @@ def test_gradients_are_those_of_eager_mode(
 
 
 def _operators(pipe: pipec.Pipeline) -> list[Any]:
-    (staged,) = pipe._compiler.cache.staged_graphs
+    (staged,) = pipe._executions.compiler.cache.staged_graphs
     return list(staged.graph.operators)
 
 

@@ -91,7 +91,7 @@ def test_a_branch_on_arguments_goes_as_the_whole_batch_says(branch: Callable[...
         given = inputs(masked)
         found = trained(model, pipe.step, given)
         assert_alike(found, trained(model, model, given))
-    assert len(pipe._compiler.cache.staged_graphs) == 2, "each way is compiled once"
+    assert len(pipe._executions.compiler.cache.staged_graphs) == 2, "each way is compiled once"
 
 
 # values that the model computes

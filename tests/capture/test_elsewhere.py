@@ -62,7 +62,7 @@ def test_constants_of_an_artifact_are_on_the_host(monkeypatch: pytest.MonkeyPatc
     pipe = pipec.compile(Tied(), ["cpu"] * 2, loss_fn=loss_fn, microbatches=2)
     assert isinstance(pipe, Pipeline)
     pipe.prepare(torch.ones(4, 4), target=torch.zeros(4, dtype=torch.int64))
-    (staged,) = pipe._compiler.cache.staged_graphs
+    (staged,) = pipe._executions.compiler.cache.staged_graphs
     graph, schedule = staged.graph, pipec.schedules.make_schedule("gpipe", 2, 2)
     with FakeTensorMode():
         on_gpu = {name: torch.empty(4, device=GPU) for name in graph.constants}

@@ -32,13 +32,13 @@ class Pair:
         self.pipe = pipec.compile(model, **{"devices": 2, "microbatches": 2, **options})
         self.loss_fn = options.get("loss_fn")
         self.num_compiled = 0
-        compile_ = self.pipe._compiler.compile
+        compile_ = self.pipe._executions.compiler.compile
 
         def counted(*args: Any) -> Any:
             self.num_compiled += 1
             return compile_(*args)
 
-        self.pipe._compiler.compile = counted
+        self.pipe._executions.compiler.compile = counted
 
     def step(self, *args: Any, target: Any = None, exact: bool = False, **kwargs: Any) -> int:
         """Compare loss and gradients with those of the whole batch. Returns how often that compiled."""
@@ -619,8 +619,8 @@ def test_what_was_used_longest_ago_is_let_go(
     calls = (lambda: pipe.step(x, target=target), lambda: pipe.step(x=x, target=target))
     for call in (*calls, calls[0], lambda: pipe.step(x, target=target, outputs=True)):
         call()
-        graphs = [each.graph for each in pipe._compiler.cache.staged_graphs]
-        alive.append((weakref.ref(graphs[-1]), weakref.ref(pipe._linked.execution(pipe._artifact))))
+        graphs = [each.graph for each in pipe._executions.compiler.cache.staged_graphs]
+        alive.append((weakref.ref(graphs[-1]), weakref.ref(pipe._executions.execution(pipe._artifact))))
     collect()
     assert [execution() is not None for _, execution in alive] == [True, False, True, True]
     assert [alive[k][0]() is not None for k in (0, 1, 3)] == [True, False, True]
@@ -633,7 +633,7 @@ def test_programs_for_many_numbers_of_rows_are_bounded(monkeypatch: pytest.Monke
     found = [pair.step(**sequences(4, rows)) for rows in (4, 6, 4, 8, 4, 6)]
     assert found == [1, 1, 0, 1, 0, 1]
     assert all(pair.pipe.compile_seconds[step] > 0 for step in ("capture", "differentiate"))
-    assert len(pair.pipe._linked._executions) <= 2
+    assert len(pair.pipe._executions._linked) <= 2
 
 
 # what a person is told

@@ -74,9 +74,9 @@ def test_ranks_let_go_of_the_same(tmp_path: Path) -> None:
         for length, rows in ((4, 6), (6, 6), (6, 4), (8, 8), (6, 4), (6, 6)):
             x, y = batch(length, rows)
             loss = pipe.step(x, target=y)
-            alive.append(weakref.ref(pipe._linked.execution(pipe._artifact)))
+            alive.append(weakref.ref(pipe._executions.execution(pipe._artifact)))
             gc.collect()
-            left = len(pipe._linked._executions)
+            left = len(pipe._executions._linked)
             print(float(loss).hex(), [execution() is not None for execution in alive], left)
     """
     ranks = told(tmp_path, body, 2)

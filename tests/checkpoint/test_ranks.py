@@ -53,7 +53,7 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
             losses[layout] = run.train(3, 6)
             if layout.endswith("parameters"):
                 shapes = {name: x.numel() for name, x in run.pipe.local_state_dict().items()}
-                assert any(piece.size < shapes[piece.name] for piece in run.pipe._context.updates.shards())
+                assert any(piece.size < shapes[piece.name] for piece in run.pipe._steps.updates.shards())
             run.save(here / layout, asynchronous=True)
             losses[layout] += run.train(6, 8)
         for layout, run in runs.items():
@@ -221,7 +221,7 @@ def test_a_process_waits_for_its_checkpoint_and_ends_with_its_failure(tmp_path: 
         manifest.ChecksummedFile.end = slow
         run.save(here / "saved", extra="whole", asynchronous=True)
         if rank == 1:
-            run.pipe._context.ranks.distributed.fail(RuntimeError("a step"))
+            run.pipe.ranks.distributed.fail(RuntimeError("a step"))
         """
     told(tmp_path, script.replace("FAILS", "False"))
     assert start("1 stage").load(tmp_path / "saved") == "whole"

@@ -130,7 +130,7 @@ def test_a_users_pass_counts_also_where_memory_forces_to_recompute() -> None:
         return [each for step in passes(*args) for each in (step, *again * isinstance(step, MarkRecompute))]
 
     def saved_bytes() -> list[float]:
-        (cut,) = prepared(microbatches=4)._compiler.cache.staged_graphs
+        (cut,) = prepared(microbatches=4)._executions.compiler.cache.staged_graphs
         everything = frozenset(name for stage in cut.forward_values(ROWS // 4) for name in stage)
         plan = cut.with_recompute(MarkRecompute(everything)).evaluate(one_f_one_b(2, 4), ROWS // 4).plan
         assert all(stage.recompute for stage in plan.stages)

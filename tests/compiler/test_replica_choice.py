@@ -153,7 +153,8 @@ def test_what_travels_most_stays_inside_a_host(
 
 
 def test_links_that_are_alike_leave_nothing_to_arrange() -> None:
-    decided = prepared(heavy_weights(), equal_devices(4, LinkModel(1e9, 0.0)), replicas=2)._compiler.decided
+    pipe = prepared(heavy_weights(), equal_devices(4, LinkModel(1e9, 0.0)), replicas=2)
+    decided = pipe._executions.compiler.decided
     assert decided.replica_arrangements() == [decided]
     assert len(decided.on_topology(hosts()).replica_arrangements()) == 2
 

@@ -13,10 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipec
+from pipec.compiler.compile_cache import CaptureSignature
 from pipec.hardware.topology import Device, Level
 from pipec.ir import Mode
-from pipec.pipeline.collective_calls import CallRequest
 from pipec.runtime.absent_tensors import is_absent, materialized, release_elsewhere
+from pipec.runtime.executions import STEP
+from pipec.runtime.stream.call_arguments import CallArguments
 
 GB = 1e9
 
@@ -151,8 +153,11 @@ def test_a_model_larger_than_a_gpu_is_compiled_on_the_host(device: torch.device)
     large = pipec.Topology((Device(1e12),) * 4, (Level(4, 1e11),))
     pipe = pipec.compile(model, [device] * 4, loss_fn=F.mse_loss, microbatches=2, topology=large)
     inputs = torch.ones(4, 16384)
-    call = pipe._agreement.agree(CallRequest("prepare", Mode.TRAIN), (inputs,), {}, inputs)
-    pipe._compiler.compile(call.signature, call.call, "", refuses_mixed_rows=False)
+    executions = pipe._executions
+    call = executions.check_call(Mode.TRAIN, CallArguments((inputs,), {}, inputs))
+    fingerprint = executions._fingerprint(Mode.TRAIN, executions.snapshot())
+    key = executions._capture_key(STEP, call, fingerprint)
+    executions.compiler.compile(CaptureSignature(key, 0), call, "", refuses_mixed_rows=False)
     assert _resident() - before < 1 * GB
     if device.type == "cuda":
         assert torch.cuda.max_memory_allocated() < 1 * GB

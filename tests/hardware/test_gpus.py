@@ -31,7 +31,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Topology]:
     def compile_on(devices: list[str], **options: object) -> Topology:
         pipe = pipec.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), devices, **options)  # type: ignore[arg-type]
         assert isinstance(pipe, Pipeline)
-        found: Topology = pipe._compiler.decided.options.topology
+        found: Topology = pipe._executions.compiler.decided.options.topology
         return found
 
     return compile_on

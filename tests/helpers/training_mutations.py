@@ -30,9 +30,9 @@ from random_training_loops import (
 )
 
 from pipec.ir import ParameterShard, Sharding
-from pipec.pipeline import compiled_calls, pipeline
+from pipec.pipeline.pipeline import Pipeline
+from pipec.runtime import executions
 from pipec.runtime.optimizers import PipelineOptimizer, StageOptimizer
-from pipec.runtime.pipeline_base import PipelineBase
 from pipec.runtime.stages.bucket_shard import BucketShard
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.stages.replica_reductions import GradientReduction
@@ -188,8 +188,8 @@ def own_norm(clip: Any) -> Any:
 
 FAULTS: Mapping[str, Fault] = {
     "a state is dropped where programs are bound": replaced(PipelineOptimizer, "attach", states_dropped),
-    "pipe.zero_grad does nothing": replaced(PipelineBase, "zero_grad", nothing),
-    "pipe.zero_grad leaves no zeros": replaced(PipelineBase, "zero_grad", none_for_zero),
+    "pipe.zero_grad does nothing": replaced(Pipeline, "zero_grad", nothing),
+    "pipe.zero_grad leaves no zeros": replaced(Pipeline, "zero_grad", none_for_zero),
     "pipe.optimizer.zero_grad does nothing": replaced(PipelineOptimizer, "zero_grad", nothing),
     "groups have the numbers of others": replaced(StageOptimizer, "_take", group_of_others),
     "schedulers are not seen": replaced(StageOptimizer, "update", first_groups_kept),
@@ -199,20 +199,20 @@ FAULTS: Mapping[str, Fault] = {
         optimizer_updates, "clip_factor", lambda _: lambda squares, most: most / (squares.sqrt() + 1e-6)
     ),
     "the norm leaves out small gradients": replaced(overflow_check, "gradient_norms", of_large),
-    "the norm is always the second": replaced(PipelineBase, "clip_grad_norm_", own_norm),
+    "the norm is always the second": replaced(Pipeline, "clip_grad_norm_", own_norm),
     "a microbatch's gradient is lost": replaced(GradientAccumulator, "add", second_dropped),
     "what was accumulated is halved": replaced(GradientAccumulator, "begin_step", halved),
-    "accumulate() updates": replaced(PipelineBase, "accumulate", lambda _: always_updating),
+    "accumulate() updates": replaced(Pipeline, "accumulate", lambda _: always_updating),
     "replicas average": replaced(GradientAccumulator, "add_reduced", averaged),
     "tied gradients count twice": replaced(GradientAccumulator, "add_tied", counted_twice),
     "gradients of a shard are off by one": replaced(BucketShard, "gradients", rolled),
     "the slice of a shard is one too short": replaced(Sharding, "_piece", one_short),
-    "eval_step leaves the mode": replaced(pipeline.Pipeline, "eval_step", left_in_evaluation),
+    "eval_step leaves the mode": replaced(Pipeline, "eval_step", left_in_evaluation),
     "a loaded state is ignored": replaced(StageOptimizer, "load", nothing),
     "loaded learning rates are ignored": replaced(PipelineOptimizer, "load_state_dict", own_groups_kept),
-    "load_state_dict leaves one out": replaced(pipeline.Pipeline, "load_state_dict", last_left_out),
+    "load_state_dict leaves one out": replaced(Pipeline, "load_state_dict", last_left_out),
     "what scripts do to shards is not seen": replaced(OptimizerUpdates, "follow_script", nothing),
-    "microbatches count alike": replaced(compiled_calls, "loss_weights", alike),
+    "microbatches count alike": replaced(executions, "loss_weights", alike),
 }
 
 OF_RANKS: Mapping[str, Fault] = {

@@ -93,7 +93,7 @@ def test_a_buffer_is_prepared_where_another_call_changes_it() -> None:
     pipe = pipec.compile(Scaled(), devices=2, microbatches=2)
     pipe.eval()
     pipe.eval_step(torch.randn(ROWS, WIDTH))
-    staged, *_ = pipe._compiler.cache.staged_graphs
+    staged, *_ = pipe._executions.compiler.cache.staged_graphs
     homes = {"first": 0, "last": 1}
     owners = {f"{layer}.{name}": (k,) for layer, k in homes.items() for name in ("weight", "bias")}
     cut = AssignStages(FollowPlacement(2, {**owners, "scale": (1,)}))

@@ -102,6 +102,6 @@ def test_another_graph_is_taken_apart_where_parameters_are(
     pipe.train()
     with torch.no_grad():
         assert torch.equal(pipe(x), sum(eager(part) for part in x.chunk(2)) / 2)
-    graphs = [staged.graph for staged in pipe._compiler.cache.staged_graphs]
+    graphs = [staged.graph for staged in pipe._executions.compiler.cache.staged_graphs]
     homes = {graph.mode: parameter_stages(graph) for graph in graphs}
     assert homes[Mode.FORWARD] == homes[Mode.TRAIN]

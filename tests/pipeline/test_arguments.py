@@ -21,8 +21,7 @@ from pipec.cli import app
 from pipec.errors import ArtifactError, InputError, PipecError
 from pipec.ir.argument_checks import ArgumentRule
 from pipec.options import OPTIONS, Options
-from pipec.pipeline import Pipeline
-from pipec.runtime import loaded_pipeline
+from pipec.pipeline import Pipeline, load
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 
@@ -45,7 +44,7 @@ def pipe() -> Pipeline:
     ("function", "kinds"),
     [
         (pipec.profile, api.PROFILE_ARGUMENTS),
-        (pipec.load, loaded_pipeline.LOAD),
+        (pipec.load, load.LOAD),
     ],
 )
 def test_every_argument_has_a_row(function: Callable[..., Any], kinds: Mapping[str, ArgumentRule]) -> None:

@@ -209,7 +209,7 @@ def test_what_changes_again_and_again_takes_no_more_and_more_memory(
         for loss in pair.losses:
             loss.weight = 1.0 + number
         pair.step()
-        alive.append(weakref.ref(pair.pipe._linked.execution(pair.pipe._artifact)))
+        alive.append(weakref.ref(pair.pipe._executions.execution(pair.pipe._artifact)))
     collect()
     assert [number for number, held in enumerate(alive) if held()] == [3, 4]
     assert "What changes often is better a tensor" in "".join(said)

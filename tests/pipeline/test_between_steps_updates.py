@@ -175,7 +175,7 @@ def test_draws_do_not_depend_on_how_microbatches_are_compiled(layout: dict[str, 
         pipe = pipec.compile(Noisy(tells_sizes), microbatches=5, **layout)
         torch.manual_seed(3)
         drawn.append(pipe(x))
-        assert len(list(pipe._compiler.cache.compiled)) == 1 + tells_sizes
+        assert len(list(pipe._executions.compiler.cache.compiled)) == 1 + tells_sizes
     assert torch.equal(*drawn)
     masks = drawn[0].split([3, 3, 3, 2, 2])
     assert not any(torch.equal(one[:2], other[:2]) for one, other in itertools.combinations(masks, 2))

@@ -65,7 +65,7 @@ def delayed(
 ) -> Delayed:
     plan = pipe.plan
     return Delayed(
-        options.pop("model", pipe._compiler.model),
+        options.pop("model", pipe._executions.compiler.model),
         factory,
         stages_of(plan),
         len(plan.stages),
@@ -390,7 +390,7 @@ def test_stages_hold_the_versions_that_the_plan_counts(
 
     monkeypatch.setattr(WeightVersions, "advance", spy)
     list(pipe.stream(batches(8)))
-    execution = next(iter(pipe._linked._executions.values()))
+    execution = next(iter(pipe._executions._linked.values()))
     held = {
         stage.index: most[id(stage.weights)]
         for interpreter in execution._interpreters

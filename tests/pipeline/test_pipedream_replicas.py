@@ -65,9 +65,9 @@ def test_replicas_train_with_sums_of_delayed_gradients(replicas: tuple[int, ...]
 
 def assert_replicas_agree(pipe: pipec.Pipeline) -> None:
     """The copies that replicas in this process train have the bits of the model."""
-    assert pipe._context.updates is not None
+    assert pipe._steps.updates is not None
     own = dict(pipe.named_parameters())
-    copies = [pipe._context.updates.copies(rank) for rank in range(pipe.plan.num_ranks)]
+    copies = [pipe._steps.updates.copies(rank) for rank in range(pipe.plan.num_ranks)]
     names = {name for each in copies for name in each}
     replicated = [stage for stage in pipe.plan.stages if len(pipe.plan.placement[stage.index]) > 1]
     assert names == {name for stage in replicated for name in stage.parameters}

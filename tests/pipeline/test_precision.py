@@ -213,7 +213,7 @@ def _counted(prepare: Any, number: int, found: list[int]) -> Any:
 def counted_prepares(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by a stage's number whenever its weights are precomputed."""
     found: list[int] = []
-    execution = pipe._linked.execution(pipe._artifact)
+    execution = pipe._executions.execution(pipe._artifact)
     for interpreter in execution._interpreters if isinstance(execution, Execution) else ():
         for stage in interpreter._stages.values():
             monkeypatch.setattr(stage, "_precompute", _counted(stage._precompute, stage.index, found))
@@ -308,7 +308,7 @@ def test_checkpoints_keep_the_scale_and_its_counter(tmp_path: Path) -> None:
     other.load_checkpoint(tmp_path / "saved")
     assert other.loss_scale == 32768
     assert [pipe.step(**batch) for batch in rest] == [other.step(**batch) for batch in rest]
-    counters = [each._context.updates.loss_scale for each in (pipe, other) if each._context.updates]
+    counters = [each._steps.updates.loss_scale for each in (pipe, other) if each._steps.updates]
     assert counters == [LossScale(32768.0, 4)] * 2
 
 

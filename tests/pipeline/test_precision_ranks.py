@@ -24,7 +24,7 @@ def told(name, local=False, **options):
         eager.step(batch)
     whole = pipe.full_state_dict(all_ranks=True)
     furthest = max((whole[key] - x).abs().max().item() for key, x in eager.model.state_dict().items())
-    found, counter = pipe._context.updates.loss_scale, eager.scaler._get_growth_tracker()
+    found, counter = pipe._steps.updates.loss_scale, eager.scaler._get_growth_tracker()
     same = (found.scale, found.growth_tracker) == (eager.scaler.get_scale(), counter)
     return {{"name": name, "same": same, "skipped": pipe.num_skipped, "furthest": furthest}}
 

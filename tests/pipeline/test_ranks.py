@@ -291,8 +291,8 @@ def test_weights_start_as_rank_0s_and_a_line_says_so(tmp_path: Path) -> None:
     """Rank 0 looks at all of them, rank 1 at those that it keeps."""
     body = """
     from pipec.runtime.messages import agreement
-    digested, full_digest = [], agreement.full_digest
-    agreement.full_digest = lambda tensor: digested.append(tensor) or full_digest(tensor)
+    digested, describe_leaf = [], agreement.describe_leaf
+    agreement.describe_leaf = lambda tensor: digested.append(tensor) or describe_leaf(tensor)
     pipe = compiled(model(rank))
     for step in range(2):
         print(float(pipe.step(x, target=y)).hex())
@@ -556,8 +556,16 @@ def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp
     pipe.state_dict(destination=prefixed, prefix="pipe.")
     names = [f"pipe.{{name}}" for name in every]
     assert sorted(prefixed) == sorted(["other", *names])  # on rank 1 some are absent, which nobody can write
-    if rank:
-        attempt(lambda: pipe.load_state_dict(whole))
+    pipe.load_state_dict({{name: 2 * value for name, value in whole.items()}})  # rank 0's, on every rank
+    doubled = pipe.local_state_dict()
+    assert all(torch.equal(value, 2 * every[name]) for name, value in doubled.items())
+    attempt(lambda: pipe.load_state_dict({{name: value.view(-1)[:1] for name, value in whole.items()}}))
+    try:
+        pipe.load_state_dict({{"strange": torch.ones(()), **whole}} if whole else whole)
+    except RuntimeError as error:
+        print(error.args[0].splitlines()[-1])
+    pipe.load_state_dict(pipe.state_dict())
+    assert all(torch.equal(value, doubled[name]) for name, value in pipe.local_state_dict().items())
     pipe.load_state_dict(every)
     pipe.load_state_dict(own)
     other = nn.ModuleDict({{"pipe": pipe}}).state_dict()
@@ -565,15 +573,16 @@ def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp
     pipe.save({str(tmp_path / "artifact")!r}, tensors=True)
     loaded = pipec.load({str(tmp_path / "artifact")!r}, timeout=20.0)
     whole = loaded.state_dict()
-    assert whole.keys() == (set() if rank else every.keys() | {{"1.passing"}})
-    assert all(torch.equal(value, every[name]) for name, value in whole.items() if name in every)
-    assert loaded.local_state_dict().keys() - {{"1.passing"}} == own.keys()
+    assert whole.keys() == (set() if rank else every.keys())
+    assert all(torch.equal(value, every[name]) for name, value in whole.items())
+    assert loaded.local_state_dict().keys() == own.keys()
     """
     first, second = told(tmp_path, body)
     names = [f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")]
-    said = [line for line in second.splitlines() if line.startswith("InputError")]
-    assert ["load_state_dict was given an empty dict" in line for line in said] == [True]
-    parts = first.splitlines()[-1].split() + second.splitlines()[0].split()
+    for lines in (first.splitlines(), second.splitlines()):
+        assert "0.weight is [1] in the state and [8, 6] in the model; load the state of a" in lines[1]
+        assert lines[2].strip() == 'Unexpected key(s) in state_dict: "strange".'
+    parts = first.splitlines()[0].split() + second.splitlines()[0].split()
     assert sorted(parts) == sorted([*names, "3.kept"])
 
 

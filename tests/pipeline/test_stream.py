@@ -118,15 +118,15 @@ def test_the_next_batch_is_read_while_the_ranks_work() -> None:
             event.set()
             yield [x, y]
 
-    run, numbers, met = pipe._calls.run, count(1), list[bool]()
+    run, numbers, met = pipe._executions.run, count(1), list[bool]()
 
-    def waiting(turn: Any, groups: Any, begun: Any) -> Any:
-        results = run(turn, groups, begun)
+    def waiting(call: Any, on_started: Any) -> Any:
+        results = run(call, on_started)
         number = next(numbers)
         met.extend(event.wait(20.0) for event in read[number : number + 1])
         return results
 
-    pipe._calls.run = waiting  # type: ignore[method-assign]
+    pipe._executions.run = waiting  # type: ignore[method-assign]
     assert len(list(pipe.stream(reading()))) == 4
     assert met == [True] * 3
 

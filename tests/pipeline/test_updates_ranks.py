@@ -22,7 +22,7 @@ def bytes_of(tensors):
 
 def held_bytes(pipe):
     "What is alive after a step: parameters, gradients, and the optimizer's state."
-    shards = [s for u in pipe._context.updates._stages.values() for s in u.shards.values()]
+    shards = [s for u in pipe._steps.updates._stages.values() for s in u.shards.values()]
     optimizers = [o for s in pipe.optimizer._stages for o, _ in s._optimizers]
     flats = {{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
              for s in shards for t in (s._own, s._flat) if t is not None}}

@@ -252,7 +252,7 @@ def test_an_evaluation_leaves_what_the_tail_reads_where_it_is() -> None:
     pipe.eval().eval_step(x)
     stages = [
         [stage.parameters for stage in compiled.artifact.plan.stages]
-        for compiled in pipe._compiler.cache.compiled
+        for compiled in pipe._executions.compiler.cache.compiled
     ]
     heads, body = ("heads.0.weight", "heads.0.bias"), ("body.weight", "body.bias")
     assert stages == [[body, heads], [body, heads]]
@@ -618,7 +618,8 @@ for step in range(3):
     assert distance(pipe.eval().eval_step(x), reference.eval()(x)) < 1e-6, step
 (tail,) = [stage for stage in pipe.plan.stages if stage.tail]
 assert (tail.index, tail.tail.parameters) == (1, ("heads.0.weight", "heads.0.bias"))
-stages = [[x.parameters for x in each.artifact.plan.stages] for each in pipe._compiler.cache.compiled]
+made = pipe._executions._made.values()
+stages = [[x.parameters for x in each.artifact.plan.stages] for each in made]
 assert stages == 2 * [[("body.weight", "body.bias"), tail.tail.parameters]], stages
 for name, value in pipe.full_state_dict().items():
     assert distance(value, reference.state_dict()[name]) < 1e-6, name

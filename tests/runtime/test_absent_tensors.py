@@ -20,7 +20,7 @@ from pipec.runtime.absent_tensors import (
     release_elsewhere,
     release_sharded,
 )
-from pipec.runtime.local_gradients import LocalGradient, mark_one, unmark
+from pipec.runtime.local_gradients import LocalGradient, mark, unmark
 
 
 def network() -> nn.Module:
@@ -205,10 +205,16 @@ def test_a_copy_of_the_model_lacks_the_same(model: nn.Module) -> None:
 def gradients(model: nn.Module) -> Iterator[list[Tensor]]:
     for parameter in (model[0].bias, model[1].weight):
         parameter.grad = torch.ones_like(parameter)
-    mark_one(model.parameters())
+    mark(model.parameters())
     yield [each.grad for each in model.parameters() if each.grad is not None]
     unmark(model.parameters())
     assert [type(each.grad) for each in model.parameters() if each.grad is not None] == [Tensor, Tensor]
+
+
+def _added(total: Tensor, numbers: list[Tensor]) -> Tensor:
+    for each in numbers:
+        total += each
+    return total
 
 
 TOTALS: dict[str, Callable[[list[Tensor]], object]] = {
@@ -218,6 +224,9 @@ TOTALS: dict[str, Callable[[list[Tensor]], object]] = {
     "of squares": lambda g: sum((each**2).sum() for each in g),
     "of data": lambda g: sum(each.data.norm(2) ** 2 for each in g),
     "of maxima": lambda g: max(each.norm(float("inf")) for each in g),
+    "of all but the first": lambda g: sum(each.norm() for each in [torch.ones(2), *g]),
+    "one added in place": lambda g: _added(torch.zeros(()), [g[0].norm() ** 2]),
+    "added in place": lambda g: _added(torch.zeros(()), [each.norm() ** 2 for each in g]),
     "of one vector": lambda g: torch.cat([each.flatten() for each in g]).norm(),
 }
 
@@ -226,6 +235,19 @@ TOTALS: dict[str, Callable[[list[Tensor]], object]] = {
 def test_totals_of_one_ranks_gradients_are_refused(gradients: list[Tensor], total: str) -> None:
     with pytest.raises(InputError, match="of this rank's stages alone"):
         TOTALS[total](gradients)
+
+
+def test_a_trust_ratio_of_one_parameter_is_right_on_each_rank(
+    gradients: list[Tensor], model: nn.Module
+) -> None:
+    """As LARS computes it."""
+    for gradient in gradients:
+        norm, decay = gradient.norm(), 0.1 * torch.ones(4).norm()
+        ratio = torch.where(norm > 0, decay / (norm + 0.1 * decay + 1e-8), torch.ones(()))
+        gradient.add_(torch.ones_like(gradient), alpha=0.1).mul_(ratio)
+        expected = 1.1 * 0.2 / (3**0.5 + 0.02) if gradient is gradients[0] else None
+        if expected is not None:
+            assert gradient[0].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_numbers_of_one_gradient_are_said_to_be_that(gradients: list[Tensor]) -> None:

@@ -162,7 +162,7 @@ def test_what_gpus_read_of_a_batch_is_staged_once_a_step(monkeypatch: pytest.Mon
     x, y = torch.ones(8, 4), torch.ones(8, 2)
     pipe.step(x, target=y)
     assert copied == []
-    (linked,) = pipe._linked._executions.values()
+    (linked,) = pipe._executions._linked.values()
     linked._read_by_gpus = linked._interpreters[1].inputs  # as if that rank had a GPU
     pipe.step(x, target=y)
     assert [tuple(tensor.shape) for tensor in copied] == [(8, 2)]
@@ -187,7 +187,7 @@ def test_labels_are_counted_where_they_are_staged(monkeypatch: pytest.MonkeyPatc
     x, y = torch.ones(8, 4), torch.arange(8) % 3
     pipe.step(x, target=y)
     counted.clear()
-    (linked,) = pipe._linked._executions.values()
+    (linked,) = pipe._executions._linked.values()
     linked._read_by_gpus = {given.value.name for given in pipe.plan.inputs}  # as if the rank had a GPU
     pipe.step(x, target=y)
     assert len(staged) == 2

@@ -267,7 +267,7 @@ def _possible(pipe: pipec.Pipeline) -> float:
 
 
 def _staged(pipe: pipec.Pipeline) -> StagedGraph:
-    return pipe._compiler.cache.staged_graphs[0]
+    return pipe._executions.compiler.cache.staged_graphs[0]
 
 
 def most_even(seconds: Sequence[float], num_segments: int) -> float:

@@ -230,7 +230,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
                 self.model = module
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = self.optimizer.state_dict()  # every rank calls this: it is that of the whole model
+        with self.pipe.optimizer_state_on_rank_0():  # every rank calls this
+            state = self.optimizer.state_dict()
         if self.args.should_save:
             torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))

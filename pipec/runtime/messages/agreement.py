@@ -1,9 +1,10 @@
-"""Exchanges besides the messages of programs: ranks compare their calls, and broadcast tensors.
+"""Exchanges besides the messages of programs: rank 0 decides about calls, and ranks broadcast tensors.
 
-All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
-digest of the arguments, and some numbers, such as rank 0's seed. Only if digests differ do they also
-exchange the descriptions themselves. These bytes go over a socket between ranks of one host, otherwise over
-the heartbeat connections: a rank waits for one that is between two calls as long as that one lives.
+All ranks call each method in the same order. Before every call of the pipeline each rank sends rank 0 a
+digest of what it was called with, and some numbers. Rank 0 compares the digests, decides what all ranks do,
+and answers with that, or with the error that all raise. Only if digests differ do ranks also exchange the
+descriptions themselves. These bytes go over a socket between ranks of one host, otherwise over the heartbeat
+connections: a rank waits for one that is between two calls as long as that one lives.
 """
 
 import contextlib
@@ -17,13 +18,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from pipec.errors import InputError, TransportError
-from pipec.runtime.messages.call_description import CallDescription, full_digest
+from pipec import errors
+from pipec.errors import InputError, PipecError, TransportError
+from pipec.runtime.messages.call_description import CallDescription, describe_leaf
 from pipec.runtime.messages.connections import Connections
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.processes.packets import PacketKind
@@ -56,16 +58,33 @@ class CallRole(IntEnum):
 
 
 @dataclass(frozen=True)
-class RankReply:
-    """A rank's message to the others with the digest of its call.
+class RankNote:
+    """What rank 0 is told of a rank's call, besides its digest.
 
     ``joined`` says whether the rank has joined, ``stop`` is the pending stop signal, 0 for none, and
-    ``reply_values`` are five numbers, 0 for none.
+    ``numbers`` are five, 0 for none.
     """
 
     joined: bool
     stop: int
-    reply_values: list[int]
+    numbers: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Rank 0's answer, plain JSON, and the pending stop signal of each rank, if any rank has one."""
+
+    value: Any
+    stops: list[int]
+
+
+Decide = Callable[[Sequence[RankNote]], Any]
+"""Decides on rank 0 what all ranks do; raises an error that all raise."""
+
+
+def no_decision(notes: Sequence[RankNote]) -> None:
+    """Nothing, once all ranks make the call."""
+    return None
 
 
 class Agreement:
@@ -90,26 +109,64 @@ class Agreement:
         activity: str,
         call_description: CallDescription,
         mismatch_message: MismatchMessage,
-        reply_values: Sequence[int] = (),
+        decide: Decide = no_decision,
+        numbers: Sequence[int] = (),
         call_role: CallRole = CallRole.REQUIRED,
-    ) -> list[RankReply]:
-        """Check that every rank has the same ``call_description``; returns the reply of each.
+    ) -> Answer:
+        """Rank 0's answer, once it has found that every rank has the same ``call_description``.
 
         The description of a rank that has joined differs, and matches if the other ranks can do without it.
 
         Raises:
             InputError: the descriptions differ. Every rank raises it, and stays usable.
+            PipecError: ``decide`` raised it on rank 0. Every rank raises it.
             TransportError: some rank does not call this.
         """
         note_call()
-        padding = [0] * (_MAX_REPLY_VALUES - len(reply_values))
-        own = _ROW.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *reply_values, *padding)
-        rows = [[*_ROW.unpack(row)] for row in self._start_exchange(self._fastest_channels, activity, own)()]
+        padding = [0] * (_MAX_NUMBERS - len(numbers))
+        own = _NOTE.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *numbers, *padding)
+        error: Exception | None = None
+        if self._transport.rank == 0:
+            verdict, answer, error = self._decided(activity, own, decide)
+            self._send_answer(activity, verdict, json.dumps(answer).encode())
+        else:
+            verdict, answer = self._ask_rank_0(activity, own)
+        if verdict == _Verdict.MISMATCH:
+            self.raise_mismatch(call_description, mismatch_message)
+        if verdict == _Verdict.REFUSED:
+            raise error or getattr(errors, answer[0])(answer[1])
+        return Answer(*answer)
+
+    def _decided(self, activity: str, own: bytes, decide: Decide) -> tuple["_Verdict", Any, Exception | None]:
+        rows = [_NOTE.unpack(own)]
+        for peer in self._peers:
+            with self._together_with(peer, activity):
+                rows.append(_NOTE.unpack(self._fastest_channels[peer].receive(_NOTE.size)))
         is_required = any(row[2] == CallRole.REQUIRED for row in rows)
         compared = [row[:2] for row in rows if is_required or row[2] != CallRole.JOINED]
         if any(each != compared[0] for each in compared):
-            self.raise_mismatch(call_description, mismatch_message)
-        return [RankReply(row[2] == CallRole.JOINED, row[3], row[4:]) for row in rows]
+            return _Verdict.MISMATCH, None, None
+        stops = [row[3] for row in rows]
+        try:
+            value = decide([RankNote(row[2] == CallRole.JOINED, row[3], [*row[4:]]) for row in rows])
+        except PipecError as error:
+            return _Verdict.REFUSED, [type(error).__name__, str(error)], error
+        except Exception as error:
+            return _Verdict.REFUSED, ["InputError", f"rank 0: {type(error).__name__}: {error}"], error
+        return _Verdict.AGREED, [value, stops if any(stops) else []], None
+
+    def _send_answer(self, activity: str, verdict: "_Verdict", text: bytes) -> None:
+        for peer in self._peers:
+            with self._together_with(peer, activity):
+                self._fastest_channels[peer].send(_ANSWER.pack(verdict, len(text)))
+                self._fastest_channels[peer].send(text)
+
+    def _ask_rank_0(self, activity: str, own: bytes) -> tuple["_Verdict", Any]:
+        channel = self._fastest_channels[0]
+        with self._together_with(0, activity):
+            channel.send(own)
+            verdict, size = _ANSWER.unpack(channel.receive(_ANSWER.size))
+            return _Verdict(verdict), json.loads(channel.receive(size))
 
     def raise_mismatch(
         self, call_description: CallDescription, mismatch_message: MismatchMessage
@@ -186,24 +243,30 @@ class Agreement:
         return received.view(tensor.shape)
 
     def broadcast_pytree(
-        self, owner: int, activity: str, leaves: Sequence[object], structure: S
+        self,
+        owner: int,
+        activity: str,
+        leaves: Sequence[object],
+        structure: S,
+        to: Sequence[int] | None = None,
     ) -> tuple[list[object], S]:
-        """The owner's leaves, tensors and plain values, and their structure, on every rank."""
-        if self._transport.rank == owner:
+        """The leaves of the owner, and their structure, on the ranks ``to``, or on all."""
+        rank = self._transport.rank
+        readers = [peer for peer in (range(self._transport.num_ranks) if to is None else to) if peer != owner]
+        if rank != owner and rank not in readers:
+            return [*leaves], structure
+        share = functools.partial(self.broadcast_tensor, owner, activity, to=readers)
+        if rank == owner:
             layouts = [_Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             text = torch.frombuffer(bytearray(pickle.dumps((layouts, structure))), dtype=torch.uint8)
-            self.broadcast_tensor(owner, activity, torch.tensor([len(text)]))
-            self.broadcast_tensor(owner, activity, text)
-            return [
-                self.broadcast_tensor(owner, activity, x) if isinstance(x, Tensor) else x for x in leaves
-            ], structure
-        size = int(self.broadcast_tensor(owner, activity, torch.tensor([0])))
-        text = self.broadcast_tensor(owner, activity, torch.empty(size, dtype=torch.uint8))
+            share(torch.tensor([len(text)]))
+            share(text)
+            return [share(x) if isinstance(x, Tensor) else x for x in leaves], structure
+        text = share(torch.empty(int(share(torch.tensor([0]))), dtype=torch.uint8))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
             layouts, structure = pickle.loads(text.numpy().tobytes())
-        fetch = functools.partial(self.broadcast_tensor, owner, activity)
-        return [x.filled(fetch) if isinstance(x, _Layout) else x for x in layouts], structure
+        return [x.filled(share) if isinstance(x, _Layout) else x for x in layouts], structure
 
     def broadcast_from_rank_0(
         self, tensors: Mapping[str, Tensor], keepers: Mapping[str, Sequence[int]]
@@ -215,7 +278,7 @@ class Agreement:
         """
         rank, every = self._transport.rank, range(self._transport.num_ranks)
         own = {
-            name: full_digest(tensor)
+            name: "" if tensor.is_meta else describe_leaf(tensor)
             for name, tensor in tensors.items()
             if rank in (0, *keepers.get(name, every))
         }
@@ -245,10 +308,19 @@ class Agreement:
             raise
 
 
-_MAX_REPLY_VALUES = 5
+class _Verdict(IntEnum):
+    AGREED = 0
+    MISMATCH = 1
+    REFUSED = 2
 
-_ROW = struct.Struct(f"={4 + _MAX_REPLY_VALUES}q")
-"""A digest of the call's description, its role, the signal to stop, and the ``reply_values``."""
+
+_MAX_NUMBERS = 5
+
+_NOTE = struct.Struct(f"={4 + _MAX_NUMBERS}q")
+"""A digest of the call's description, its role, the signal to stop, and the ``numbers``."""
+
+_ANSWER = struct.Struct("=2q")
+"""The verdict, and the number of bytes of JSON that follow."""
 
 _COMPARED = struct.Struct("=3q")
 """A digest of the call's description, and the signal to stop."""

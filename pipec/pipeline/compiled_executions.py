@@ -1,0 +1,695 @@
+"""Compiles the calls of a model: rank 0 finds or makes what executes a call, and tells the other ranks.
+
+With ``batch="local"`` each replica has a part of the batch. The ranks of a replica compare its rows; all
+ranks compare types and sizes. A rank that has joined has no rows and no arguments: a rank that has some tells
+it which call is made.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipec.artifact.artifact import CompiledArtifact, MicrobatchGroups
+from pipec.capture.autocast import autocast, check_autocast
+from pipec.capture.batch_inputs import (
+    BatchedOption,
+    observed_splits,
+    positional_names,
+    refuse_nested_batches,
+    with_batch_axes,
+)
+from pipec.capture.call_cache import CallCache, CallKey
+from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
+from pipec.capture.model_call import ModelCall, refuse_input_gradients
+from pipec.capture.sequence_first import sequence_first_spec
+from pipec.capture.variable_history import VariableHistory
+from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
+from pipec.compiler.compiler import Compiler
+from pipec.console import logger, warn
+from pipec.errors import CaptureError, InputError, MixedRowsError, PipecError, TargetRowsError
+from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, same_objects, torch_values
+from pipec.ir import Mode, Sizes
+from pipec.ir.batch_split import (
+    repeated_tensors,
+    replica_microbatch_sizes,
+    require_equal_rows,
+    variable_values,
+)
+from pipec.plan.local_batch_check import check_local_batch
+from pipec.runtime.absent_tensors import materialized
+from pipec.runtime.call_agreement import CallAgreement
+from pipec.runtime.executions import STEP, Call, CallRequest, Executions, MakeExecutions
+from pipec.runtime.messages.agreement import Answer, CallRole, RankNote
+from pipec.runtime.messages.call_description import (
+    CallDescription,
+    describe_differences,
+    describe_leaf,
+    describe_tensor,
+)
+from pipec.runtime.model_tensors import ModelTensors
+from pipec.runtime.random_seeds import peek_seed
+from pipec.runtime.sharded_loaders import dropped_parts_warning
+from pipec.runtime.step.microbatch_weight import MicrobatchWeight
+from pipec.runtime.step_state import StepState
+from pipec.runtime.stream.call_arguments import CallArguments
+from pipec.runtime.tensors import Tensors
+from pipec.torch_compat import pytree
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledCall(Call):
+    """A call of a model, whose values were those of ``fingerprint``. Rank 0 has the ``signature``."""
+
+    model_call: ModelCall
+    fingerprint: Fingerprint
+    signature: CaptureSignature | None
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """Rank 0's decision how to run a call.
+
+    ``groups`` has the number of an artifact and the microbatch sizes of each group; None if it is still to be
+    compiled. ``rows[k]`` is the number of rows of replica k if each replica passes its own part of the batch;
+    otherwise ``rows`` has one entry, all rows.
+    """
+
+    seed: int
+    rows: Sequence[int]
+    values: Sizes
+    groups: Sequence[tuple[int, list[int]]] | None
+
+
+class CompiledExecutions(Executions):
+    """Makes each call of a model one of all ranks, compiled and placed.
+
+    Args:
+        batch: "same", "rank0" or "local", as ``pipec.compile`` says.
+        batched: which arguments are split, as ``pipec.compile`` says.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        agreement: CallAgreement,
+        steps: StepState,
+        compiler: Compiler,
+        batch: str,
+        batched: BatchedOption | None,
+        microbatch_weight: MicrobatchWeight | None,
+    ) -> None:
+        super().__init__(tensors, agreement, steps, microbatch_weight)
+        self.compiler, self.model = compiler, compiler.model
+        self.loss_path = compiler.settings.loss_path
+        self.batch, self.batched = batch, batched
+        self.known_splits: dict[str, bool] = {}
+        self.variables = VariableHistory(
+            expects_lengths=compiler.decided.dynamic and self.ranks.kernels == "source"
+        )
+        self._plain_values: dict[Mode, PlainValues] = {}
+        self._checked_calls = CallCache()
+        self._batch_axis_is_known = False
+        self._made: dict[int, CompiledArtifact] = {}
+        self._valid_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
+        self._has_looked_for_parts = False
+        self._snapshot = ModelSnapshot(compiler.model)
+        self._known_tensors = self._snapshot.tensors
+        self.has_target = compiler.settings.loss_fn is not None
+
+    @property
+    def may_be_asynchronous(self) -> bool:
+        return self.compiler.decided.policy.may_be_asynchronous
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of parts in which ranks pass a batch."""
+        replicas = self.compiler.decided.policy.replicas
+        divides = self.batch == "local" and self.agreement.is_distributed
+        return replicas if divides and isinstance(replicas, int) else 1
+
+    @property
+    def replica(self) -> int:
+        """The part of a batch that this rank passes, from 0."""
+        return self.ranks.world.rank % self.num_replicas
+
+    @property
+    def profile(self) -> Any:
+        return self.compiler.decided.options.profile
+
+    @property
+    def memory_bytes(self) -> Sequence[float]:
+        return [device.memory_bytes for device in self.compiler.decided.options.topology.devices]
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        return self.compiler.stopwatch.seconds
+
+    def copied(self, model: nn.Module) -> MakeExecutions:
+        def make(tensors: Tensors, agreement: CallAgreement, steps: StepState) -> Executions:
+            compiler = self.compiler.of(model)
+            made = CompiledExecutions(
+                tensors, agreement, steps, compiler, self.batch, self.batched, self._microbatch_weight
+            )
+            made.known_splits = dict(self.known_splits)
+            made.variables = copy.deepcopy(self.variables)
+            return made
+
+        return make
+
+    def agree(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
+        """The call that all ranks make, with its batch dimension found.
+
+        It is dimension 0, unless the user says otherwise, or rows along dimension 0 depend on one another and
+        are proved not to along dimension 1.
+        """
+        if self._batch_axis_is_known:
+            return self._agree(request, arguments)
+        other = None
+        if self.batched is None and self.batch == "same":
+            other = sequence_first_spec(ModelCall(*arguments))
+        call = self._agree(request, arguments) if other is None else self._explore(request, arguments, other)
+        self._batch_axis_is_known = True
+        return call
+
+    def _explore(self, request: CallRequest, arguments: CallArguments, other: BatchedOption) -> CompiledCall:
+        """The call with the batch in dimension 0, or else as ``other`` says."""
+        try:
+            return self._agree(request, arguments, refuses_mixed_rows=True)
+        except InputError as error:
+            if not isinstance(error, MixedRowsError | TargetRowsError):
+                raise
+            why, self.batched = error, other
+        self._checked_calls.clear()
+        try:
+            call = self._agree(request, arguments, refuses_mixed_rows=True)
+        except (InputError, CaptureError):
+            self.batched = None
+            self._checked_calls.clear()
+            if isinstance(why, TargetRowsError):
+                raise why from None
+            return self._agree(request, arguments)
+        listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
+        logger.warning(
+            "the batch is dimension 1, along which no row depends on others: split with batched={%s}. "
+            "Dimension 0 is not: %s",
+            listed,
+            str(why).splitlines()[-2 if isinstance(why, MixedRowsError) else 0].strip(),
+        )
+        return call
+
+    def _agree(
+        self, request: CallRequest, arguments: CallArguments, refuses_mixed_rows: bool = False
+    ) -> CompiledCall:
+        """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica."""
+        self.drain()
+        if not self.agreement.is_distributed:
+            self.agreement.exit_on_signal(self.drain)
+            self._adopt_model_changes(self.snapshot())
+            call = self.check_call(request.mode, arguments)
+            return self._run_here(request, call, refuses_mixed_rows)
+        call, refusal = ModelCall((), {}), None
+        if self.batch != "rank0" or self.ranks.world.rank == 0:
+            try:
+                call = self.check_call(request.mode, arguments)
+                call.signature()  # refuses what no stage can take
+            except PipecError as error:
+                refusal = error
+        return self._agree_across_ranks(request, call, refusal, refuses_mixed_rows)
+
+    def _run_here(self, request: CallRequest, call: ModelCall, refuses_mixed_rows: bool) -> CompiledCall:
+        """The call of a process that runs all ranks."""
+        fingerprint = self._fingerprint(request.mode, self._snapshot)
+        decision, signature = self._decide(request, call, fingerprint, (call.batch_size,))
+        return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
+
+    def _agree_across_ranks(
+        self, request: CallRequest, call: ModelCall, refusal: PipecError | None, refuses_mixed_rows: bool
+    ) -> CompiledCall:
+        snapshot, part = self.snapshot(), CallDescription()
+        fingerprint = self._fingerprint(request.mode, snapshot)
+        description = self._describe_model(request, fingerprint, snapshot)
+        if refusal is not None:
+            description |= {"refused": str(refusal)}
+        elif self.batch == "same":
+            description |= _describe_batch(call, request)
+        elif self.batch == "local":
+            description |= _describe_types(call, request)
+            part = _describe_rows(call, request)
+        signature: CaptureSignature | None = None
+
+        def decide(notes: Sequence[RankNote]) -> Any:
+            nonlocal signature
+            if refusal is not None:
+                return None
+            if found := self._unusual(notes, snapshot):
+                return found
+            rows = self._rows(notes) if part else (call.batch_size,)
+            decision, signature = self._decide(request, call, fingerprint, rows)
+            return {"decision": vars(decision)}
+
+        numbers = self._numbers() + ([call.batch_size, _digest(part)] if part else [])
+        call_role = CallRole.OPTIONAL if self.batch == "local" else CallRole.REQUIRED
+        answer = self.agreement.require_same_call(request.name, description, decide, numbers, call_role)
+        self.agreement.exit_on_signal(self.drain, answer)
+        if refusal is not None:
+            raise refusal
+        if "owner" in answer.value:
+            return self._inform_joined_ranks(answer, part, request, call)
+        if self._changes_model(answer, snapshot, part):
+            return self._agree_across_ranks(request, call, None, refuses_mixed_rows)
+        if self.batch == "rank0":
+            self._warn_of_dropped_parts()
+            call = self._sent(request, call)
+        decision = _Decision(**answer.value["decision"])
+        return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
+
+    def next_call_of_others(self) -> CompiledCall | None:
+        """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
+        own = {"batch": "none, for it has joined"}
+        snapshot = self.snapshot()
+        answer = self.agreement.require_same_call(
+            "join",
+            own,
+            lambda notes: self._unusual(notes, snapshot),
+            self._numbers(),
+            call_role=CallRole.JOINED,
+        )
+        self.agreement.exit_on_signal(self.drain, answer)
+        if "all joined" in answer.value:
+            return None
+        self._changes_model(answer, snapshot, own)
+        return self._inform_joined_ranks(answer, own)
+
+    def _unusual(self, notes: Sequence[RankNote], snapshot: ModelSnapshot) -> dict[str, Any]:
+        """What all ranks do before they make the call; empty if nothing. Rank 0 decides it."""
+        if self.batch == "local":
+            count = self.num_replicas
+            parts = [(note.joined, *note.numbers[_ROWS:]) for note in notes]
+            if any(each != parts[rank % count] for rank, each in enumerate(parts)):
+                return {"parts differ": True}
+            if all(note.joined for note in notes):
+                return {"all joined": True}
+            rows = self._rows(notes)
+            if any(note.joined for note in notes):
+                return {"owner": next(rank for rank, own in enumerate(parts) if own[1]), "rows": rows}
+        if self.replaced_names(snapshot):
+            return {"model changed": True}
+        if any(note.numbers[_TRAINED] != self.tensors.trainable_hash for note in notes):
+            return {"trained differs": True}
+        return {}
+
+    def _rows(self, notes: Sequence[RankNote]) -> tuple[int, ...]:
+        """The rows of each replica. Raises InputError if there are none."""
+        rows = tuple(note.numbers[_ROWS] for note in notes[: self.num_replicas])
+        if not any(rows):
+            raise InputError("no replica passed any rows; leave the call out on all ranks")
+        return rows
+
+    def _changes_model(self, answer: Answer, snapshot: ModelSnapshot, part: CallDescription) -> bool:
+        """Whether the model's tensors or what is trained have changed. Every rank has followed then."""
+        if "parts differ" in answer.value:
+            count = self.num_replicas
+            self.ranks.agreement.raise_mismatch(part, lambda every: _replica_mismatch(every, count))
+        if "trained differs" in answer.value:
+            self.tensors.agree_on_trained()
+        return self._adopt_model_changes(snapshot) or "trained differs" in answer.value
+
+    def _inform_joined_ranks(
+        self,
+        answer: Answer,
+        part: CallDescription,
+        request: CallRequest | None = None,
+        call: ModelCall | None = None,
+    ) -> CompiledCall:
+        """The call, on all ranks, some of which have joined.
+
+        Every rank calls this; ranks that have joined pass no arguments, and get a row, to know the types.
+        """
+        owner, rows = answer.value["owner"], tuple(answer.value["rows"])
+        given: Any = None
+        if request and call:
+            row, options = call.rows(0, 1), (request.method, request.mode, request.outputs)
+            given = options, self.steps.accumulates, row.tree, *_form(row)
+        activity = "telling ranks that have joined what the others do"
+        sent = self.ranks.agreement.broadcast_pytree(owner, activity, *pytree.tree_flatten(given))
+        options, accumulates, (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
+        request = CallRequest(*options)
+        if call is None:
+            call = ModelCall(args, kwargs, target, *form)
+            self.steps.accumulates = accumulates
+        if request.method == "step" and self.steps.updates is None:
+            raise InputError(
+                "some ranks have joined, but a step without them needs pipec.compile(..., optimizer=...): an "
+                "optimizer outside of the programs would not make its update on ranks that have joined"
+            )
+        return self._agree_with_joined(request, call, rows, part)
+
+    def _agree_with_joined(
+        self, request: CallRequest, call: ModelCall, rows: tuple[int, ...], part: CallDescription
+    ) -> CompiledCall:
+        snapshot = self.snapshot()
+        fingerprint = self._fingerprint(request.mode, snapshot)
+        signature: CaptureSignature | None = None
+
+        def decide(notes: Sequence[RankNote]) -> Any:
+            nonlocal signature
+            if self.replaced_names(snapshot):
+                return {"model changed": True}
+            if any(note.numbers[_TRAINED] != self.tensors.trainable_hash for note in notes):
+                return {"trained differs": True}
+            decision, signature = self._decide(request, call, fingerprint, rows)
+            return {"decision": vars(decision)}
+
+        description = self._describe_model(request, fingerprint, snapshot)
+        answer = self.agreement.require_same_call(request.name, description, decide, self._numbers())
+        if self._changes_model(answer, snapshot, part):
+            return self._agree_with_joined(request, call, rows, part)
+        decision = _Decision(**answer.value["decision"])
+        return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows=False)
+
+    def _numbers(self) -> list[int]:
+        """What rank 0 is told of this rank besides its arguments."""
+        return [hash(self.tensors.names.requires_grad_flags())]
+
+    def _decide(
+        self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint, rows: Sequence[int]
+    ) -> tuple[_Decision, CaptureSignature]:
+        """What runs a call, if it was compiled, and the call's signature. Rank 0 calls this."""
+        key = self._capture_key(request, call, fingerprint)
+        whole = call if self.batch != "local" else None
+        signature = CaptureSignature(key, self.compiler.cache.version(key, whole))
+        values = variable_values(key.variables, call.leaves)
+        found = self.compiler.cache.find(signature, self._rows_to_compile(rows), call)
+        if found is not None:
+            self._require_one_graph(found, signature, rows, values)
+        groups = None if found is None else [(made.number, sizes) for made, sizes in found]
+        return _Decision(peek_seed()[0], rows, values, groups), signature
+
+    def _made_call(
+        self,
+        request: CallRequest,
+        call: ModelCall,
+        fingerprint: Fingerprint,
+        decision: _Decision,
+        signature: CaptureSignature | None,
+        refuses_mixed_rows: bool,
+    ) -> CompiledCall:
+        """The call with its executions, which are compiled and placed."""
+        numbers = decision.groups
+        if numbers is None:
+            numbers = self._compile(request, call, decision, signature, refuses_mixed_rows)
+        groups = [(self._made[number], sizes) for number, sizes in numbers]
+        if request.mode is Mode.TRAIN:
+            self.trained = groups[0][0].artifact
+        if decision.groups is None or self.tensors.needs_placement:
+            self.tensors.place(groups[0][0].artifact.plan)
+        if len(decision.rows) > 1:
+            groups = self._of_local_batch(groups, decision.rows)
+        return CompiledCall(
+            request,
+            call.leaves,
+            call.with_leaves,
+            call.axes,
+            sum(decision.rows),
+            decision.values,
+            groups,
+            decision.seed,
+            peek_seed()[1],
+            (self.replica, self.num_replicas),
+            model_call=call,
+            fingerprint=fingerprint,
+            signature=signature,
+        )
+
+    def _rows_to_compile(self, rows: Sequence[int]) -> int:
+        """The rows of the batch; with ``batch="local"``, as if all replicas had as many as the largest."""
+        if len(rows) == 1:
+            return rows[0]
+        return max(len(rows) * max(rows), self.compiler.decided.num_microbatches or 0)
+
+    def _of_local_batch(self, groups: MicrobatchGroups, rows: Sequence[int]) -> MicrobatchGroups:
+        """The artifact for the microbatches of all replicas, each of which splits its own rows."""
+        compiled, _ = groups[0]
+        plan = compiled.artifact.plan
+        check_local_batch(plan, self.num_replicas)
+        sizes = replica_microbatch_sizes(rows, plan.num_microbatches)
+        if plan.model_collectives:
+            require_equal_rows(sizes)
+        return [(compiled, sizes)]
+
+    def _require_one_graph(
+        self, groups: MicrobatchGroups, signature: CaptureSignature, rows: Sequence[int], values: Sizes
+    ) -> None:
+        """Refuse parts of a batch whose microbatches have sizes that one graph cannot serve."""
+        if len(rows) == 1:
+            return
+        compiled, _ = groups[0]
+        distinct = frozenset(replica_microbatch_sizes(rows, compiled.artifact.plan.num_microbatches)) - {0}
+        served = compiled.number, distinct, tuple(values.values())
+        if served not in self._valid_sizes:
+            self.compiler.require_one_graph_for(signature, sorted(distinct), values)
+            self._valid_sizes.add(served)
+
+    def _compile(
+        self,
+        request: CallRequest,
+        call: ModelCall,
+        decision: _Decision,
+        signature: CaptureSignature | None,
+        refuses_mixed_rows: bool,
+    ) -> list[tuple[int, list[int]]]:
+        """Compile on rank 0, for all ranks, which drop the artifacts that it has evicted."""
+
+        def compiled() -> tuple[MicrobatchGroups, list[int], dict[str, Any], dict[str, bool]]:
+            assert signature is not None, "rank 0 has decided"
+            mode, rows = request.mode, self._rows_to_compile(decision.rows)
+            whole = call if len(decision.rows) == 1 else call.sample(rows, None)
+            change = self.variables.change(call, mode)
+            with materialized(self.tensors.names.unique().values()):
+                groups = self.compiler.compile(signature, whole, change, refuses_mixed_rows)
+                read = self.compiler.cache.read(signature)
+            self._require_one_graph(groups, signature, decision.rows, decision.values)
+            self.variables.note(call, mode, groups[0][0].artifact.plan.fixed_sizes)
+            self.compiler.cache.add(signature, rows, groups)
+            kept = [made.number for made in self.compiler.cache.compiled]
+            self._valid_sizes = {served for served in self._valid_sizes if served[0] in kept}
+            return groups, kept, read, observed_splits(call)
+
+        groups, kept, read, splits = self.ranks.call_on_rank_0(f"compiling {request.name}", compiled)
+        self._plain_values[request.mode] = PlainValues(read)
+        self.known_splits |= splits
+        self._checked_calls.clear()
+        made = self._made | {compiled.number: compiled for compiled, _ in groups}
+        self._made = {number: made[number] for number in kept}
+        self.keep([each.artifact for each in self._made.values()])
+        return [(compiled.number, sizes) for compiled, sizes in groups]
+
+    def matching(self, first: Call, arguments: CallArguments) -> Call | None:
+        assert isinstance(first, CompiledCall)
+        call = self.check_call(Mode.TRAIN, arguments)
+        if call.batch_size != first.model_call.batch_size:
+            return None
+        if call.signature() != first.model_call.signature():
+            return None
+        return replace(first, leaves=call.leaves, with_leaves=call.with_leaves, model_call=call)
+
+    def describe_batch(self, arguments: CallArguments) -> CallDescription:
+        return _describe_batch(self.check_call(Mode.TRAIN, arguments), STEP)
+
+    def is_valid(self, call: Call) -> bool:
+        """Whether the compiled code is valid for the model as it is now. Rank 0 alone has guards."""
+        assert isinstance(call, CompiledCall)
+        snapshot = self.snapshot()
+        if self.replaced_names(snapshot):
+            return False
+        if self._fingerprint(Mode.TRAIN, snapshot) != call.fingerprint:
+            return False
+        return call.signature is None or self.compiler.cache.is_valid(call.signature)
+
+    def snapshot(self) -> ModelSnapshot:
+        """The model as it is now."""
+        self._snapshot = self._snapshot.current()
+        return self._snapshot
+
+    def replaced_names(self, snapshot: ModelSnapshot) -> list[str]:
+        """The names whose tensors the model has replaced, added or removed."""
+        if same_objects(snapshot.tensors, self._known_tensors):
+            return []
+        return self.tensors.names.names_differing(ModelTensors.of(self.compiler.model))
+
+    def describe_model(self) -> CallDescription:
+        return {"replaced": ", ".join(self.replaced_names(self.snapshot())) or "none"}
+
+    def adopt_model_changes(self) -> None:
+        """Take over tensors that the model was given."""
+        self._adopt_model_changes(self.snapshot())
+
+    def _adopt_model_changes(self, snapshot: ModelSnapshot) -> bool:
+        names = self.replaced_names(snapshot)
+        if names:
+            model = ModelTensors.of(self.compiler.model)
+            model.refuse_shared_memory()
+            self.unshard()
+            self.tensors.replace(model, names)
+            self.follow_tensors()
+        return bool(names)
+
+    def follow_tensors(self) -> None:
+        """Run with the tensors that the pipeline owns by now."""
+        self.compiler.canonical = self.tensors.canonical
+        self._known_tensors = self.snapshot().tensors
+        self.clear()
+
+    def _warn_of_dropped_parts(self) -> None:
+        """Warn once if a loader of this process takes a part of the data, and only rank 0's is used."""
+        if not self._has_looked_for_parts and (warning := dropped_parts_warning()):
+            warn(warning)
+        self._has_looked_for_parts = True
+
+    def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
+        activity = f"sharing rank 0's batch of {request.name}"
+        contiguous = pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, call.tree)
+        given = contiguous, *_form(call)
+        sent = self.ranks.agreement.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
+        (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
+        return ModelCall(args, kwargs, target, *form)
+
+    def _capture_key(self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint) -> CaptureKey:
+        key: CaptureKey | None = call.cache.get((request, fingerprint))
+        if key is None:
+            variables = self.variables.of(call, request.mode)
+            key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
+            call.cache[request, fingerprint] = key
+        return key
+
+    def _fingerprint(self, mode: Mode, snapshot: ModelSnapshot) -> Fingerprint:
+        """The values of the model and of torch; the same object as last time if nothing has changed."""
+        with autocast(self.compiler.settings.precision, self.compiler.settings.device):
+            return snapshot.fingerprint(mode, torch_values())
+
+    def _describe_model(
+        self, request: CallRequest, fingerprint: Fingerprint, snapshot: ModelSnapshot
+    ) -> CallDescription:
+        """What must be equal on all ranks before a call, values that the traced code reads among them."""
+        mode = request.mode
+        read = self._plain_values.get(mode)
+        changed = (read.difference(self.compiler.traced(mode)) if read else "") or "none"
+        replaced = ", ".join(self.replaced_names(snapshot)) or "none"
+        description = fingerprint.digest | {"replaced": replaced, "changed values": changed}
+        return description | (self.agreement.describe_updates() if request.method == "step" else {})
+
+    def check_call(self, mode: Mode, arguments: CallArguments) -> ModelCall:
+        """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
+        args, kwargs, target = arguments.args, dict(arguments.kwargs), arguments.target
+        check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
+        refuse_active_mode()
+        key, leaves = CallKey.of(self.compiler.model, args, kwargs, target, mode is Mode.FORWARD)
+        if mode is Mode.TRAIN and (key is None or any(map(_requires_grad, leaves))):
+            refuse_input_gradients(ModelCall(args, kwargs, target))
+        cached = self._checked_calls.get(key) if key else None
+        if cached is None:
+            cached = self._checked(mode, args, kwargs, target)
+            if key and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
+                self._checked_calls.put(key, cached)
+            return cached
+        laid_out = cached.batch_first(leaves, cached.batch_size)
+        if not same_objects(laid_out, leaves):
+            structure = pytree.tree_structure((args, dict(sorted(kwargs.items())), target))
+            args, kwargs, target = pytree.tree_unflatten(laid_out, structure)
+        return cached.with_arguments(args, kwargs, target, laid_out)
+
+    def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
+        refuse_nested_batches((args, kwargs, target))
+        refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
+        given = ModelCall(args, kwargs, target).leaves
+        call = ModelCall(args, kwargs, target, repeated=repeated_tensors(given))
+        call.check(self.compiler.model)
+        call = self._divided(call.in_order_for(self.compiler.model)).marked_as(given)
+        if mode is not Mode.FORWARD:
+            call.check_target(needed=self.compiler.settings.loss_fn is not None)
+        return call
+
+    def _divided(self, call: ModelCall) -> ModelCall:
+        return with_batch_axes(call, self.batched, positional_names(self.compiler.model), self.known_splits)
+
+
+def _form(call: ModelCall) -> tuple[Any, ...]:
+    """What a call has besides its arguments."""
+    splits = call.split, call.ambiguous_leaves
+    return *splits, call.strided, call.keyword_order, call.marked, call.repeated
+
+
+def _requires_grad(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+_TRAINED, _ROWS = 0, 1
+"""Positions in ``numbers``: a hash of the requires_grad flags; the rows of the rank's part, if any."""
+
+
+def _describe_batch(call: ModelCall, request: CallRequest) -> CallDescription:
+    """What must be equal on all ranks: rows, types and sizes, and values unless nothing is run."""
+    leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in call.leaves]
+    described = dict(zip(call.paths, leaves, strict=True))
+    return {"rows": str(call.batch_size), **described, **_describe_form(call)}
+
+
+def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:
+    """What must be equal in the parts of a batch: the types of tensors that are split, and all others."""
+    leaves = [
+        f"rows of {_row_type(leaf)}" if split else describe_leaf(leaf, values=request.method != "prepare")
+        for leaf, split in zip(call.leaves, call.batched, strict=True)
+    ]
+    return dict(zip(call.paths, leaves, strict=True)) | _describe_form(call)
+
+
+def _describe_form(call: ModelCall) -> CallDescription:
+    """What must be equal on all ranks besides the arguments, because the code that they run depends on it."""
+    marked = [f"dimension {dim} of {call.paths[position]}" for position, dim in call.marked]
+    repeated = [f"{call.paths[position]} is {call.paths[first]}" for position, first in call.repeated]
+    described = {"marked as dynamic": marked, "the same tensor": repeated}
+    return {name: ", ".join(each) or "nothing" for name, each in described.items()}
+
+
+def _row_type(leaf: Tensor) -> str:
+    layout = "" if leaf.is_contiguous() else f" with strides {list(leaf.stride())}"
+    return describe_tensor(leaf.new_empty(leaf.shape[1:], device="meta")) + layout
+
+
+def _describe_rows(call: ModelCall, request: CallRequest) -> CallDescription:
+    """What must also be equal on the ranks of one replica: the rows of tensors that are split."""
+    split = dict(zip(call.paths, call.batched, strict=True))
+    description = _describe_batch(call, request)
+    return {path: each for path, each in description.items() if split.get(path, True)}
+
+
+def _digest(description: CallDescription) -> int:
+    digest = hashlib.blake2b(json.dumps(list(description.items())).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _replica_mismatch(every: Sequence[CallDescription], count: int) -> str:
+    """How the descriptions differ on ranks of the same replica."""
+    lines = [
+        f"the ranks of replica {k} passed different parts of the batch:\n{found}"
+        for k in range(count)
+        if (found := describe_differences(every[k::count], range(k, len(every), count)))
+    ]
+    return "\n".join(lines) + (
+        "\nRanks of the same replica pass the same rows, and join together: make a DistributedSampler with "
+        "num_replicas=pipe.num_replicas and rank=pipe.replica, and seed it alike on all ranks"
+    )
+
+
+def local_batch_advice() -> str:
+    """What to do if the parts of a batch do not fit together."""
+    return (
+        'With batch="local" the parts of all replicas have the same structure, types and sizes but for their '
+        "rows, and what is not split is the same. See that every rank makes its part in the same way; say "
+        "what is split with batched=... if the sizes do not tell it apart"
+    )

@@ -1,0 +1,169 @@
+"""Reads a saved artifact as a pipeline, without a model and without the compiler."""
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pipec.artifact.artifact import Artifact
+from pipec.artifact.verification import read_verified
+from pipec.errors import InputError
+from pipec.ir import SyncSpec, Value
+from pipec.ir.argument_checks import (
+    DEVICES,
+    KERNELS,
+    MICROBATCH_WEIGHT,
+    NONE,
+    OPTIMIZER,
+    SECONDS,
+    check_arguments,
+    instance,
+    number,
+)
+from pipec.pipeline.pipeline import Pipeline
+from pipec.runtime.absent_tensors import materialized, release_elsewhere
+from pipec.runtime.given_executions import GivenExecutions
+from pipec.runtime.messages.call_description import format_ranks
+from pipec.runtime.model_tensors import ModelTensors
+from pipec.runtime.optimizers import Factory
+from pipec.runtime.processes.launch import Devices
+from pipec.runtime.stages.kernels import require_source
+from pipec.runtime.step.loss_scale import LossScale
+from pipec.runtime.step.microbatch_weight import CUSTOM_WEIGHT, MicrobatchWeight
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.ranks import Ranks
+from pipec.runtime.tensors import owner_ranks, tensor_devices
+
+
+def load(
+    directory: str | Path,
+    devices: Devices | None = None,
+    timeout: float = 300.0,
+    *,
+    optimizer: Factory | None = None,
+    clip_grad_norm: float | None = None,
+    microbatch_weight: MicrobatchWeight | None = None,
+    kernels: str = "source",
+) -> Pipeline:
+    """Read what ``Pipeline.save`` wrote.
+
+    ``devices`` says how many devices to use, or which; None is one for each rank of the plan. Tensors that
+    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. An
+    artifact holds no function: if ``compile`` was given an ``optimizer``, or a function as
+    ``microbatch_weight``, pass it again, or another one. The same holds for ``clip_grad_norm``.
+    ``kernels`` is what ``compile`` takes.
+
+    Raises:
+        ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
+            programs are not one correct step.
+        InputError: the devices do not match the ranks of the plan, or the optimizer or the norm is missing
+            or not asked for.
+    """
+    check_arguments(LOAD, locals())
+    artifact, tensors = read_verified(Path(directory))
+    num_ranks = artifact.plan.num_ranks
+    ranks = Ranks(devices if devices is not None else num_ranks, timeout, kernels)
+    if ranks.count != num_ranks:
+        raise InputError(
+            f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}; "
+            f"pass devices={num_ranks}, or compile and save it for {ranks.count}"
+        )
+    check_sync_spec(artifact.plan.sync_spec, optimizer, clip_grad_norm)
+    require_source(kernels, artifact.plan)
+    return pipeline_of(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight)
+
+
+LOAD = {
+    "directory": instance("the path of a folder", str, Path),
+    "devices": DEVICES | NONE,
+    "timeout": SECONDS,
+    "optimizer": OPTIMIZER | NONE,
+    "clip_grad_norm": number(0, math.inf) | NONE,
+    "microbatch_weight": MICROBATCH_WEIGHT | NONE,
+    "kernels": KERNELS,
+}
+"""What each argument of ``load`` must be."""
+
+
+def pipeline_of(
+    artifact: Artifact,
+    tensors: dict[str, Tensor],
+    ranks: Ranks,
+    optimizer: Factory | None = None,
+    max_norm: float | None = None,
+    microbatch_weight: MicrobatchWeight | None = None,
+) -> Pipeline:
+    """A pipeline that runs the artifact, with these tensors."""
+    plan = artifact.plan
+    names = _tensors_of(artifact, tensors, ranks)
+    loss_scale, updates = LossScale() if plan.sync_spec.has_loss_scale else None, None
+    if optimizer is not None:
+        with materialized(names.unique().values()):
+            updates = OptimizerUpdates(optimizer, max_norm, names.unique_parameters(), loss_scale)
+    if (plan.microbatch_weight == CUSTOM_WEIGHT) != callable(microbatch_weight):
+        raise InputError(
+            "the artifact was compiled with a function as microbatch_weight; pass that to load"
+            if microbatch_weight is None
+            else "the artifact was compiled without a function as microbatch_weight, and takes none; "
+            "leave it out"
+        )
+    executions = functools.partial(GivenExecutions, artifact=artifact, microbatch_weight=microbatch_weight)
+    return Pipeline(names, ranks, updates, executions)
+
+
+def _tensors_of(artifact: Artifact, saved: Mapping[str, Tensor], ranks: Ranks) -> ModelTensors:
+    """The tensors of the plan, on their devices. Those that were not saved are on meta, or absent."""
+    plan = artifact.plan
+    owners, home_of = owner_ranks(plan), tensor_devices(plan, ranks.devices)
+    made = {
+        value.name: _make(value, saved.get(value.name), home_of[value.name])
+        for value in plan.parameters + plan.buffers
+        if value.name not in artifact.constants
+    }
+    parameters = {
+        v.name: nn.Parameter(made[v.name], made[v.name].is_floating_point()) for v in plan.parameters
+    }
+    buffers = {v.name: made[v.name] for v in plan.buffers if v.name in made}
+    ties = {name: first for name, first in artifact.ties.items() if first in made}
+    parameters |= {name: parameters[first] for name, first in ties.items() if first in parameters}
+    buffers |= {name: buffers[first] for name, first in ties.items() if first in buffers}
+    persistent = frozenset(buffers.keys() - {*artifact.unsaved})
+    tensors = ModelTensors(parameters, buffers, persistent, {fqn: fqn for fqn in made} | ties)
+    for fqn, tensor in tensors.unique().items():
+        if home_of[fqn] is None:
+            release_elsewhere(fqn, tensor, f"on {format_ranks(owners[fqn])}")
+    return tensors
+
+
+def check_sync_spec(sync_spec: SyncSpec, optimizer: Factory | None, max_norm: float | None) -> None:
+    """Raise InputError unless the given options are those that the artifact's programs need."""
+    if sync_spec.updates and not callable(optimizer):
+        raise InputError(
+            f"the artifact's programs update the weights, but optimizer is {optimizer!r}; pass a function of "
+            "(name, parameter) pairs to pipec.load, such as functools.partial(torch.optim.AdamW, lr=1e-3), "
+            "or --optimizer AdamW on the command line"
+        )
+    if optimizer is not None and not sync_spec.updates:
+        raise InputError(
+            "the artifact's programs end with gradients, for it was compiled without an optimizer; leave out "
+            "optimizer and update pipe.parameters() yourself, or compile it with one"
+        )
+    if sync_spec.clips and not (max_norm is not None and max_norm > 0):
+        raise InputError(
+            f"the artifact's programs clip gradients, but clip_grad_norm is {max_norm!r}; pass a number "
+            "above 0, which may be another than that it was compiled with"
+        )
+    if max_norm is not None and not sync_spec.clips:
+        raise InputError(
+            f"clip_grad_norm is {max_norm!r}, but the artifact's programs do not clip, for it was compiled "
+            "without clip_grad_norm=...; leave it out, or compile it with one"
+        )
+
+
+def _make(value: Value, saved: Tensor | None, device: torch.device | None) -> Tensor:
+    if saved is not None and device is not None:
+        return saved.to(device)
+    return torch.empty([int(d) for d in value.shape], dtype=getattr(torch, value.dtype), device="meta")

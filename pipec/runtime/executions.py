@@ -1,0 +1,406 @@
+"""The executions of a pipeline: artifacts linked to its tensors, which run the calls that all ranks make."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Generator, Tensor, nn
+
+from pipec.artifact.artifact import Artifact, CompiledArtifact, MicrobatchGroups
+from pipec.errors import InputError
+from pipec.ir import Mode, Plan, Sizes
+from pipec.ir.batch_axis import BatchAxis
+from pipec.runtime.absent_tensors import release_sharded
+from pipec.runtime.call_agreement import CallAgreement
+from pipec.runtime.local_gradients import mark, unmark
+from pipec.runtime.messages.call_description import CallDescription
+from pipec.runtime.messages.collective_group import CollectiveGroup
+from pipec.runtime.optimizers import PipelineOptimizer, StateShard
+from pipec.runtime.random_seeds import advance_default_generator
+from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step.execution import Execution
+from pipec.runtime.step.microbatch_weight import MicrobatchWeight, loss_weights
+from pipec.runtime.step.non_finite import NonFinite
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.step_results import merge_slices
+from pipec.runtime.step.stream_results import BatchResult, StreamBatch
+from pipec.runtime.step_state import StepState
+from pipec.runtime.stream.call_arguments import CallArguments
+from pipec.runtime.stream.stream_session import CompiledStream, StreamSession
+from pipec.runtime.tensors import Tensors
+from pipec.torch_compat import pytree
+
+OnStarted = Callable[[], None]
+"""What a step calls as soon as it draws no more random numbers, and before it works."""
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """The method of a pipeline that was called, with what decides a compilation."""
+
+    method: str
+    mode: Mode
+    outputs: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} with outputs" if self.outputs else self.method
+
+
+STEP = CallRequest("step", Mode.TRAIN)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that all ranks make, with what executes it: an artifact for each group of microbatches.
+
+    ``leaves`` are those of the arguments, with their rows in front, and ``axes`` say where they are passed.
+    ``with_leaves`` makes arguments, keyword arguments and target of others. ``rows`` are those of the whole
+    batch. ``values`` are its other sizes. ``generator_after`` is torch's default generator after drawing the
+    ``seed``. With ``batch="local"``, ``replica`` says which part of the batch the leaves are, of how many.
+    """
+
+    request: CallRequest
+    leaves: Sequence[Any]
+    with_leaves: Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
+    axes: Sequence[BatchAxis | None]
+    rows: int
+    values: Sizes
+    groups: MicrobatchGroups
+    seed: int
+    generator_after: Generator
+    replica: tuple[int, int] = (0, 1)
+
+    @property
+    def first(self) -> CompiledArtifact:
+        """What executes the first microbatches, and says what results there are."""
+        return self.groups[0][0]
+
+
+class Executions:
+    """Agrees with the other ranks on the calls of a pipeline, and runs them by artifacts.
+
+    A subclass knows where artifacts come from. An artifact is linked at its first call, and again after
+    tensors were replaced or sharded in another way. ``trained`` is the one that ``step`` runs, None until it
+    is compiled. ``session`` runs the mini-batches of an asynchronous stream; the results of those that it has
+    completed, and whose losses the loop is still to be given, are ``undelivered``. ``model`` is the one that
+    was compiled, if there is one.
+    """
+
+    model: nn.Module | None = None
+    loss_path: Any = None
+    """Where the loss is in the model's results, if the user says so."""
+    has_target: bool
+    """Whether a step has a target beside the model's arguments."""
+    batch = "same"
+    """Whose arguments count, as ``pipec.compile`` says."""
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        agreement: CallAgreement,
+        steps: StepState,
+        microbatch_weight: MicrobatchWeight | None,
+    ) -> None:
+        self.tensors, self.agreement, self.steps = tensors, agreement, steps
+        self.ranks, self._microbatch_weight = agreement.ranks, microbatch_weight
+        self._linked: dict[tuple[Artifact, bool], Execution] = {}
+        self.trained: Artifact | None = None
+        self.session: StreamSession | None = None
+        self.undelivered: Sequence[BatchResult] = ()
+        self.state_readers: Sequence[int] | None = None
+        """The ranks that get the state of an optimizer; None: all."""
+
+    def agree(self, request: CallRequest, arguments: CallArguments) -> Call:
+        """The call that all ranks make, with its executions.
+
+        A rank that cannot use its arguments raises only when the others know.
+        """
+        raise NotImplementedError
+
+    def next_call_of_others(self) -> Call | None:
+        """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
+        raise NotImplementedError
+
+    def matching(self, first: Call, arguments: CallArguments) -> Call | None:
+        """A call as ``first`` with other arguments; None if they need other programs."""
+        raise NotImplementedError
+
+    def is_valid(self, call: Call) -> bool:
+        """Whether the programs of a call are right for the model as it is now."""
+        return True
+
+    def describe_batch(self, arguments: CallArguments) -> CallDescription:
+        """What must be equal on all ranks of a batch of a stream. Raises InputError if it does not fit."""
+        raise NotImplementedError
+
+    @property
+    def may_be_asynchronous(self) -> bool:
+        """Whether the schedule is asynchronous, or a search may find one that is."""
+        return self.artifact.plan.sync_spec.stream is not None
+
+    @property
+    def replica(self) -> int:
+        """The part of a batch that this rank passes, from 0."""
+        return 0
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of parts in which ranks pass a batch."""
+        return 1
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """How long each step of compilation took, summed over all compilations."""
+        return {}
+
+    @property
+    def profile(self) -> Any:
+        """The times by which the stages were cut, if they were measured."""
+        return None
+
+    @property
+    def memory_bytes(self) -> Sequence[float]:
+        """The memory of each device, as far as it is known."""
+        return ()
+
+    def describe_model(self) -> CallDescription:
+        """What must be equal on all ranks of the model, which is taken as it is now."""
+        return {}
+
+    def adopt_model_changes(self) -> None:
+        """Take over tensors that the model was given."""
+
+    def require_mode(self, training: bool) -> None:
+        """Raise InputError if there is no code for this mode."""
+
+    def copied(self, model: nn.Module) -> "MakeExecutions":
+        """Makes the executions of a copy of the model."""
+        raise NotImplementedError
+
+    def follow_tensors(self) -> None:
+        """Run with the tensors that the pipeline owns by now."""
+        self.clear()
+
+    @property
+    def artifact(self) -> Artifact:
+        """The artifact that ``step`` runs. Raises InputError if it is not compiled yet."""
+        if self.trained is None:
+            raise InputError(
+                "the pipeline is not compiled yet: call step(...), or prepare(...) with the arguments of step"
+            )
+        return self.trained
+
+    @property
+    def optimizer(self) -> PipelineOptimizer:
+        """The optimizer whose updates the programs make. Raises InputError if they make none."""
+        if self.steps.updates is None:
+            raise InputError(
+                "the pipeline has no optimizer of its own; pass optimizer=... to pipec.compile, such as "
+                "functools.partial(torch.optim.AdamW, lr=1e-3)"
+            )
+        return self.steps.updates.optimizer
+
+    def drain(self) -> None:
+        """Complete the mini-batches that a stream has begun. All stages have made the same updates then."""
+        session, self.session = self.session, None
+        if session is not None:
+            self.undelivered = session.drain(self.optimizer.hyperparameters())
+
+    def deliver(self, result: BatchResult, found: NonFinite | None = None) -> Tensor:
+        """The loss of a completed step, which is counted. Its logs are kept."""
+        self.steps.logs = dict(result.logs)
+        self.steps.count(found, self.trained)
+        return result.loss
+
+    def train(self, call: Call, on_started: OnStarted = nothing) -> Any:
+        """Make a step, and count it. Returns what ``loss`` does."""
+        leaves_gradients = self.steps.updates is None and self.agreement.is_distributed
+        parameters = self.tensors.names.parameters.values() if leaves_gradients else ()
+        unmark(parameters)
+        loss = self.loss(call, on_started)
+        if leaves_gradients and self.tensors.are_spread:
+            mark(parameters)
+        self.steps.count(self.execution(call.first.artifact).non_finite, self.trained)
+        return loss
+
+    def loss(self, call: Call, on_started: OnStarted = nothing) -> Any:
+        """The loss of a step, and if it was requested, the model's output. The logs are kept."""
+        results, plan = self.run(call, on_started), call.first.artifact.plan
+        self.steps.logs = {
+            name: results[kept] for name, kept in zip(plan.log_names, plan.outputs[1:], strict=False)
+        }
+        loss = results["loss"]
+        if not call.request.outputs:
+            return loss
+        return loss, _output_of(call.first, results, plan.outputs[1 + len(plan.log_names) :])
+
+    def output(self, call: Call) -> Any:
+        """The model's output."""
+        return _output_of(call.first, self.run(call), call.first.artifact.plan.outputs)
+
+    def run(self, call: Call, on_started: OnStarted = nothing) -> Mapping[str, Tensor]:
+        """The results of a call, by their names in the plan."""
+        if any(compiled.artifact.has_random_operators for compiled, _ in call.groups):
+            advance_default_generator(call.generator_after)
+        on_started()
+        if call.request.mode is Mode.TRAIN:
+            return self._run_groups(call)
+        with self.unsharded([compiled.artifact.plan for compiled, _ in call.groups]):
+            return self._run_groups(call)
+
+    def _run_groups(self, call: Call) -> Mapping[str, Tensor]:
+        executions = [self.execution(compiled.artifact) for compiled, _ in call.groups]
+        plan, axes, steps = call.first.artifact.plan, call.first.axes, self.steps
+        if len(call.groups) > 1 and plan.sync_spec.may_skip_step:
+            raise InputError(
+                "the microbatches of the batch have two sizes, and each needs a graph of its own, because "
+                "the model makes a constant of their rows; so a step cannot be skipped as a whole. Pass "
+                "batches that divide evenly, or compile without on_nan=... and in another precision than "
+                "'fp16-mixed'"
+            )
+        batch_slices = self._batch_slices(call)
+        recorded = steps.recorded if call.request.mode is Mode.TRAIN else None
+        parts = []
+        for execution, batch_slice in zip(executions, batch_slices, strict=True):
+            update = batch_slice is batch_slices[-1] and not steps.accumulates
+            parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update, steps.measured))
+        results = parts[0] if len(parts) == 1 else merge_slices(plan, parts, batch_slices)
+        return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
+
+    def _batch_slices(self, call: Call) -> list[BatchSlice]:
+        """The rows and the loss weights of each group of microbatches."""
+        every = [size for _, sizes in call.groups for size in sizes]
+        weights = None
+        if call.request.mode is not Mode.FORWARD:
+            weights = loss_weights(self._microbatch_weight, call.leaves, call.with_leaves, call.axes, every)
+        batch_slices, start, first = list[BatchSlice](), 0, 0
+        for _, sizes in call.groups:
+            own = None if weights is None else weights[first : first + len(sizes)]
+            batch_slices.append(BatchSlice(sizes, call.rows, start, first, own, *call.replica, call.values))
+            start, first = start + sum(sizes), first + len(sizes)
+        return batch_slices
+
+    def stream_step(self, arguments: CallArguments, on_started: OnStarted) -> Tensor:
+        """Make one step of a stream, and return its loss."""
+        loss: Tensor = self.train(self.agree(STEP, arguments), on_started)
+        return loss
+
+    def compiled_stream(self, arguments: CallArguments) -> CompiledStream | None:
+        """What runs a batch, and those after it; None if its steps do not overlap after all.
+
+        Every rank calls it with the same arguments.
+        """
+        first = self.agree(STEP, arguments)
+        execution = self.execution(first.first.artifact)
+        if not execution.is_stream:
+            return None
+        if len(first.groups) > 1:
+            raise InputError(
+                "the microbatches of a mini-batch have two sizes, and each needs a graph of its own, because "
+                "the model makes a constant of their rows; an asynchronous schedule takes one. Pass batches "
+                "that divide evenly"
+            )
+        if first.first.artifact.has_random_operators:
+            advance_default_generator(first.generator_after)
+
+        def split(arguments: CallArguments) -> StreamBatch | None:
+            call = self.matching(first, arguments)
+            return None if call is None else execution.batch(call.leaves, *self._batch_slices(call))
+
+        return CompiledStream(execution, first.seed, split, lambda: self.is_valid(first))
+
+    def execution(self, artifact: Artifact) -> Execution:
+        """The artifact linked to the tensors.
+
+        Raises:
+            InputError: a tensor has no values; or the artifact updates weights, and there is no optimizer.
+        """
+        self.agreement.refuse_fork()
+        if (artifact, True) not in self._linked and (artifact, False) not in self._linked:
+            self.tensors.refuse_unset(artifact.plan)
+        updates = self._bound_updates(artifact.plan)
+        key = artifact, updates is not None
+        if key not in self._linked:
+            here = self.tensors.here()
+            self._linked[key] = Execution(artifact, here, here, self.ranks, updates)
+        return self._linked[key]
+
+    def keep(self, artifacts: Collection[Artifact]) -> None:
+        """Unlink all other artifacts."""
+        self._linked = {key: x for key, x in self._linked.items() if key[0] in artifacts}
+
+    def clear(self) -> None:
+        """Unlink all artifacts, because the tensors are replaced."""
+        self._linked.clear()
+
+    def unshard(self) -> None:
+        """Gather sharded parameters, before they are sharded in another way or replaced."""
+        self.drain()
+        if self.steps.updates is not None:
+            self.steps.updates.release(self._group_of)
+
+    @contextlib.contextmanager
+    def unsharded(self, plans: Sequence[Plan] = ()) -> Iterator[None]:
+        """Gather sharded parameters inside a ``with``, unless the programs of ``plans`` do so.
+
+        All ranks do so together.
+        """
+        self.drain()
+        updates = self.steps.updates
+        if updates is None or (plans and all(map(updates.has_sharded, plans))):
+            yield
+        else:
+            with updates.gathered(self._group_of):
+                yield
+
+    def _bound_updates(self, plan: Plan) -> OptimizerUpdates | None:
+        """The optimizer, bound to the parameters as the plan shards them; None if it needs none."""
+        updates = self.steps.updates
+        if not plan.sync_spec.updates:
+            gathers = plan.sync_spec.only_gathers and updates is not None and updates.has_sharded(plan)
+            return updates if gathers else None
+        if updates is None:
+            raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")
+        if not updates.is_bound_to(plan):
+            self.unshard()
+            self._linked.clear()
+            own, ranks = self.tensors.names.unique_parameters(), self.ranks
+            distributed, owners = self.agreement.is_distributed, self.tensors.owner_ranks
+            updates.bind(plan, own, ranks.devices, distributed, self.gather_states, owners)
+            for fqn in updates.sharded_names:
+                release_sharded(fqn, own[fqn])
+            updates.mark_gradients()
+        return updates
+
+    def _group_of(self, rank: int, stage: int) -> CollectiveGroup:
+        placement = self.artifact.plan.placement
+        return self.ranks.transport(rank).group(placement[stage])
+
+    def gather_states(self, own: list[StateShard]) -> list[list[StateShard]]:
+        """The shards of the optimizer's state of every process, on the ``state_readers``; [] on others."""
+        if not self.agreement.is_distributed:
+            return [own]
+        self.agreement.require_same_call("optimizer.state_dict", {})
+        leaves, structure = pytree.tree_flatten([(shard.piece, shard.entries) for shard in own])
+        gathered, readers = [], self.state_readers
+        for rank in range(self.ranks.count):
+            theirs, shape = self.ranks.agreement.broadcast_pytree(
+                rank, "gathering the optimizer's state", leaves, structure, readers
+            )
+            gathered.append([StateShard(*shard) for shard in pytree.tree_unflatten(theirs, shape)])
+        return gathered if readers is None or self.ranks.world.rank in readers else []
+
+
+MakeExecutions = Callable[[Tensors, CallAgreement, StepState], Executions]
+
+
+def _output_of(compiled: CompiledArtifact, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
+    """The model's output, put together of the results of these names."""
+    assert compiled.output_spec is not None
+    return pytree.tree_unflatten([results.get(name) for name in names], compiled.output_spec)
