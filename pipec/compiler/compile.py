@@ -36,7 +36,6 @@ from pipec.compiler.compiler import Compiler
 from pipec.compiler.infeasible import require_memory
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
-from pipec.compiler.tail_costs import tail_costs
 from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
@@ -353,7 +352,6 @@ def _artifact(request: CompileRequest, candidate: Candidate, found: SearchResult
         microbatch_weight=compiler.settings.microbatch_weight,
         alternatives=rejected_alternatives(found.alternatives, evaluated),
         sharding_costs=sharding_costs(evaluated),
-        tail_costs=tail_costs(evaluated, found.base),
     )
     graph = evaluated.staged.graph
     outputs = (role for role, _ in graph.returned)

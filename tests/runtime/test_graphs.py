@@ -12,7 +12,6 @@ from replayed_cuda_graphs import ReplayedGraphs
 from slow_params import slow_but
 from torch import Tensor, nn
 from torch.nn import functional as F
-from whole_batch_losses import LOSSES, Towers, taking_order
 
 import pipec
 from pipec.ir import Link, Payload, ShardingLevel, SyncSpec, Value, Variable
@@ -184,32 +183,3 @@ def test_slots_are_as_many_as_microbatches_in_flight() -> None:
     found = [graph_slots(program) for program in programs]
     assert found[0] == {(0, 0): 0, (0, 1): 1, (0, 2): 0, (0, 3): 1}
     assert found[1] == {(1, microbatch): 0 for microbatch in range(4)}
-
-
-@pytest.mark.slow
-def test_forwards_that_save_nothing_have_a_slot_of_their_own(replayed: type[ReplayedGraphs]) -> None:
-    """Their graphs leave nothing, so all microbatches share one slot, beside those in flight."""
-    losses = []
-    for kernels in ("source", "cudagraphs"):
-        torch.manual_seed(0)
-        towers = Towers(LOSSES["info_nce"], width=16)
-        towers.a.insert(2, nn.Dropout(0.3))
-        with taking_order(-1):
-            pipe = pipec.compile(
-                towers,
-                ["cpu"] * 2,
-                microbatches=5,
-                schedule="1f1b",
-                batched={"x": 0, "y": 0},
-                kernels=kernels,
-            )
-            sgd = torch.optim.SGD(towers.parameters(), lr=0.1)
-            for seed in range(3):
-                torch.manual_seed(seed)
-                losses.append(pipe.step(torch.randn(13, 6), torch.randn(13, 6)))
-                sgd.step()
-                sgd.zero_grad()
-    assert pipe.plan.forward_only_stages == {0, 1}
-    assert all(map(torch.equal, losses[:3], losses[3:]))
-    assert {*graph_slots(pipe.programs[0]).values()} == {0, 1}
-    assert replayed.num_recorded

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipec.errors import VerifyError
 from pipec.ir import Phase, Sizes, Stage
 from pipec.runtime.random_seeds import OperatorGenerators
-from pipec.runtime.stages.cuda_graphs import SLOT_OF_FIRST_FORWARDS, StageGraphs
+from pipec.runtime.stages.cuda_graphs import StageGraphs
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.stages.host_copies import HostCopies, host_bytes
 from pipec.runtime.stages.weight_versions import WeightVersions
@@ -44,8 +44,7 @@ class StageCode(Protocol):
     the last also returns ``saved``, before its gradients, for the next one. A forward segment returns None
     among its ``updates`` for those of another segment.
 
-    ``sent`` is a dict of values by name. Optional functions: ``forward_only(...) -> sent``, which computes
-    what the tail needs and saves nothing, ``recompute(...) -> saved``,
+    ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, with gradients aligned with ``PARAMETERS`` and None for no
     gradient, ``constants(...) -> tuple`` of values that depend on sizes and ``device`` alone,
@@ -226,9 +225,8 @@ class BoundStage:
         while sent and saved values are still used, such as a view of a parameter that another stage reads.
         """
         if self.graphs is not None:
-            slot = SLOT_OF_FIRST_FORWARDS if phase is Phase.FORWARD_ONLY else self.slots[microbatch]
             sizes = functools.partial(self._sizes.__getitem__, microbatch)
-            return self.graphs.function(name, phase, slot, sizes)
+            return self.graphs.function(name, phase, self.slots[microbatch], sizes)
         function: Callable[..., Any] = getattr(self.code, name)
         if not self.is_versioned:
             return function

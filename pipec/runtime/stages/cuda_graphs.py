@@ -46,9 +46,6 @@ from pipec.runtime.random_seeds import OperatorGenerators
 
 T = TypeVar("T")
 
-SLOT_OF_FIRST_FORWARDS = -1
-"""The slot of forwards that save nothing."""
-
 Function = Callable[..., Any]
 
 _DATA_DEPENDENT = re.compile(r"\b(check_branch|primitives\.require)\(")
@@ -339,8 +336,6 @@ def graph_slots(program: Program) -> dict[tuple[int, int], int]:
     A stage of 1F1B with two microbatches in flight has two slots::
 
         F0 F1 B0 free0 F2 B1 free1 F3    ->    0: 0, 1: 1, 2: 0, 3: 1
-
-    Forwards that save nothing leave nothing in the memory of a graph, and share a slot of their own.
     """
     slots: dict[tuple[int, int], int] = {}
     in_use: dict[int, set[int]] = defaultdict(set)
@@ -348,14 +343,10 @@ def graph_slots(program: Program) -> dict[tuple[int, int], int]:
         key, used = (each.stage, each.microbatch), in_use[each.stage]
         if each.op is Op.FREE:
             used.discard(slots.get(key, -1))
-        elif _takes_slot(each.op) and key not in slots:
+        elif each.op.traits.kind is OpKind.COMPUTE and key not in slots:
             slots[key] = next(number for number in itertools.count() if number not in used)
             used.add(slots[key])
     return slots
-
-
-def _takes_slot(op: Op) -> bool:
-    return op.traits.kind is OpKind.COMPUTE and op is not Op.FORWARD_ONLY
 
 
 def require_gpus(devices: Iterable[torch.device]) -> None:
