@@ -30,7 +30,7 @@ class StageTail:
         self._names = parameter_names(stage.code.tail)
         self.frame: Frame = {}
         """The values of the whole batch by the names of the function's parameters."""
-        self._copies_rows = plan.forward_only or stage.graphs is not None
+        self._copies_rows = plan.forward_only
         self.forget_step()
 
     @property
@@ -59,8 +59,7 @@ class StageTail:
     def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
         """Take the tail's inputs out of what a forward returns.
 
-        They are copied where their memory is used again, by graphs or for messages, or where it holds more: a
-        forward that saves nothing keeps these rows alone.
+        A forward that saves nothing keeps these rows alone, in memory of their own.
         """
         for name in self._parts.keys() & sent.keys():
             rows = sent.pop(name)
