@@ -252,12 +252,9 @@ class Options:
     kernels: str = option(
         "source",
         KERNELS,
-        """how a rank runs its stages: ``"source"``, the generated Python; ``"inductor"``, compiled by
-        ``torch.compile`` at the first step of each size, to sums in another order; ``"auto"``, whichever
-        takes less time in the first calls of a function; ``"cudagraphs"``, CUDA graphs of the source,
-        with its bits, recorded before the first step of each size, where no value tells what is computed.
-        They hold more memory than ``memory()`` says; see docs/memory.md.""",
-        flag=Flag("How ranks run their stages: auto takes the faster of source and inductor.", plans=False),
+        """how a rank runs its stages: ``"source"``, the generated Python; or ``"inductor"``, compiled by
+        torch's inductor at the first step of each size, to sums in another order. See docs/kernels.md.""",
+        flag=Flag("How ranks run their stages: as their source, or compiled by inductor.", plans=False),
     )
     fused_gradients: bool = option(
         False,

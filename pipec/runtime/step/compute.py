@@ -33,7 +33,7 @@ def bind_function(
     holds them, and ``GradientAccumulator`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
-    function = stage.function(name, phase, microbatch)
+    function = stage.function(name)
     keep = stage.gradients.keep
 
     def forward() -> None:
