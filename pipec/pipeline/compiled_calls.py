@@ -20,7 +20,7 @@ from pipec.ir.batch_split import replica_microbatch_sizes, require_equal_rows, v
 from pipec.pipeline.collective_calls import CallAgreement, CallRequest, CollectiveCall
 from pipec.pipeline.owned_tensors import OwnedTensors
 from pipec.plan.local_batch_check import check_local_batch
-from pipec.runtime.absent_tensors import materialized
+from pipec.runtime.absent_tensors import is_absent, materialized
 from pipec.runtime.linked_artifacts import LinkedArtifacts
 from pipec.runtime.local_gradients import mark_one, unmark
 from pipec.runtime.messages.call_description import CallDescription
@@ -244,8 +244,12 @@ class CompiledCalls:
 
         def compiled() -> tuple[MicrobatchGroups, dict[str, Any]]:
             whole = call if len(collective_call.rows) == 1 else call.sample(rows, None)
-            with materialized(self._owned.tensors.unique().values()):
-                groups = self._compiler.compile(collective_call.signature, whole, change, refuses_mixed_rows)
+            tensors = self._owned.tensors.unique()
+            unknown = [fqn for fqn, tensor in tensors.items() if is_absent(tensor)]
+            with materialized(tensors.values()):
+                groups = self._compiler.compile(
+                    collective_call.signature, whole, change, refuses_mixed_rows, unknown
+                )
                 return groups, self._compiler.cache.read(collective_call.signature)
 
         values = variable_values(key.variables, call.leaves)
