@@ -128,7 +128,7 @@ def _attempts(request: CheckRequest) -> Iterator[tuple[int, ...]]:
 def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
     """The agreement on the first rows of the call, in microbatches of these sizes."""
     graph, rows = request.graph, sum(sizes)
-    call = request.call.rows(0, rows) if rows < request.call.batch_size else request.call
+    call = _first_rows(request.call, sizes)
     try:
         tensors = _Tensors.of(request)
     except _CannotDrawError as error:
@@ -158,6 +158,21 @@ def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
             return _explained(request, split, call, sizes, agreement, wanted)
 
 
+def _first_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
+    """The first rows of a call, for microbatches of these sizes; the call itself if these are all of its rows.
+
+    The second microbatch begins with the first row again: what is the same row in two of them, such as a class
+    that both have, shows what counts or compares rows.
+    """
+    if sum(sizes) == call.batch_size:
+        return call
+    rows = torch.arange(sum(sizes))
+    if len(sizes) > 1:
+        rows[sizes[0]] = 0
+    flags = iter(call.batched)
+    return call.map(lambda leaf: leaf[rows.to(leaf.device)] if next(flags) else leaf)
+
+
 def _explained(
     request: CheckRequest,
     split: SplitRun,
@@ -178,8 +193,8 @@ def _explained(
     operator = first_difference(split, call, sizes, agreement.tolerance)
     cause = ""
     if operator is not None:
-        cause = operator.name + (f" in {operator.module}" if operator.module else "")
-        cause += f" at {operator.source}" if operator.source else ""
+        places = (operator.source, operator.module and f"in {operator.module}", operator.name)
+        cause = ", ".join(filter(None, places))
     return CheckResult(sizes, agreement, cause=cause)
 
 

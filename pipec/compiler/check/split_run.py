@@ -172,7 +172,7 @@ class _Step:
 
     def _leaf(self, position: int) -> Any:
         leaf = self._call.leaves[position]
-        return leaf.to(self._run.device) if isinstance(leaf, Tensor) else torch.tensor(leaf)
+        return leaf.to(self._run.device) if isinstance(leaf, Tensor) else leaf
 
     def _symbols(self, rows: int) -> dict[sympy.Basic, float]:
         sizes = {"b": rows, **self._run.values}
