@@ -96,9 +96,9 @@ def refuse_difference(result: CheckResult) -> None:
     raise UnequalStepError(
         f"microbatches of {rows} rows do not make what the model computes of these rows at once:\n  "
         f"{result.difference}\n"
-        "Remedies: compute the batch as one, with microbatches=1; compute each row by itself, and reduce with "
-        'sums and means over rows; name the dimension of the batch, as in batched={"x": 1}, or the arguments '
-        'that every microbatch needs whole, as in batched={"table": None}'
+        "Remedies: compute the batch as one, with microbatches=1; compute each row by itself, and reduce "
+        'with sums and means over rows; name the dimension of the batch, as in batched={"x": 1}, or the '
+        'arguments that every microbatch needs whole, as in batched={"table": None}'
     )
 
 
@@ -154,19 +154,16 @@ def batch_warnings(findings: BatchFindings, is_checked: bool) -> list[str]:
     If a run has shown that microbatches make up the batch, what is not proved is no warning.
     """
     warnings = []
-    if findings.unproven and is_checked:
-        log.info("the loss agrees with the model's in a check, but nothing proves it: %s", findings.unproven)
+    if is_checked:
+        for each in filter(None, (findings.unproven, *findings.assumed)):
+            log.info("a check agrees with the model, but nothing proves it: %s", each)
     elif findings.unproven:
         warnings.append(
             "the losses of microbatches are averaged, each weighted by its rows, but nothing proves that "
             f"this is the loss of the batch: {findings.unproven}. Say how they add up with "
             "microbatch_weight=..., or reduce with sums and means over rows"
         )
-    warnings += [
-        f"{place}: nothing proves that {op} computes each row by itself; it is checked when the first step "
-        "runs, with a row replaced"
-        for place, op in dict.fromkeys((each.location, each.op) for each in findings.assumed)
-    ]
+    warnings += [f"nothing proves that {each}" for each in findings.assumed if not is_checked]
     warnings += [
         f"{place}: each microbatch draws its own random numbers here, where the unsplit model draws them "
         "once for all rows; to use the same for all, draw them outside and pass them as an argument"

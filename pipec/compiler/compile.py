@@ -32,8 +32,8 @@ from pipec.compiler.batch_equivalence import (
     single_row_warning,
 )
 from pipec.compiler.calibration_cache import cached_calibration
-from pipec.compiler.check import CheckRequest, CheckResult, check_call
 from pipec.compiler.candidate import Candidate
+from pipec.compiler.check import CheckRequest, CheckResult, check_call
 from pipec.compiler.compile_cache import CaptureKey, CompiledArtifact, CompiledGraphs, MicrobatchGroups
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.infeasible import require_memory
@@ -378,7 +378,7 @@ def _check(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -
             )
         )
     refuse_difference(result)
-    log.info("%s", result)
+    log.debug("%s", result)
     return result
 
 

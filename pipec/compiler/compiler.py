@@ -27,8 +27,8 @@ class CompileSettings:
     ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
     if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
     ``microbatch_weight`` is recorded in the plan. With ``requires_proof``, losses whose sum is unproven are
-    refused. With ``calibrates_cpu``, costs are measured on this CPU. With ``checks``, the first rows of a call
-    are compared with the model itself.
+    refused. With ``calibrates_cpu``, costs are measured on this CPU. With ``checks``, the first rows of a
+    call are compared with the model itself.
     """
 
     loss_fn: Callable[..., Any] | None

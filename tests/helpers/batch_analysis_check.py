@@ -20,7 +20,6 @@ from pipec.capture.batch.dependence import (
     MixedRows,
     PerRow,
     SelectedRows,
-    SortedRows,
     SumOverRows,
     Unproven,
     Whole,
@@ -88,7 +87,7 @@ def check_graph(
     module.recompile()
     if findings.assumed or findings.num_batch_norms:
         return Checked("assumed" if findings.assumed else "declared", claim)
-    unproven = isinstance(claim, Unproven | SelectedRows | SortedRows)
+    unproven = isinstance(claim, Unproven | SelectedRows)
     checked = Checked(
         "refused" if isinstance(claim, MixedRows) else "unproven" if unproven else "proved", claim
     )
@@ -228,7 +227,7 @@ def compare(walk: Any, whole: Run, runs: Sequence[Run], checked: Checked) -> Ite
                 continue
             value = walk.tracker.dependence_of(claimed)
             checked.num_claims += 1
-            if isinstance(value, MixedRows | Unproven | SelectedRows | SortedRows):
+            if isinstance(value, MixedRows | Unproven | SelectedRows):
                 continue
             checked.num_proved += 1
             if not holds(value, wanted[place], [found[place] for found in parts], runs):

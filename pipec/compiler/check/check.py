@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -48,8 +48,8 @@ class CheckRequest:
     call: ModelCall
     sizes: Sequence[int]
     values: Sizes
-    canonical: Mapping[str, str] = field(default_factory=dict)
-    device: torch.device = torch.device("cpu")
+    canonical: Mapping[str, str]
+    device: torch.device
     precision: Precision | None = None
     unknown: Collection[str] = ()
     microbatch_weight: str = ""
@@ -87,8 +87,8 @@ class CheckResult:
             return f"not checked: {self.reason}"
         rows = " + ".join(map(str, self.sizes))
         return (
-            f"checked against the model itself on {rows} rows: results agree to {self.agreement.results:.1e}, "
-            f"gradients to {self.agreement.gradients:.1e}"
+            f"checked against the model itself on {rows} rows: results agree to "
+            f"{self.agreement.results:.1e}, gradients to {self.agreement.gradients:.1e}"
         )
 
 
@@ -159,10 +159,9 @@ def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
 
 
 def _first_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
-    """The first rows of a call, for microbatches of these sizes; the call itself if these are all of its rows.
+    """The first rows of a call, for microbatches of these sizes; the call itself if these are all its rows.
 
-    The second microbatch begins with the first row again: what is the same row in two of them, such as a class
-    that both have, shows what counts or compares rows.
+    The second microbatch begins with the first row again: what counts or compares rows then shows.
     """
     if sum(sizes) == call.batch_size:
         return call
@@ -198,9 +197,7 @@ def _explained(
     return CheckResult(sizes, agreement, cause=cause)
 
 
-def _unsplit(
-    request: CheckRequest, tensors: "_Tensors", call: ModelCall, sizes: Sequence[int]
-) -> StepValues:
+def _unsplit(request: CheckRequest, tensors: "_Tensors", call: ModelCall, sizes: Sequence[int]) -> StepValues:
     """What the model makes of all rows; with a microbatch weight, the weighted sum of its microbatches'."""
     run = UnsplitRun(request.step, tensors.by_name, tensors.trained)
     call = call.map(lambda leaf: leaf.to(request.device) if isinstance(leaf, Tensor) else leaf)

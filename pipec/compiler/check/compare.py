@@ -15,13 +15,13 @@ TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float16: 0.1,
     torch.bfloat16: 0.2,
 }
-"""The largest relative difference that is taken for rounding, by the coarsest dtype that the step computes in.
+"""The largest relative difference that is taken for rounding, by the coarsest dtype of a step.
 
 docs/batch.md has the differences of some 200 models, from which these come.
 """
 
 _SMALL = 1e-2
-"""Gradients smaller than the mean gradient by this factor are compared with that: they may be rounding alone."""
+"""Gradients smaller than the mean one by this factor are compared with that: they may be rounding alone."""
 
 
 @dataclass(frozen=True)

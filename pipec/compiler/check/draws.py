@@ -1,8 +1,8 @@
 """Random operators that draw nothing, so that two runs can be compared.
 
-Each returns what does not depend on how many rows there are: dropout keeps everything, uniform numbers are all
-the same, and a permutation is in reverse order. Numbers drawn below a bound are the largest possible ones, so
-that a bound that follows from the number of rows shows.
+Each returns what does not depend on how many rows there are: dropout keeps everything, uniform numbers are
+all the same, and a permutation is in reverse order. Numbers drawn below a bound are the largest possible
+ones, so that a bound that follows from the number of rows shows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class FixedDraws(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.unknown: list[str] = []
 
     def __torch_dispatch__(
@@ -50,7 +50,7 @@ def _filled(value: Callable[[dict[str, Any]], Any]) -> Callable[[Any, dict[str, 
     def rule(func: Any, named: dict[str, Any]) -> Any:
         number = value(named)
         if func._schema.is_mutable:
-            target = named.get("out", named.get("self"))
+            target: Any = named.get("out", named.get("self"))
             return target.copy_(number) if isinstance(number, Tensor) else target.fill_(number)
         like = named.get("self", named.get("mean"))
         if not isinstance(like, Tensor):
@@ -102,7 +102,8 @@ def _permutation(func: Any, named: dict[str, Any]) -> Tensor:
 
 
 def _most_likely(func: Any, named: dict[str, Any]) -> Tensor:
-    weights, count = named["self"], named["num_samples"]
+    weights: Tensor = named["self"]
+    count: int = named["num_samples"]
     if count <= weights.shape[-1]:
         return weights.topk(count, dim=-1).indices
     return weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], count).clone()
@@ -124,7 +125,7 @@ _RULES: Mapping[str, Callable[[Any, dict[str, Any]], Any]] = {
     "exponential": _filled(lambda named: _NORMAL / named.get("lambd", 1.0)),
     "geometric": _filled(lambda named: 1),
     "log_normal": _filled(lambda named: 2.0),
-    "cauchy": _filled(_normal_of_cauchy := lambda named: named.get("median", 0.0) + _NORMAL),
+    "cauchy": _filled(lambda named: named.get("median", 0.0) + _NORMAL),
     "poisson": _filled(lambda named: named["self"].round()),
     "randperm": _permutation,
     "multinomial": _most_likely,

@@ -14,7 +14,7 @@ from pipec.graph import Operator, is_random, is_view
 def first_difference(
     run: SplitRun, call: ModelCall, sizes: Sequence[int], tolerance: float
 ) -> Operator | None:
-    """The operator of the first node whose parts do not make up its value for all rows; None if none is found.
+    """The operator of the first node whose parts do not make up its value for all rows; None for none.
 
     The parts are to be rows of the whole value, its terms, or equal to it.
     """
@@ -35,7 +35,8 @@ def first_difference(
         if node not in whole or is_view(node) or is_random(node):
             continue
         if not _makes_up(whole[node], parts.get(node, []), sizes, tolerance):
-            return run.graph.operators[node.meta["operator"]]
+            number: int = node.meta["operator"]
+            return run.graph.operators[number]
     return None
 
 

@@ -109,7 +109,9 @@ class _Step:
                 self._advance(each, uses, observe)
         return StepValues(self._merged(), self._gradients)
 
-    def _advance(self, microbatch: _Microbatch, uses: Mapping[fx.Node, int], observe: Observer | None) -> None:
+    def _advance(
+        self, microbatch: _Microbatch, uses: Mapping[fx.Node, int], observe: Observer | None
+    ) -> None:
         """Compute all nodes whose inputs are known, and collect the results among them."""
         env, left, waiting = microbatch.env, dict(uses), []
         for node in microbatch.waiting:
@@ -215,7 +217,9 @@ class _Step:
 
         def argument(node: fx.Node) -> Any:
             role = node.meta["role"]
-            return torch.cat(parts[role.index]) if isinstance(role, TailInput) else self._argument(node, whole)
+            return (
+                torch.cat(parts[role.index]) if isinstance(role, TailInput) else self._argument(node, whole)
+            )
 
         found = _evaluate(self._graph.tail, argument, self._symbols(self._rows), self._run.device)
         for role, value in zip(self._graph.tail_results, found, strict=True):

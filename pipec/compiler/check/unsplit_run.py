@@ -51,7 +51,7 @@ class UnsplitRun:
             stack.enter_context(torch.set_grad_enabled(bool(self._trained)))
             if norms:
                 stack.enter_context(_NormsOfMicrobatches(microbatches))
-            output, _ = torch.func.functional_call(self._step, self._tensors, call.tree)
+            output, _ = torch.func.functional_call(self._step, dict(self._tensors), call.tree)
             leaves = pytree.tree_leaves(output)
             results = {k: x.detach() for k, x in enumerate(leaves) if isinstance(x, Tensor)}
             if not self._trained:
