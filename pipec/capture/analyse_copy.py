@@ -38,6 +38,7 @@ def analyse_differentiated(
                 results[place] = graph.call_function(OUTPUT_MERGE, (result, *marked.args[1:]))
     graph.output_node().args = (results,)
     captured.module.recompile()
+    found = replace(found, assumed=(*found.assumed, "the backward of the model's own adds up over rows"))
     rewritten = [node for node in _leading_to(output) if node.target in (BATCH_COUNT, BATCH_FRACTION)]
     if rewritten and not (found.mixed_rows or found.unproven):
         what = "needs a value of the whole batch, in a model that differentiates by itself"

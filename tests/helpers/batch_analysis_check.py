@@ -74,7 +74,7 @@ def check_graph(
     except Exception as error:
         raise SkippedError("microbatches do not run") from error
     give_values(module, parts[0], batched, trained)
-    walk = _BatchAnalysis(module, set(batched), sizes[0], 1, None)
+    walk = _BatchAnalysis(module, set(batched), sizes[0], 1)
     try:
         walk.run()
         output = pytree.tree_leaves(module.graph.output_node().args)[0]

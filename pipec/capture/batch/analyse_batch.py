@@ -384,6 +384,8 @@ class _BatchAnalysis:
             rest = rest[1:] if name == "invoke_subgraph" else rest
             return _Inner(inner, self).run(*rest)
         if name == "autograd_function_apply":
+            if all(is_whole(self.tracker.dependence_of(x)) for x in tensors_in(args)):
+                self._assumed.append(f"the backward of {describe_call(node)} adds up over microbatches")
             return self._with_own_backward(*args)
         raise TypeError(f"a call of {name}")
 
@@ -640,6 +642,10 @@ class _BatchAnalysis:
             problem = MixedRows("is no sum or mean over the rows of the batch")
             if isinstance(value, MixedRows | Unproven):
                 problem = value
+        if isinstance(problem, MixedRows) and not self._is_exact:
+            cause = self._causes.get(id(problem))
+            problem = Unproven(f"{problem.why}, or computes with other sizes that equal the number of rows")
+            self._causes |= {id(problem): cause} if cause else {}
         others = [leaf for leaf in leaves if leaf is not loss]
         tail = self._find_tail(loss if problem is not None else None, others, batch_size)
         nodes = tail.nodes if isinstance(tail, TailNodes) else frozenset[fx.Node]()

@@ -371,6 +371,8 @@ def arange(call: OperatorCall) -> Dependence:
     if not any(call.is_row_multiple(size) for size in call.shape):
         fixed = call.symbolic or call.degree(call.shape[0] if call.shape else 0) == 0
         return Whole() if fixed else call.unproven("may number the rows of the microbatch")
+    if not call.symbolic:
+        return call.unproven("may number the rows of the microbatch")
     given = (call.arguments.get("start") or 0, call["end"], call.arguments.get("step") or 1)
     if given == (0, call.rows, 1):
         return PerRow(0, is_row_number=True)

@@ -110,7 +110,8 @@ def check_call(request: CheckRequest) -> CheckResult:
 def _attempts(request: CheckRequest) -> Iterator[tuple[int, ...]]:
     """The rows of the microbatches to try: few of them, those of two microbatches, and all.
 
-    A model may need more rows than a few, and a branch of the whole batch may not be that of a part.
+    A model may need more rows than a few. If it makes a constant of their number, or branches on values of
+    the whole batch, a part of the rows shows nothing.
     """
     graph, every = request.graph, tuple(size for size in request.sizes if size)
     two = every[:2]
@@ -119,10 +120,9 @@ def _attempts(request: CheckRequest) -> Iterator[tuple[int, ...]]:
         few = (half + 1, half)[: len(two)]
         if sum(few) < sum(two) and all(graph.is_valid_for(size, request.values) for size in few):
             yield few
-    if not graph.input_branches.branches:
-        yield two
-    if two != every or graph.input_branches.branches:
-        yield every
+        if two != every:
+            yield two
+    yield every
 
 
 def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
