@@ -112,10 +112,13 @@ def compile_call(request: CompileRequest) -> CompiledCall:
     try:
         return _compile(request, candidate)
     except UnequalStepError as error:
-        if not (request.trains and _may_take_whole_batch(request, candidate)):
+        if not _may_take_whole_batch(request, candidate):
             raise
         compiler.warn(f"a step has one microbatch, the whole batch: {str(error).splitlines()[1].strip()}")
-        return _compile(request, replace(candidate, num_microbatches=1))
+        compiled = _compile(request, replace(candidate, num_microbatches=1))
+        if request.trains:
+            return compiled
+        return replace(compiled, decided=replace(compiled.decided, num_microbatches=None))
 
 
 def _compile(request: CompileRequest, candidate: Candidate) -> CompiledCall:

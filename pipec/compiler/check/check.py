@@ -128,44 +128,44 @@ def _attempts(request: CheckRequest) -> Iterator[tuple[int, ...]]:
 def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
     """The agreement on the first rows of the call, in microbatches of these sizes."""
     graph, rows = request.graph, sum(sizes)
-    call = _first_rows(request.call, sizes)
+    call = _some_rows(request.call, sizes)
     try:
         tensors = _Tensors.of(request)
     except _CannotDrawError as error:
         return CheckResult(sizes, reason=str(error))
-    draws = FixedDraws() if any(map(is_random, _nodes(graph))) else contextlib.nullcontext()
+    draws = FixedDraws()
     weights = [1.0] * len(sizes) if request.microbatch_weight == "sum" else None
-    split = SplitRun(graph, tensors.by_fqn, request.device, request.values, weights)
-    with draws:
-        try:
+    split = SplitRun(graph, tensors.by_fqn, request.device, request.values, draws, weights)
+    try:
+        with draws if any(map(is_random, _nodes(graph))) else contextlib.nullcontext():
             wanted = _unsplit(request, tensors, call, sizes)
-        except PipecError:
-            raise
-        except Exception as error:
-            return CheckResult(sizes, reason=f"the model fails on {rows} rows: {_brief(error)}")
+    except PipecError:
+        raise
+    except Exception as error:
+        return CheckResult(sizes, reason=f"the model fails on {rows} rows: {_brief(error)}")
+    with without_autocast():
         try:
-            with without_autocast():
-                found = split.run(call, sizes)
+            found = split.run(call, sizes)
         except BranchError as error:
             return CheckResult(sizes, reason=f"{rows} rows lead to another branch: {error}")
-        if isinstance(draws, FixedDraws) and draws.unknown:
+        if draws.unknown:
             return CheckResult(sizes, reason=f"{draws.unknown[0]} draws random numbers")
-        tolerance = tolerance_of(_dtypes(graph))
-        agreement = compare(found, wanted, _result_names(graph), tolerance)
+        if request.step.mode is not Mode.FORWARD and not wanted.results[0].isfinite():
+            return CheckResult(sizes, reason=f"the loss of {rows} rows is not finite")
+        agreement = compare(found, wanted, _result_names(graph), tolerance_of(_dtypes(graph)))
         if agreement.is_equal:
             return CheckResult(sizes, agreement)
-        with without_autocast():
-            return _explained(request, split, call, sizes, agreement, wanted)
+        return _explained(request, split, call, sizes, agreement, wanted)
 
 
-def _first_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
-    """The first rows of a call, for microbatches of these sizes; the call itself if these are all its rows.
+def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
+    """Rows from all over the batch, for microbatches of these sizes; the call itself if that is all of it.
 
     The second microbatch begins with the first row again: what counts or compares rows then shows.
     """
     if sum(sizes) == call.batch_size:
         return call
-    rows = torch.arange(sum(sizes))
+    rows = torch.linspace(0, call.batch_size - 1, sum(sizes)).long()
     if len(sizes) > 1:
         rows[sizes[0]] = 0
     flags = iter(call.batched)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipec.torch_compat.operators import TorchDispatchMode, schema
 
 _UNIFORM, _NORMAL = 0.37, 0.61
 
@@ -31,13 +32,17 @@ class FixedDraws(TorchDispatchMode):
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else dict(kwargs)
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        named = {argument.name: argument.default_value for argument in func._schema.arguments}
-        named |= dict(zip(named, args, strict=False)) | kwargs
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self.draw(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a random operator returns."""
+        named = {argument.name: argument.default_value for argument in schema(func).arguments}
+        named |= dict(zip(named, args, strict=False)) | dict(kwargs)
         if "dropout_p" in named:
             return func(**{**named, "dropout_p": 0.0})
-        rule = _RULES.get(func._schema.name.removeprefix("aten::").strip("_"))
+        rule = _RULES.get(schema(func).name.removeprefix("aten::").strip("_"))
         if rule is None:
             self.unknown.append(str(func))
             return func(*args, **kwargs)
@@ -49,19 +54,24 @@ def _filled(value: Callable[[dict[str, Any]], Any]) -> Callable[[Any, dict[str, 
 
     def rule(func: Any, named: dict[str, Any]) -> Any:
         number = value(named)
-        if func._schema.is_mutable:
+        if schema(func).is_mutable:
             target: Any = named.get("out", named.get("self"))
             return target.copy_(number) if isinstance(number, Tensor) else target.fill_(number)
         like = named.get("self", named.get("mean"))
         if not isinstance(like, Tensor):
             like = named.get("std")
-        kind = {key: named[key] for key in ("dtype", "device") if named.get(key) is not None}
+        kind = _kind(named)
         if isinstance(like, Tensor):
             return (torch.zeros_like(like, **kind) + number).to(kind.get("dtype", like.dtype))
-        kind.setdefault("dtype", torch.int64 if func._schema.name.startswith("aten::randint") else None)
+        kind.setdefault("dtype", torch.int64 if schema(func).name.startswith("aten::randint") else None)
         return torch.zeros(named["size"], **kind).add_(number)
 
     return rule
+
+
+def _kind(named: dict[str, Any]) -> dict[str, Any]:
+    """The dtype and the device that a call names. A schema has numbers for default dtypes."""
+    return {key: x for key, x in named.items() if isinstance(x, torch.dtype | torch.device)}
 
 
 def _kept(named: dict[str, Any]) -> Any:
@@ -97,8 +107,7 @@ def _dropout(func: Any, named: dict[str, Any]) -> Any:
 
 
 def _permutation(func: Any, named: dict[str, Any]) -> Tensor:
-    kind = {key: named[key] for key in ("dtype", "device") if named.get(key) is not None}
-    return torch.arange(named["n"] - 1, -1, -1, **{"dtype": torch.int64, **kind})
+    return torch.arange(named["n"] - 1, -1, -1, **{"dtype": torch.int64, **_kind(named)})
 
 
 def _most_likely(func: Any, named: dict[str, Any]) -> Tensor:

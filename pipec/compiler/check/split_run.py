@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from pipec.capture.model_call import ModelCall
+from pipec.compiler.check.draws import FixedDraws
 from pipec.compiler.check.unsplit_run import StepValues
 from pipec.errors import BranchError
 from pipec.graph import (
@@ -39,9 +40,10 @@ from pipec.graph import (
     TrainingGraph,
     UpdatedBuffer,
     is_branch_check,
+    is_random,
 )
 from pipec.ir import Sizes
-from pipec.ir.batch_axis import BatchAxis
+from pipec.ir.batch_axis import LEADING, BatchAxis
 
 Observer = Callable[[int, fx.Node, Any], None]
 """Called with the number of a microbatch, a node and its value."""
@@ -59,6 +61,7 @@ class SplitRun:
     tensors: Mapping[str, Tensor]
     device: torch.device
     values: Sizes
+    draws: FixedDraws
     loss_weights: Sequence[float] | None = None
 
     def run(self, call: ModelCall, sizes: Sequence[int], observe: Observer | None = None) -> StepValues:
@@ -125,7 +128,7 @@ class _Step:
                     continue
                 env[node] = found
             else:
-                env[node] = _compute(node, env, self._symbols(microbatch.rows), self._run.device)
+                env[node] = _compute(node, env, self._symbols(microbatch.rows), self._run)
             if observe is not None and node.op != "placeholder":
                 observe(microbatch.number, node, env[node])
             for source in node.all_input_nodes if not waiting else ():
@@ -188,9 +191,7 @@ class _Step:
 
         def of_rows(start: int, rows: int) -> Sequence[Any]:
             part = _Microbatch(_WHOLE, rows, start)
-            return _evaluate(
-                graph, lambda node: self._argument(node, part), self._symbols(rows), self._run.device
-            )
+            return _evaluate(graph, lambda node: self._argument(node, part), self._symbols(rows), self._run)
 
         if self._graph.batch is not None:
             return of_rows(0, self._rows)
@@ -203,7 +204,7 @@ class _Step:
             return ()
         whole = _Microbatch(_WHOLE, self._rows, 0)
         return _evaluate(
-            graph, lambda node: self._argument(node, whole), self._symbols(self._rows), self._run.device
+            graph, lambda node: self._argument(node, whole), self._symbols(self._rows), self._run
         )
 
     def _run_tail(self) -> None:
@@ -221,7 +222,7 @@ class _Step:
                 torch.cat(parts[role.index]) if isinstance(role, TailInput) else self._argument(node, whole)
             )
 
-        found = _evaluate(self._graph.tail, argument, self._symbols(self._rows), self._run.device)
+        found = _evaluate(self._graph.tail, argument, self._symbols(self._rows), self._run)
         for role, value in zip(self._graph.tail_results, found, strict=True):
             self._tail[role] = value
             self._collect(role, value)
@@ -243,16 +244,16 @@ class _Step:
     def _merge(self, role: Output, node: fx.Node, parts: Sequence[Tensor]) -> Tensor | None:
         """The value of the batch; None if it is not known where parts have their rows."""
         if len(parts) == 1:
-            return _restored(parts[0], role.axis)
+            return _restored(parts[0], role.axis or LEADING)
         if role.is_sum:
             return torch.stack([*parts]).sum(0, dtype=parts[0].dtype)
-        dims = [k for k, size in enumerate(node.meta["val"].shape) if _has(size, self._graph.batch)]
-        if role.axis is not None:
-            return _restored(torch.cat([*parts], 0 if role.axis.has_outer else role.axis.dim), role.axis)
+        axis, shape, rows = role.axis or LEADING, node.meta["val"].shape, self._graph.batch_size
+        dim, inner = (0, 1) if axis.has_outer else (axis.dim, axis.inner)
+        dims = [k for k, size in enumerate(shape) if _has(size, self._graph.batch)]
+        if self._graph.batch is None and shape[dim : dim + 1] == (rows * inner,):
+            dims = [dim]
         if dims:
-            return torch.cat([*parts], dims[0]) if len(dims) == 1 else None
-        if self._graph.batch is None and parts[0].ndim:
-            return None
+            return _restored(torch.cat([*parts], dims[0]), axis) if len(dims) == 1 else None
         if not (parts[0].is_floating_point() or parts[0].is_complex()):
             return parts[0]
         own = self._run.loss_weights if role.position == 0 else None
@@ -266,8 +267,8 @@ _WHOLE = -1
 """The number of the batch as one microbatch."""
 
 
-def _restored(whole: Tensor, axis: BatchAxis | None) -> Tensor:
-    restored: Tensor = axis.restore(whole) if axis is not None and axis.has_outer else whole
+def _restored(whole: Tensor, axis: BatchAxis) -> Tensor:
+    restored: Tensor = axis.restore(whole) if axis.has_outer else whole
     return restored
 
 
@@ -285,7 +286,7 @@ def _evaluate(
     graph: fx.Graph,
     argument: Callable[[fx.Node], Any],
     symbols: Mapping[sympy.Basic, float],
-    device: torch.device,
+    run: SplitRun,
 ) -> Sequence[Any]:
     """What a graph returns for these arguments."""
     env: dict[fx.Node, Any] = {}
@@ -296,12 +297,12 @@ def _evaluate(
             found: Any = fx.map_arg(node.args[0], env.__getitem__)
             return tuple(found)
         else:
-            env[node] = _compute(node, env, symbols, device)
+            env[node] = _compute(node, env, symbols, run)
     raise AssertionError("a graph ends with its output")
 
 
 def _compute(
-    node: fx.Node, env: Mapping[fx.Node, Any], symbols: Mapping[sympy.Basic, float], device: torch.device
+    node: fx.Node, env: Mapping[fx.Node, Any], symbols: Mapping[sympy.Basic, float], run: SplitRun
 ) -> Any:
     def resolved(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -311,7 +312,7 @@ def _compute(
             if not number.is_number:
                 return number  # a data-dependent size, which comes as a node besides
             return int(number) if number.is_integer else float(number)
-        return device if isinstance(argument, torch.device) else argument
+        return run.device if isinstance(argument, torch.device) else argument
 
     args: Any = map_aggregate(node.args, resolved)
     kwargs: Any = map_aggregate(node.kwargs, resolved)
@@ -320,4 +321,6 @@ def _compute(
         if bool(condition) is not outcome:
             raise BranchError(branch)
         return None
+    if is_random(node):
+        return run.draws.draw(node.target, args, kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
