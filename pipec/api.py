@@ -206,6 +206,7 @@ def _pipeline(
         precision,
         weight_name(options.microbatch_weight),
         requires_proof=options.microbatch_weight == "proved",
+        checks=options.check != "off",
         calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",
         loss_path=as_path(options.loss_key),
     )

@@ -240,6 +240,14 @@ class Options:
         losses up. None: read off the graph, and a warning says where that cannot be; with ``"proved"`` an
         error does.""",
     )
+    check: str = option(
+        "first",
+        one_of("first", "off"),
+        """whether a step is compared with the model itself. ``"first"``: before the first step of each
+        kind of call, its first rows are run in microbatches and by the model in eager torch, and loss,
+        outputs and gradients must agree. ``"off"``: nothing is compared. See docs/batch.md.""",
+        flag=Flag("Whether the first step is compared with the model in eager torch."),
+    )
     precision: str | None = option(
         None,
         one_of(*map(str, Precision)) | NONE,

@@ -17,14 +17,12 @@ from pipec.capture.graph_calls import at_line
 from pipec.capture.graph_symbols import batch_symbol, check_evaluable, number_symbols, variable_symbols
 from pipec.capture.markers import OUTPUT_MERGE, REQUIRE
 from pipec.capture.model_call import ModelCall
-from pipec.capture.node_insertion import INHERITED_META
 from pipec.capture.output_merge import batch_first_output
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
     NO_FINDINGS,
     ArgumentRole,
-    AssumedPerRow,
     BatchFindings,
     Buffer,
     Gradient,
@@ -46,7 +44,7 @@ from pipec.ir import Mode
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import variable_values
 from pipec.ops import COLLECTIVES
-from pipec.primitives import check_row_independence, require
+from pipec.primitives import require
 from pipec.torch_compat import pytree
 from pipec.torch_compat.differentiation import JointGraph
 from pipec.torch_compat.operators import is_higher_order
@@ -132,7 +130,6 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     _check_calls(graph.nodes)
     lifted = _lift_constants(module, request.mode)
     batch_counts = extract_batch_counts(graph)
-    _check_assumed(graph, traced.findings.assumed)
     classify(graph)
     decided = input_branches(graph, batch_counts)
     owner = "the model" if request.loss_fn is None else "loss_fn"
@@ -173,21 +170,6 @@ def _guards(joint: JointGraph) -> tuple[sympy.Basic, ...]:
     """The conditions that a call may violate. Equalities that merged two symbols always hold."""
     guards = (guard.subs(joint.replacements) for guard in joint.guards)
     return tuple(each for guard in guards for each in sympy.And.make_args(guard) if each != sympy.true)
-
-
-def _check_assumed(graph: fx.Graph, assumed: Sequence[AssumedPerRow]) -> None:
-    """Add run-time checks for operators without a rule, in the order in which they are called."""
-    waiting = list(assumed)
-    for node in list(graph.nodes):
-        found = next((each for each in waiting if str(node.target) == each.op), None)
-        if found is not None and node.op == "call_function":
-            waiting.remove(found)
-            with graph.inserting_after(node):
-                check = graph.call_function(
-                    check_row_independence,
-                    (found.op, list(node.args), node, list(found.dims), found.dim, found.location),
-                )
-            check.meta = {key: node.meta[key] for key in INHERITED_META if key in node.meta}
 
 
 def _check_calls(nodes: Iterable[fx.Node]) -> None:

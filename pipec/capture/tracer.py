@@ -21,7 +21,7 @@ from torch.backends import mha
 from pipec import ops
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
 from pipec.capture.attributes import readable_values
-from pipec.capture.batch import WholeBatchCapture, analyse_batch, batch_symbol_of
+from pipec.capture.batch import analyse_batch, batch_symbol_of
 from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.capture_request import CaptureRequest
@@ -330,9 +330,8 @@ class _Tracer:
         if symbolic and batch_symbol_of(captured.module.graph, batched) is None:
             findings = NO_FINDINGS  # the graph is refused, for it is for this number of rows alone
         else:
-            of_batch = None if symbolic else self._capture_batch(front_end)
             with self._request.timed("analyse the batch"):
-                findings = self._analyse(captured, batched, first_collective, of_batch)
+                findings = self._analyse(captured, batched, first_collective)
 
         def read(joint: JointGraph) -> TrainingGraph:
             return training_graph(
@@ -351,8 +350,7 @@ class _Tracer:
             )
 
         with self._request.timed("differentiate"):
-            runs = [] if findings.assumed else self._repeated_blocks(captured)
-            return self._differentiate(captured, runs, read)
+            return self._differentiate(captured, self._repeated_blocks(captured), read)
 
     def _trace_forward(self, front_end: FrontEnd, sample: ModelCall, symbolic: bool) -> CapturedGraph:
         is_dynamo = front_end is capture_with_dynamo
@@ -444,31 +442,11 @@ class _Tracer:
             return None
         return captured if all_share_batch_symbol(captured.module, self._call) else None
 
-    def _capture_batch(self, front_end: FrontEnd) -> WholeBatchCapture | None:
-        """A capture of the whole batch, for comparison with a graph that is for these rows alone."""
-        batch = self._request.whole_batch
-        rows, batch_size = self._call.batch_size, batch.batch_size
-        if rows == batch_size:
-            return None
-        sample = self._call.sample(batch_size, self._device)
-        try:
-            with replace(self._branches, call=batch, refused=[]).deciding(sample, symbolic=False):
-                module = front_end(self._step, sample.tree, []).module
-        except Exception as error:
-            raise_if_unsupported(error)
-            log.debug("the whole batch cannot be captured: %s", error_summary(error))
-            return WholeBatchCapture(None, rows, batch_size)
-        use_own_operators(module)
-        describe_branches(module)
-        require_full_scatter(module.graph, sample)
-        return WholeBatchCapture(module, rows, batch_size)
-
     def _analyse(
         self,
         captured: CapturedGraph,
         batched: Sequence[str],
         first_collective: str,
-        of_batch: WholeBatchCapture | None,
     ) -> BatchFindings:
         """Analyse the graph, and rewrite it so that the losses of microbatches add up.
 
@@ -479,13 +457,11 @@ class _Tracer:
             refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
         size, num_replicas = self._call.batch_size, request.num_replicas or 1
         if captured.has_backward:
-            return analyse_differentiated(captured, batched, size, request.has_loss, num_replicas, of_batch)
+            return analyse_differentiated(captured, batched, size, request.has_loss, num_replicas)
         if request.adds_up:
             rows = request.whole_batch.batch_size if request.may_have_tail else 0
-            return analyse_batch(
-                captured.module, batched, size, request.has_loss, num_replicas, of_batch, rows
-            )
-        return analyse_outputs(captured.module, batched, size, num_replicas, of_batch)
+            return analyse_batch(captured.module, batched, size, request.has_loss, num_replicas, rows)
+        return analyse_outputs(captured.module, batched, size, num_replicas)
 
     def reads(self) -> ReadValues:
         """The values that the code of the model and of the loss function read for the last graph."""

@@ -164,6 +164,7 @@ class Plan:
     outside stages and links, and ``cost_source`` names the origin of all these seconds: a device model, or a
     profile. ``assumptions`` are sentences about links and memory that were not measured. ``parameters`` and
     ``buffers`` are named by FQN. ``sync_spec`` specifies reductions and updates.
+    ``checked`` says how microbatches agreed with the model itself, or why that was not compared.
     ``microbatch_weight`` is the weight of the losses of microbatches, unless the graph contains it: by
     "rows", 1 ("sum"), or the result of a function ("function"). ``alternatives`` are the other plans that
     were evaluated, the fastest first, and ``sharding_costs`` the costs of each level of sharding, if there is
@@ -201,6 +202,7 @@ class Plan:
     repeated: tuple[tuple[int, int], ...] | None = None
     sync_spec: SyncSpec = NO_SYNC
     microbatch_weight: str = ""
+    checked: str = ""
     alternatives: tuple[Alternative, ...] = ()
     sharding_costs: tuple[ShardingCost, ...] = ()
 

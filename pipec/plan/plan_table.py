@@ -142,6 +142,7 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     if plan.cost_source:
         lines.append(f"seconds are those of {plan.cost_source}")
     lines += [f"assumed: {each}" for each in plan.assumptions]
+    lines += [plan.checked] if plan.checked else []
     if any(need.host_bytes for need in needs):
         lines.append(f"host memory by rank: {', '.join(format_bytes(need.host_bytes) for need in needs)}")
     if any(stage.has_recompute for stage in plan.stages):
