@@ -22,7 +22,6 @@ from pipec import ops
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
 from pipec.capture.attributes import readable_values
 from pipec.capture.batch import analyse_batch, batch_symbol_of
-from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.capture_request import CaptureRequest
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
@@ -114,8 +113,6 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         generators = NonTorchGenerators(step)
         if model in _unusual_losses:
             tracer.dry_run()
-        if not request.symbolic and call.ambiguous_leaves:
-            tracer.trace_ambiguous_leaves()
         graph, failures = _first_success(tracer, request)
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
         read = step.batched, step.loss_path
@@ -354,11 +351,9 @@ class _Tracer:
 
     def _trace_forward(self, front_end: FrontEnd, sample: ModelCall, symbolic: bool) -> CapturedGraph:
         is_dynamo = front_end is capture_with_dynamo
-        captured = self.trace_ambiguous_leaves() if symbolic and is_dynamo else None
-        if captured is None:
-            self._step.batched = tuple(sample.batched)
-            with self._branches.deciding(sample, symbolic):
-                captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
+        self._step.batched = tuple(sample.batched)
+        with self._branches.deciding(sample, symbolic):
+            captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
         if is_dynamo and self._request.has_loss and not returns_loss_first(captured):
             raise TypeError("the model returns an object that torch makes before it returns the loss")
         return captured
@@ -418,29 +413,6 @@ class _Tracer:
         split = [(leaf, 0) for leaf, split in zip(sample.leaves, sample.batched, strict=True) if split]
         variables = self._request.variables
         return split + [(sample.leaves[x.position], x.dim) for x in variables if x.dim is not None]
-
-    def trace_ambiguous_leaves(self) -> CapturedGraph | None:
-        """Find out whether the model requires the tensors that may be split to have the batch's rows.
-
-        They are traced with as many rows as the batch, but each with a symbol of its own; where the model
-        computes with both, the symbols become one. Returns what was traced; None if that is of no use.
-
-        Raises:
-            InputError: a tensor may be split or whole.
-        """
-        if not self._call.ambiguous_leaves:
-            return None
-        sample = self._sample()
-        named = zip(sample.paths, sample.batched, strict=True)
-        self._step.batched = tuple(split and path not in self._call.ambiguous_leaves for path, split in named)
-        try:
-            with self._branches.deciding(sample, symbolic=True):
-                captured = capture_with_dynamo(self._step, sample.tree, self._symbolic(sample))
-        except Exception as error:
-            raise_if_unsupported(error)
-            log.debug("nothing shows which tensors are split: %s", error_summary(error))
-            return None
-        return captured if all_share_batch_symbol(captured.module, self._call) else None
 
     def _analyse(
         self,

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from pipec.capture.model_call import ModelCall
 from pipec.compiler.check import CheckResult
 from pipec.errors import CaptureError, InputError, MixedRowsError, UnequalStepError
 from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer, is_collective
@@ -100,6 +101,22 @@ def refuse_difference(result: CheckResult) -> None:
         'with sums and means over rows; name the dimension of the batch, as in batched={"x": 1}, or the '
         'arguments that every microbatch needs whole, as in batched={"table": None}'
     )
+
+
+def refuse_unchecked_rows(result: CheckResult, call: ModelCall) -> None:
+    """Ask for the rows of tensors that may be whole, where no check has told.
+
+    Raises:
+        InputError: it names all of them.
+    """
+    if result.agreement is None and call.ambiguous_leaves:
+        names = dict.fromkeys(call.ambiguous_leaves.values())
+        split, whole = (", ".join(f"{name!r}: {word}" for name in names) for word in (0, None))
+        raise InputError(
+            f"{', '.join(call.ambiguous_leaves)} have as many rows as the batch, and may be other rows. No "
+            f"run could tell: {result.reason}. Pass batched={{{split}}} to pipec.compile for what is split, "
+            f"and batched={{{whole}}} for what every microbatch needs whole"
+        )
 
 
 def require_rows_for_norms(findings: BatchFindings, sizes: Sequence[int]) -> None:

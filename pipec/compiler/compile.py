@@ -23,6 +23,7 @@ from pipec.compiler.batch_equivalence import (
     changed_buffer_warning,
     has_model_collectives,
     refuse_difference,
+    refuse_unchecked_rows,
     require_concatenable_outputs,
     require_independent_graphs,
     require_independent_rows,
@@ -362,9 +363,13 @@ def _check(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -
     """
     compiler, key = request.compiler, request.key
     known = any(each.captured is staged.captured for each in request.known.graphs)
-    if not compiler.settings.checks or known:
-        return None
     call, settings = request.example or request.call, compiler.settings
+    if known:
+        return None
+    if not settings.checks:
+        if len(sizes) > 1:
+            refuse_unchecked_rows(CheckResult(reason='check is "off"'), call)
+        return None
     step = make_traced_step(
         CaptureRequest(
             compiler.model,
@@ -391,6 +396,8 @@ def _check(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -
             )
         )
     refuse_difference(result)
+    if len(sizes) > 1:
+        refuse_unchecked_rows(result, call)
     log.debug("%s", result)
     return result
 

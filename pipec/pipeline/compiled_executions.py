@@ -165,42 +165,56 @@ class CompiledExecutions(Executions):
         """The call that all ranks make, with its batch dimension found.
 
         It is dimension 0, unless the user says otherwise, or rows along dimension 0 depend on one another and
-        are proved not to along dimension 1.
+        do not along dimension 1. Tensors with as many rows as the batch are split, unless that is wrong.
         """
         if self._batch_axis_is_known:
             return self._agree(request, arguments)
-        other = None
-        if self.batched is None and self.batch == "same":
-            other = sequence_first_spec(ModelCall(*arguments))
-        call = self._agree(request, arguments) if other is None else self._explore(request, arguments, other)
+        others = self._other_splits(request, arguments) if self.batch == "same" else []
+        call = self._explore(request, arguments, others) if others else self._agree(request, arguments)
         self._batch_axis_is_known = True
         return call
 
-    def _explore(self, request: CallRequest, arguments: CallArguments, other: BatchedOption) -> CompiledCall:
-        """The call with the batch in dimension 0, or else as ``other`` says."""
+    def _other_splits(self, request: CallRequest, arguments: CallArguments) -> list[BatchedOption]:
+        """What ``batched`` may be instead, the likelier first."""
+        others = list[BatchedOption]()
+        try:
+            unclear = self.check_call(request.mode, arguments).ambiguous_leaves
+        except PipecError:
+            unclear = {}
+        names = [*dict.fromkeys(unclear.values())]
+        for whole in dict.fromkeys([*((name,) for name in names[:_MAX_TRIED]), tuple(names)]):
+            others += [{**(self.batched or {}), **dict.fromkeys(whole)}] if whole else []
+        if self.batched is None and (other := sequence_first_spec(ModelCall(*arguments))) is not None:
+            others.append(other)
+        return others
+
+    def _explore(
+        self, request: CallRequest, arguments: CallArguments, others: Sequence[BatchedOption]
+    ) -> CompiledCall:
+        """The call split as it seems, or else as the first of ``others`` that computes each row by itself."""
+        given = self.batched
         try:
             return self._agree(request, arguments, refuses_mixed_rows=True)
-        except InputError as error:
-            if not isinstance(error, MixedRowsError | TargetRowsError):
-                raise
-            why, self.batched = error, other
-        self._checked_calls.clear()
-        try:
-            call = self._agree(request, arguments, refuses_mixed_rows=True)
-        except (InputError, CaptureError):
-            self.batched = None
+        except (InputError, CaptureError) as error:
+            why = error
+        for other in others:
+            may_be_right = isinstance(why, MixedRowsError | TargetRowsError) or None in other.values()
+            if not may_be_right:
+                continue
+            self.batched = other
             self._checked_calls.clear()
-            if isinstance(why, TargetRowsError):
-                raise why from None
-            return self._agree(request, arguments)
-        listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
-        logger.warning(
-            "the batch is dimension 1, along which no row depends on others: split with batched={%s}. "
-            "Dimension 0 is not: %s",
-            listed,
-            str(why).splitlines()[-2 if isinstance(why, MixedRowsError) else 0].strip(),
-        )
-        return call
+            try:
+                call = self._agree(request, arguments, refuses_mixed_rows=True)
+            except (InputError, CaptureError):
+                continue
+            listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
+            logger.warning("the batch is split with batched={%s}. Otherwise: %s", listed, _reason(why))
+            return call
+        self.batched = given
+        self._checked_calls.clear()
+        if not isinstance(why, MixedRowsError):
+            raise why from None
+        return self._agree(request, arguments)
 
     def _agree(
         self, request: CallRequest, arguments: CallArguments, refuses_mixed_rows: bool = False
@@ -695,3 +709,13 @@ def local_batch_advice() -> str:
         "rows, and what is not split is the same. See that every rank makes its part in the same way; say "
         "what is split with batched=... if the sizes do not tell it apart"
     )
+
+
+_MAX_TRIED = 6
+"""How many arguments are tried to be whole by themselves, before all of them are."""
+
+
+def _reason(error: PipecError) -> str:
+    """The line of an error that says what is wrong."""
+    lines = str(error).splitlines()
+    return lines[1 if isinstance(error, MixedRowsError) and len(lines) > 1 else 0].strip()

@@ -81,12 +81,27 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_what_may_be_split_or_whole_is_asked(name: str) -> None:
-    combine, x, other = AMBIGUOUS[name]
+def test_what_may_be_split_or_whole_is_tried(name: str) -> None:
     for dynamic in (True, False):
-        pipe = pipec.compile(Model(combine), devices=2, microbatches=2, dynamic=dynamic)
-        with pytest.raises(InputError, match=r"args\[1\] has as many rows.*batched=\{'other': None\}"):
-            pipe.step(x, other)
+        pipe = check(*AMBIGUOUS[name], dynamic=dynamic)
+        assert "whole in every microbatch: args[1]" in str(pipe.plan)
+
+
+def test_a_number_of_arguments_is_tried_one_by_one() -> None:
+    def combine(y: Tensor, other: tuple[Tensor, ...]) -> Tensor:
+        rows, numbers, table = other
+        return (y + rows + table[numbers]) @ table.t()
+
+    numbers = torch.tensor([3, 0, 1, 1])
+    with pytest.raises(InputError, match="looks up rows"):  # one argument, of which parts are whole
+        check(combine, X, (X.sin(), numbers, TABLE))
+    check(combine, X, (X.sin(), numbers, TABLE), batched={"other": (0, 0, None)})
+
+
+def test_without_a_check_what_may_be_split_or_whole_is_asked() -> None:
+    pipe = pipec.compile(Model(add), devices=2, microbatches=2, check="off")
+    with pytest.raises(InputError, match=r"args\[1\].*batched=\{'other': 0\}.*batched=\{'other': None\}"):
+        pipe.step(X, TABLE)
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -155,6 +156,8 @@ def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
         except PipecError:
             raise
         except Exception as error:
+            if call.ambiguous_leaves:  # such as numbers of rows of a table that was split
+                return CheckResult(sizes, Agreement(math.inf, 0.0, f"a call ({_brief(error)})", False))
             log.warning("the first step is not checked, for its graph cannot run alone: %s", _brief(error))
             return CheckResult(sizes, reason=f"its graph cannot run alone: {_brief(error)}")
     if draws.unknown:
