@@ -83,19 +83,26 @@ AMBIGUOUS = {
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_what_may_be_split_or_whole_is_tried(name: str) -> None:
     for dynamic in (True, False):
-        pipe = check(*AMBIGUOUS[name], dynamic=dynamic)
-        assert "whole in every microbatch: args[1]" in str(pipe.plan)
+        check(*AMBIGUOUS[name], dynamic=dynamic)
 
 
-def test_a_number_of_arguments_is_tried_one_by_one() -> None:
-    def combine(y: Tensor, other: tuple[Tensor, ...]) -> Tensor:
-        rows, numbers, table = other
-        return (y + rows + table[numbers]) @ table.t()
+def test_a_table_in_front_of_weights_is_whole() -> None:
+    """It is looked up by numbers of all rows, and a tail cannot have the layers behind it."""
 
-    numbers = torch.tensor([3, 0, 1, 1])
-    with pytest.raises(InputError, match="looks up rows"):  # one argument, of which parts are whole
-        check(combine, X, (X.sin(), numbers, TABLE))
-    check(combine, X, (X.sin(), numbers, TABLE), batched={"other": (0, 0, None)})
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, numbers: Tensor, table: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.first(x + table[numbers]))).square().mean()
+
+    model, numbers = Lookup(), torch.tensor([3, 0, 1, 1])
+    with torch.no_grad():
+        expected = model(X, numbers, TABLE)
+    pipe = pipec.compile(model, devices=2, microbatches=2)
+    assert relative_error(pipe.step(X, numbers, TABLE), expected) < 1e-6
+    assert "whole in every microbatch: args[2]" in str(pipe.plan)
 
 
 def test_without_a_check_what_may_be_split_or_whole_is_asked() -> None:
