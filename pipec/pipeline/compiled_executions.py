@@ -210,7 +210,9 @@ class CompiledExecutions(Executions):
             self.agreement.exit_on_signal(self.drain)
             self._adopt_model_changes(self.snapshot())
             call = self.check_call(request.mode, arguments)
-            return self._run_here(request, call, refuses_mixed_rows)
+            fingerprint = self._fingerprint(request.mode, self._snapshot)
+            decision, signature = self._decide(request, call, fingerprint, (call.batch_size,))
+            return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
         call, refusal = ModelCall((), {}), None
         if self.batch != "rank0" or self.ranks.world.rank == 0:
             try:
@@ -219,12 +221,6 @@ class CompiledExecutions(Executions):
             except PipecError as error:
                 refusal = error
         return self._agree_across_ranks(request, call, refusal, refuses_mixed_rows)
-
-    def _run_here(self, request: CallRequest, call: ModelCall, refuses_mixed_rows: bool) -> CompiledCall:
-        """The call of a process that runs all ranks."""
-        fingerprint = self._fingerprint(request.mode, self._snapshot)
-        decision, signature = self._decide(request, call, fingerprint, (call.batch_size,))
-        return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
 
     def _agree_across_ranks(
         self, request: CallRequest, call: ModelCall, refusal: PipecError | None, refuses_mixed_rows: bool
@@ -384,7 +380,7 @@ class CompiledExecutions(Executions):
         signature = CaptureSignature(key, self.compiler.cache.version(key, whole))
         values = variable_values(key.variables, call.leaves)
         found = self.compiler.cache.find(signature, self._rows_to_compile(rows), call)
-        if found is not None:
+        if found is not None and len(rows) > 1:
             self._require_one_graph(found, signature, rows, values)
         groups = None if found is None else [(made.number, sizes) for made, sizes in found]
         return _Decision(peek_seed()[0], rows, values, groups), signature
@@ -445,8 +441,6 @@ class CompiledExecutions(Executions):
         self, groups: MicrobatchGroups, signature: CaptureSignature, rows: Sequence[int], values: Sizes
     ) -> None:
         """Refuse parts of a batch whose microbatches have sizes that one graph cannot serve."""
-        if len(rows) == 1:
-            return
         compiled, _ = groups[0]
         distinct = frozenset(replica_microbatch_sizes(rows, compiled.artifact.plan.num_microbatches)) - {0}
         served = compiled.number, distinct, tuple(values.values())
@@ -472,7 +466,8 @@ class CompiledExecutions(Executions):
             with materialized(self.tensors.names.unique().values()):
                 groups = self.compiler.compile(signature, whole, change, refuses_mixed_rows)
                 read = self.compiler.cache.read(signature)
-            self._require_one_graph(groups, signature, decision.rows, decision.values)
+            if len(decision.rows) > 1:
+                self._require_one_graph(groups, signature, decision.rows, decision.values)
             self.variables.note(call, mode, groups[0][0].artifact.plan.fixed_sizes)
             self.compiler.cache.add(signature, rows, groups)
             kept = [made.number for made in self.compiler.cache.compiled]
@@ -588,7 +583,9 @@ class CompiledExecutions(Executions):
         check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
         refuse_active_mode()
         key, leaves = CallKey.of(self.compiler.model, args, kwargs, target, mode is Mode.FORWARD)
-        if mode is Mode.TRAIN and (key is None or any(map(_requires_grad, leaves))):
+        if mode is Mode.TRAIN and (
+            key is None or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        ):
             refuse_input_gradients(ModelCall(args, kwargs, target))
         cached = self._checked_calls.get(key) if key else None
         if cached is None:
@@ -621,10 +618,6 @@ def _form(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
     splits = call.split, call.ambiguous_leaves
     return *splits, call.strided, call.keyword_order, call.marked, call.repeated
-
-
-def _requires_grad(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 _TRAINED, _ROWS = 0, 1

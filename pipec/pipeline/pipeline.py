@@ -152,7 +152,6 @@ class Pipeline(ConvertedModule):
             ExecutionError, TransportError: a rank failed.
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
-        refuse_wrappers()
         request = CallRequest("step", Mode.TRAIN, True) if outputs else STEP
         call = self._executions.agree(request, CallArguments(args, kwargs, target))
         self._stream.leave_last()

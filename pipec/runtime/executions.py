@@ -216,7 +216,7 @@ class Executions:
         self.steps.count(found, self.trained)
         return result.loss
 
-    def train(self, call: Call, on_started: OnStarted = nothing) -> Any:
+    def train(self, call: Call, on_started: OnStarted | None = None) -> Any:
         """Make a step, and count it. Returns what ``loss`` does."""
         leaves_gradients = self.steps.updates is None and self.agreement.is_distributed
         parameters = self.tensors.names.parameters.values() if leaves_gradients else ()
@@ -227,7 +227,7 @@ class Executions:
         self.steps.count(self.execution(call.first.artifact).non_finite, self.trained)
         return loss
 
-    def loss(self, call: Call, on_started: OnStarted = nothing) -> Any:
+    def loss(self, call: Call, on_started: OnStarted | None = None) -> Any:
         """The loss of a step, and if it was requested, the model's output. The logs are kept."""
         results, plan = self.run(call, on_started), call.first.artifact.plan
         self.steps.logs = {
@@ -242,11 +242,12 @@ class Executions:
         """The model's output."""
         return _output_of(call.first, self.run(call), call.first.artifact.plan.outputs)
 
-    def run(self, call: Call, on_started: OnStarted = nothing) -> Mapping[str, Tensor]:
+    def run(self, call: Call, on_started: OnStarted | None = None) -> Mapping[str, Tensor]:
         """The results of a call, by their names in the plan."""
         if any(compiled.artifact.has_random_operators for compiled, _ in call.groups):
             advance_default_generator(call.generator_after)
-        on_started()
+        if on_started is not None:
+            on_started()
         if call.request.mode is Mode.TRAIN:
             return self._run_groups(call)
         with self.unsharded([compiled.artifact.plan for compiled, _ in call.groups]):
