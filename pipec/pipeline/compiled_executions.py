@@ -114,6 +114,7 @@ class CompiledExecutions(Executions):
         self._checked_calls = CallCache()
         self._batch_axis_is_known = False
         self._made: dict[int, CompiledArtifact] = {}
+        self._last_made: dict[Mode, int] = {}
         self._valid_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
         self._has_looked_for_parts = False
         self._snapshot = ModelSnapshot(compiler.model)
@@ -480,8 +481,16 @@ class CompiledExecutions(Executions):
         self._checked_calls.clear()
         made = self._made | {compiled.number: compiled for compiled, _ in groups}
         self._made = {number: made[number] for number in kept}
+        if len(groups) == 1:
+            self._last_made[request.mode] = groups[0][0].number
         self.keep([each.artifact for each in self._made.values()])
         return [(compiled.number, sizes) for compiled, sizes in groups]
+
+    def saved(self) -> dict[Mode, CompiledArtifact]:
+        last = {mode: self._made.get(number) for mode, number in self._last_made.items()}
+        made = {mode: each for mode, each in last.items() if each is not None and mode is not Mode.TRAIN}
+        trained = [each for each in self._made.values() if each.artifact is self.trained]
+        return made | {Mode.TRAIN: trained[0] if trained else CompiledArtifact(self.artifact, None, {})}
 
     def matching(self, first: Call, arguments: CallArguments) -> Call | None:
         assert isinstance(first, CompiledCall)

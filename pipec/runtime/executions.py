@@ -174,8 +174,17 @@ class Executions:
     def adopt_model_changes(self) -> None:
         """Take over tensors that the model was given."""
 
-    def require_mode(self, training: bool) -> None:
-        """Raise InputError if there is no code for this mode."""
+    def saved(self) -> dict[Mode, CompiledArtifact]:
+        """What a saved artifact holds: what runs a step, and evaluations that were compiled."""
+        raise NotImplementedError
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return True if self.model is None else self.model.training
+
+    def set_mode(self, training: bool) -> None:
+        """Run in this mode. Raises InputError if there is no code for it."""
 
     def copied(self, model: nn.Module) -> "MakeExecutions":
         """Makes the executions of a copy of the model."""
