@@ -132,7 +132,7 @@ def rows(case: Case, device: torch.device, schedule: str, steps: int, compiles: 
     }
     if compiles:
         contestants["torch.compile"] = lambda: eager_step(case, device, compiles)
-    for kernels in ("cudagraphs",) * on_gpu + ("inductor",) * compiles:
+    for kernels in ("inductor",) * compiles:
         for stages in (1, 4):
             plural = "s" * (stages > 1)
             contestants[f"pipec, {kernels}, {stages} stage{plural} on one device"] = functools.partial(

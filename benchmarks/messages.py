@@ -28,7 +28,6 @@ from torch import Tensor
 
 from pipec.ir import Instruction, Link, Op, Payload, Program, Value
 from pipec.runtime import DistributedTransport
-from pipec.runtime.memory.allocator import retain_freed_memory
 from pipec.runtime.messages import host_sockets
 
 CPU = torch.device("cpu")
@@ -170,7 +169,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    retain_freed_memory()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     near, far = DistributedTransport(CPU), DistributedTransport(CPU)

@@ -78,9 +78,6 @@ VARIANTS: dict[str, Change] = {
         *("pipec.graph.lifetimes.in_place_operands", nothing_in_place),
         *("pipec.codegen.stage_source.in_place_operands", nothing_in_place),
     ),
-    "without keeping freed memory": replaced(
-        "pipec.runtime.step.execution.retain_freed_memory", lambda: False
-    ),
     "with fused_gradients": lambda stack: {"fused_gradients": True},
 }
 

@@ -1,9 +1,8 @@
-"""What a loss that mixes rows costs by schedule: all forwards before the tail, or two forwards.
+"""What a loss that mixes rows costs by schedule: all forwards run before the tail.
 
 python benchmarks/tail.py    # a table in Markdown
 
-The programs of each are lowered, verified and simulated. "Two forwards" are forwards that save nothing, the
-tail, and then the schedule as it is. The tail itself takes no time here.
+The programs of each are lowered, verified and simulated. The tail itself takes no time here.
 """
 
 import argparse
@@ -24,8 +23,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=32)
     args = parser.parse_args()
-    print("| schedule | without a tail | all forwards first | two forwards | in flight | first | two |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
+    print("| schedule | without a tail | all forwards first | in flight | forwards first |")
+    print("|---|--:|--:|--:|--:|")
     for name in SCHEDULES:
         try:
             schedule = make_schedule(name, args.ranks, args.microbatches)
@@ -34,16 +33,15 @@ def main() -> None:
         found = [
             _simulated(schedule, _plan(schedule)),
             _simulated(schedule, _plan(schedule, has_tail=True)),
-            _simulated(schedule, _plan(schedule, has_tail=True, two_forwards=True)),
         ]
         cells = (*(f"{time:.1f}" for time, _ in found), *(f"{in_flight:g}" for _, in_flight in found))
         print(f"| `{name}` | {' | '.join(cells)} |")
 
 
-def _plan(schedule: Schedule, has_tail: bool = False, two_forwards: bool = False) -> Plan:
+def _plan(schedule: Schedule, has_tail: bool = False) -> Plan:
     """The plan of a chain of stages whose last one may have a tail."""
-    plan = bare_plan(schedule, chain_links(schedule.num_stages, two_forwards=two_forwards))
-    stages = [replace(stage, forward_only=two_forwards) for stage in plan.stages]
+    plan = bare_plan(schedule, chain_links(schedule.num_stages))
+    stages = [*plan.stages]
     rows = (Value("rows", "float32", ("b", 1)),)
     stages[-1] = replace(stages[-1], tail=Tail(rows, rows) if has_tail else None)
     return replace(plan, stages=tuple(stages))

@@ -14,12 +14,14 @@ from pipec.api_arguments import (
     Example,
     parse_bytes,
     recorded_options,
+    refuse_scripted,
     require_same_options,
     resolve_topology,
 )
 from pipec.capture.autocast import autocast, require_matching_autocast
 from pipec.capture.batch_inputs import positional_names, with_batch_axes
 from pipec.capture.model_call import ModelCall
+from pipec.capture.model_loss import as_path
 from pipec.checkpoint import PretrainedWeights, read_pretrained, weights_for
 from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.compiler.candidate import Candidate
@@ -165,6 +167,7 @@ def _pipeline(
     check_conflicts(options, policy, microbatches, topology)
     precision = None if options.precision is None else Precision(options.precision)
     require_matching_autocast(precision, device, "pipec.compile")
+    refuse_scripted(model)
     tensors = ModelTensors.of(model)
     if weights is not None:
         tensors = tensors.unread(f"in {weights.name} still")
@@ -203,7 +206,9 @@ def _pipeline(
         precision,
         weight_name(options.microbatch_weight),
         requires_proof=options.microbatch_weight == "proved",
+        checks=options.check != "off",
         calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",
+        loss_path=as_path(options.loss_key),
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)
     executions = functools.partial(
@@ -307,8 +312,12 @@ def profile(
             f"microbatch_size is {size}; expected 1 to the {call.batch_size} rows of the example"
         )
     where = resolve_device(device)
+    refuse_scripted(example.model)
     model, rows = example.model, call.rows(0, size)
     canonical = ModelTensors.of(model).canonical
     with autocast(None if precision is None else Precision(precision), where):
-        graph = capture(CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where))
+        loss_path = as_path(example.loss_key)
+        graph = capture(
+            CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where, loss_path=loss_path)
+        )
     return profile_graph(graph, model, rows, where, repeats, ranks, progress)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipec.capture.batch_inputs import BatchedOption
+from pipec.capture.model_loss import LossKey, LossPath
 from pipec.errors import InputError
 from pipec.hardware.devices import DeviceModel
 from pipec.hardware.gpus import gpu_topology
@@ -47,6 +48,7 @@ class Example:
     target: Any = None
     loss_fn: Callable[..., Any] | None = None
     batched: BatchedOption | None = None
+    loss_key: LossKey | LossPath | None = None
 
     def __post_init__(self) -> None:
         check_arguments(EXAMPLE_FIELDS, vars(self))
@@ -60,6 +62,7 @@ EXAMPLE_FIELDS = {
     "kwargs": instance("a dict of the model's keyword arguments", Mapping),
     "loss_fn": OPTIONS["loss_fn"].rule,
     "batched": OPTIONS["batched"].rule,
+    "loss_key": OPTIONS["loss_key"].rule,
 }
 """What each field of an ``Example`` must be."""
 
@@ -84,6 +87,17 @@ def require_same_options(ranks: Ranks, model: nn.Module, options: Options) -> No
     ranks.agreement.require_same_call(
         "calling pipec.compile", {**call_description, **_model_facts(model)}, _other_arguments
     )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise InputError if a module of the model is TorchScript, whose code is not Python."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{path or 'the model'} is a {type(module).__name__} of torch.jit.script or torch.jit.trace, "
+                "whose code pipec cannot capture: it has no Python left. Pass the module that was scripted, "
+                "as it was before"
+            )
 
 
 def _model_facts(model: nn.Module) -> CallDescription:

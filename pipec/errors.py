@@ -33,6 +33,10 @@ class MixedRowsError(InputError):
     """Rows of the batch depend on each other, so microbatches would not give the batch's results."""
 
 
+class UnequalStepError(MixedRowsError):
+    """A few rows in microbatches were run, and did not give what the model computes of them at once."""
+
+
 class TargetRowsError(InputError):
     """The target has another number of rows than the batch."""
 

@@ -19,6 +19,11 @@ def check_conflicts(
     """
     if policy.may_be_asynchronous:
         _check_asynchronous(options, policy)
+    if options.loss_key is not None and options.loss_fn is not None:
+        raise InputError(
+            "loss_key says which result of the model is its loss, but loss_fn computes the loss itself; "
+            "pass one of the two"
+        )
     if options.fused_gradients:
         _check_fused_gradients(options)
     if options.batch == "local":

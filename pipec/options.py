@@ -117,7 +117,15 @@ class Options:
         FUNCTION | NONE,
         """``loss_fn(output, target)``, one floating-point number; or ``(loss, logs)``, logs being
         tensors by name, per row or reduced, which ``step`` keeps in ``logs``. None: the model returns its
-        loss, as a tensor, as ``.loss`` or under ``"loss"``.""",
+        loss, as a tensor, as ``.loss`` or under ``"loss"``, or as the only number that requires a
+        gradient.""",
+    )
+    loss_key: str | int | tuple[str | int, ...] | None = option(
+        None,
+        instance("the key, attribute or position of the loss, or a tuple of them", str, int, tuple) | NONE,
+        """which of several results of the model is its loss: a key, an attribute, a position, or a tuple of
+        these, such as ``(1, "total")`` for ``output[1]["total"]``. None: it is found; an error asks where
+        several numbers may be the loss.""",
     )
     schedule: str | Path | Callable[[int, int], Schedule] = option(
         "1f1b",
@@ -232,6 +240,14 @@ class Options:
         losses up. None: read off the graph, and a warning says where that cannot be; with ``"proved"`` an
         error does.""",
     )
+    check: str = option(
+        "first",
+        one_of("first", "off"),
+        """whether a step is compared with the model itself. ``"first"``: before the first step of each
+        kind of call, its first rows are run in microbatches and by the model in eager torch, and loss,
+        outputs and gradients must agree. ``"off"``: nothing is compared. See docs/batch.md.""",
+        flag=Flag("Whether the first step is compared with the model in eager torch."),
+    )
     precision: str | None = option(
         None,
         one_of(*map(str, Precision)) | NONE,
@@ -244,12 +260,9 @@ class Options:
     kernels: str = option(
         "source",
         KERNELS,
-        """how a rank runs its stages: ``"source"``, the generated Python; ``"inductor"``, compiled by
-        ``torch.compile`` at the first step of each size, to sums in another order; ``"auto"``, whichever
-        takes less time in the first calls of a function; ``"cudagraphs"``, CUDA graphs of the source,
-        with its bits, recorded before the first step of each size, where no value tells what is computed.
-        They hold more memory than ``memory()`` says; see docs/memory.md.""",
-        flag=Flag("How ranks run their stages: auto takes the faster of source and inductor.", plans=False),
+        """how a rank runs its stages: ``"source"``, the generated Python; or ``"inductor"``, compiled by
+        torch's inductor at the first step of each size, to sums in another order. See docs/kernels.md.""",
+        flag=Flag("How ranks run their stages: as their source, or compiled by inductor.", plans=False),
     )
     fused_gradients: bool = option(
         False,

@@ -151,7 +151,6 @@ PASSED_ON = frozenset(
         "pipec.programs.rules.field_rules.fits_plan",
         "pipec.programs.verify.verify",
         "pipec.runtime.loss_tensors.backward",
-        "pipec.runtime.stages.direct_calls._building",
         "pipec.runtime.step.error_report._explained",
         "pipec.torch_compat.values.__missing__",
     }

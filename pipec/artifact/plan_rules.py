@@ -88,9 +88,6 @@ def _tails(plan: Plan) -> Iterator[str]:
     found = [(stage, stage.tail) for stage in plan.stages if stage.tail]
     if len(found) > 1:
         yield f"stages {', '.join(str(stage.index) for stage, _ in found)} have tails, expected one at most"
-    if plan.forward_only_stages and not found:
-        stages = sorted(plan.forward_only_stages)
-        yield f"stages {stages} run forwards that save nothing, but there is no tail"
     for stage, tail in found:
         where = f"the tail of stage {stage.index}"
         yield from _unknown_names(tail.parameters, stage.parameters, f"{where} reads", "its parameters")
@@ -98,8 +95,6 @@ def _tails(plan: Plan) -> Iterator[str]:
         yield from _duplicates(
             (value.name for value in tail.inputs + tail.gradients), f"the values of {where}"
         )
-        if plan.forward_only_stages and not (stage.forward_only and tail.gradients):
-            yield f"{where} has no gradients, or rows that a forward which saves nothing makes"
         if not tail.inputs or not all(value.shape for value in tail.inputs + tail.gradients):
             yield f"{where} has inputs or gradients without rows"
 

@@ -104,9 +104,8 @@ def _gradients_after_reduction(
 
 def _missing_tail_values(stage: Stage, tail: Tail, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:
     """A tail without a function, or values that it reads or returns and no function returns."""
-    makes_rows = Phase.FORWARD_ONLY if stage.forward_only else Phase.FORWARD
     returned = {
-        stage.functions(makes_rows): [value.name for value in tail.inputs],
+        stage.functions(Phase.FORWARD): [value.name for value in tail.inputs],
         ("tail",): [*tail.results, *(value.name for value in tail.gradients)],
     }
     for names, values in returned.items():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from pipec.capture.batch import WholeBatchCapture, analyse_batch
+from pipec.capture.batch import analyse_batch
 from pipec.capture.graph_calls import describe_call
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, ROW_NUMBERS
 from pipec.graph import BatchFindings
@@ -21,7 +21,6 @@ def analyse_differentiated(
     size: int,
     has_loss: bool,
     num_replicas: int = 1,
-    of_batch: WholeBatchCapture | None = None,
 ) -> BatchFindings:
     """Run ``analyse_batch`` on a copy of the forward of a graph that already has its backward.
 
@@ -31,10 +30,7 @@ def analyse_differentiated(
     graph, num_results = captured.module.graph, captured.results.num_leaves
     results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     forward = fx.GraphModule(captured.module, _forward(graph, num_results))
-    if of_batch is not None and of_batch.module is not None:
-        all_rows = fx.GraphModule(of_batch.module, _forward(of_batch.module.graph, num_results))
-        of_batch = replace(of_batch, module=all_rows)
-    found = analyse_batch(forward, batched, size, has_loss, num_replicas, of_batch)
+    found = analyse_batch(forward, batched, size, has_loss, num_replicas)
     output = forward.graph.output_node()
     for place, (result, marked) in enumerate(zip(results, output.args[0], strict=False)):  # type: ignore[arg-type]
         if isinstance(marked, fx.Node) and marked.target is OUTPUT_MERGE:
@@ -42,6 +38,7 @@ def analyse_differentiated(
                 results[place] = graph.call_function(OUTPUT_MERGE, (result, *marked.args[1:]))
     graph.output_node().args = (results,)
     captured.module.recompile()
+    found = replace(found, assumed=(*found.assumed, "the backward of the model's own adds up over rows"))
     rewritten = [node for node in _leading_to(output) if node.target in (BATCH_COUNT, BATCH_FRACTION)]
     if rewritten and not (found.mixed_rows or found.unproven):
         what = "needs a value of the whole batch, in a model that differentiates by itself"
@@ -54,7 +51,6 @@ def analyse_outputs(
     batched: Collection[str],
     size: int,
     num_replicas: int,
-    of_batch: WholeBatchCapture | None = None,
 ) -> BatchFindings:
     """Run ``analyse_batch`` on a copy, for the outputs alone: the user says how losses add up.
 
@@ -65,7 +61,7 @@ def analyse_outputs(
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     copied = fx.GraphModule(module, graph)
-    found = analyse_batch(copied, batched, size, True, num_replicas, of_batch)
+    found = analyse_batch(copied, batched, size, True, num_replicas)
     made = [x for x in pytree.tree_leaves(copied.graph.output_node().args) if isinstance(x, fx.Node)]
     marks: dict[fx.Node, fx.Node] = {}
     for result, marked in [*zip(results, made, strict=True)][1:]:

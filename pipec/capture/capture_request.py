@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipec.capture.model_call import ModelCall
+from pipec.capture.model_loss import LossPath
 from pipec.ir import Mode, Variable
 
 CPU = torch.device("cpu")
@@ -30,6 +31,7 @@ class CaptureRequest:
         rewrite_loss: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the
             graph is of the loss as the model has it.
         may_have_tail: Let what mixes rows run once, of the rows of all microbatches.
+        loss_path: Where the loss is in what the model returns, as the user says; None: it is found.
         outputs: Return the model's output besides the loss.
         variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
         num_replicas: How many replicas take part in the model's own collectives. None if that differs by
@@ -48,6 +50,7 @@ class CaptureRequest:
     symbolic: bool = True
     rewrite_loss: bool = True
     may_have_tail: bool = False
+    loss_path: LossPath | None = None
     outputs: bool = False
     variables: Sequence[Variable] = ()
     num_replicas: int | None = 1

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 import numpy as np
 import torch
 
+from pipec.capture.traced_step import TracedStep
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.torch_compat.module_state import DryRun
 
@@ -118,7 +119,8 @@ def is_library_file(file: str) -> bool:
 def capture_error(failures: Sequence[Exception], dry_run: DryRun, refused_branch: str = "") -> PipecError:
     """The error to raise when every attempt to capture has failed, with ``failures`` in order.
 
-    It is an InputError if the model itself fails on these arguments, as it then does in the dry run too.
+    It is an InputError if the model or the loss function itself fails on these arguments, as it then does
+    in the dry run too.
     Else it is a CaptureError, which explains the first error and lists the others. Where the model fails only
     for a front end that it goes another way for, it explains the first of those that need values, if any did.
     ``refused_branch`` is why a branch on values was not followed one way.
@@ -126,27 +128,51 @@ def capture_error(failures: Sequence[Exception], dry_run: DryRun, refused_branch
     # loaded by now, with torch._dynamo
     from pipec.torch_compat.dynamo_front_end import is_data_dependent_error, model_raised, reason_of
 
-    first, last = failures[0], failures[-1]
-    if model_raised(first) and not dry_run.failed:
+    first, last, raised = failures[0], failures[-1], dry_run.error
+    in_loss = raised is not None and _is_raised_in_loss(raised)
+    owner = "loss_fn" if in_loss else "the model"
+    if raised is not None and dry_run.failed and _is_same_failure(first, raised):
+        line = _line_of(raised) or _line_of(first)
+        summary = error_summary(raised).replace("'FakeTensor'", "'Tensor'")
+        return InputError(
+            f"{owner} fails on these arguments"
+            + (f"\n  at {line}" if line else "")
+            + f"\n  {summary}\nSizes are those of one microbatch. "
+            + (_CHECK_TARGET if in_loss else "Check the arguments of step() against what the model expects.")
+        )
+    if model_raised(first):
         first = next(filter(is_data_dependent_error, failures), first)
-    line = _line_of(first) or _line_of(last)
+    line = _line_of(first) or _line_of(last) or (_line_of(raised) if raised is not None else None)
     where = f"\n  at {line}" if line else ""
     if model_raised(first):
-        if dry_run.failed:
-            return InputError(
-                f"the model fails on these arguments{where}\n  {error_summary(last)}\n"
-                "Sizes are those of one microbatch. "
-                "Check the arguments of step() against what the model expects."
-            )
         return CaptureError(
-            f"the model fails while it is traced{where}\n  {error_summary(last)}\n{TRACES_DIFFERENTLY}"
+            f"{owner} fails while it is traced{where}\n  {error_summary(last)}\n{TRACES_DIFFERENTLY}"
         )
     reason = reason_of(first) + (f" Here {refused_branch}." if refused_branch else "")
-    advice = next(text for pattern, text in ADVICE if re.search(pattern, f"{reason}\n{_innermost(first)}"))
+    found = f"{reason}\n{_innermost(first) or (line.text if line else '')}"
+    advice = next(text for pattern, text in ADVICE if re.search(pattern, found))
     tried = "\n  ".join(dict.fromkeys(error_summary(failure) for failure in failures if failure is not first))
     return CaptureError(
-        f"the model cannot be captured as one graph{where}\n  {reason}\n{advice}"
+        f"{owner} cannot be captured as one graph{where}\n  {reason}\n{advice}"
         + (f"\nOther ways of capturing it failed too:\n  {tried}" if tried else "")
+    )
+
+
+_CHECK_TARGET = "Check what the model returns, and the target of step(), against what loss_fn expects."
+
+
+def _is_same_failure(first: Exception, raised: Exception) -> bool:
+    """Whether a front end failed with what the dry run raised."""
+    from pipec.torch_compat.dynamo_front_end import model_raised
+
+    return model_raised(first) or error_summary(first) == error_summary(raised)
+
+
+def _is_raised_in_loss(error: Exception) -> bool:
+    """Whether an error of a dry run was raised by the loss function."""
+    return any(
+        frame.f_code is TracedStep.loss_and_logs.__code__
+        for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 
 

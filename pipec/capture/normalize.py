@@ -17,14 +17,12 @@ from pipec.capture.graph_calls import at_line
 from pipec.capture.graph_symbols import batch_symbol, check_evaluable, number_symbols, variable_symbols
 from pipec.capture.markers import OUTPUT_MERGE, REQUIRE
 from pipec.capture.model_call import ModelCall
-from pipec.capture.node_insertion import INHERITED_META
 from pipec.capture.output_merge import batch_first_output
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
     NO_FINDINGS,
     ArgumentRole,
-    AssumedPerRow,
     BatchFindings,
     Buffer,
     Gradient,
@@ -46,7 +44,7 @@ from pipec.ir import Mode
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import variable_values
 from pipec.ops import COLLECTIVES
-from pipec.primitives import check_row_independence, require
+from pipec.primitives import require
 from pipec.torch_compat import pytree
 from pipec.torch_compat.differentiation import JointGraph
 from pipec.torch_compat.operators import is_higher_order
@@ -132,9 +130,9 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     _check_calls(graph.nodes)
     lifted = _lift_constants(module, request.mode)
     batch_counts = extract_batch_counts(graph)
-    _check_assumed(graph, traced.findings.assumed)
     classify(graph)
     decided = input_branches(graph, batch_counts)
+    owner = "the model" if request.loss_fn is None else "loss_fn"
     return _checked(
         TrainingGraph(
             module,
@@ -163,7 +161,8 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
             axes=traced.call.axes,
             training=request.model.training,
             input_branches=decided,
-        )
+        ),
+        f"{owner} returned {results.first_value}",
     )
 
 
@@ -171,21 +170,6 @@ def _guards(joint: JointGraph) -> tuple[sympy.Basic, ...]:
     """The conditions that a call may violate. Equalities that merged two symbols always hold."""
     guards = (guard.subs(joint.replacements) for guard in joint.guards)
     return tuple(each for guard in guards for each in sympy.And.make_args(guard) if each != sympy.true)
-
-
-def _check_assumed(graph: fx.Graph, assumed: Sequence[AssumedPerRow]) -> None:
-    """Add run-time checks for operators without a rule, in the order in which they are called."""
-    waiting = list(assumed)
-    for node in list(graph.nodes):
-        found = next((each for each in waiting if str(node.target) == each.op), None)
-        if found is not None and node.op == "call_function":
-            waiting.remove(found)
-            with graph.inserting_after(node):
-                check = graph.call_function(
-                    check_row_independence,
-                    (found.op, list(node.args), node, list(found.dims), found.dim, found.location),
-                )
-            check.meta = {key: node.meta[key] for key in INHERITED_META if key in node.meta}
 
 
 def _check_calls(nodes: Iterable[fx.Node]) -> None:
@@ -229,13 +213,15 @@ pytree.register_pytree_node(_Fixed, lambda fixed: ([], fixed.value), lambda _, v
 class _Results:
     """The results of a graph: the roles of its tensors, and the tree of the model's output.
 
-    ``logs`` are the names of the tensors after the loss that belong to no output.
+    ``logs`` are the names of the tensors after the loss that belong to no output. ``first_value`` describes
+    the first result if it is no tensor.
     """
 
     roles: tuple[ResultRole, ...]
     logs: tuple[str, ...]
     output_spec: pytree.TreeSpec
     unproven: str
+    first_value: str
 
 
 def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
@@ -270,7 +256,8 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
             kept.append((value, role))
     output.args = (tuple(value for value, _ in kept),)
     logs, output_spec = output_structure(returned, fixed, traced.request.mode)
-    return _Results(tuple(role for _, role in kept), logs, output_spec, unproven)
+    first = f"a {type(fixed[0]).__name__}" if fixed.get(0) is not None else "None" if 0 in fixed else ""
+    return _Results(tuple(role for _, role in kept), logs, output_spec, unproven, first)
 
 
 def _refuse_alias(fqn: str, value: fx.Node, replaced: Mapping[fx.Node, str]) -> None:
@@ -334,7 +321,7 @@ def _logs_and_output(returned: Any, fixed: Mapping[int, object], mode: Mode) -> 
     if not (isinstance(returned, tuple) and len(returned) == 3):
         num_leaves = len(pytree.tree_leaves(returned))
         if num_leaves > 1:
-            raise _no_loss(f"{num_leaves} tensors")
+            raise _no_loss(f"the model or loss_fn returned {num_leaves} tensors")
         return (), returned
     _, logs, output = returned
     for name, position in logs.items() if isinstance(logs, dict) else [("", logs)]:
@@ -478,8 +465,8 @@ def _used(
     return {fqn: value for fqn, value in constants.items() if Buffer(fqn) in read}
 
 
-def _checked(graph: TrainingGraph) -> TrainingGraph:
-    _check_loss(graph)
+def _checked(graph: TrainingGraph, first_result: str) -> TrainingGraph:
+    _check_loss(graph, first_result)
     for role, node in graph.outputs:
         if isinstance(role, UpdatedBuffer) and node.op == "call_function" and not is_forward(node):
             raise CaptureError(
@@ -505,18 +492,17 @@ def _described(value: Tensor, symbols: SymbolNames) -> str:
     return f"{value.dtype} of shape [{', '.join(format_size(size, symbols) for size in value.shape)}]"
 
 
-def _check_loss(graph: TrainingGraph) -> None:
+def _check_loss(graph: TrainingGraph, first_result: str) -> None:
     if graph.mode is Mode.FORWARD:
         return
     losses = [n for role, n in graph.outputs if isinstance(role, Output) and role.position == 0]
     value = losses[0].meta["val"] if len(losses) == 1 else None
     if value is None or value.ndim != 0 or not value.is_floating_point():
-        found = f"{len(losses)} tensors" if value is None else _described(value, graph.symbols)
-        raise _no_loss(found)
+        raise _no_loss(first_result + (_described(value, graph.symbols) if value is not None else ""))
 
 
 def _no_loss(found: str) -> InputError:
     return InputError(
-        f"the loss must be one floating-point number, but the model or loss_fn returned {found}. "
+        f"the loss must be one floating-point number, but {found}. "
         "Reduce it, for example with .mean(), or pass loss_fn=..."
     )

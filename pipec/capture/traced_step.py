@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipec.capture.model_call import ModelCall
+from pipec.capture.capture_request import CaptureRequest
+from pipec.capture.model_loss import UNKNOWN_LOSS, LossPath, find_loss, result_at
 from pipec.capture.variable_history import equal_dimensions
 from pipec.errors import InputError
-from pipec.ir import Mode, Variable
+from pipec.ir import Mode
 from pipec.ir.batch_axis import BatchAxis
 from pipec.torch_compat import pytree
 
@@ -22,8 +23,11 @@ class TracedStep(nn.Module):
     of other dimensions of one size, each given by the position of its leaf and its own. The leaves at the
     positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them. The model
     gets the keyword arguments of ``keyword_order`` in that order, behind the others. At the positions of
-    ``repeated`` it gets the tensors at others again.
+    ``repeated`` it gets the tensors at others again. ``loss_path`` says where the loss is in its results;
+    None: it is there as ``.loss`` or under ``"loss"``, or a dry run finds it.
     """
+
+    is_dry_run = False
 
     def __init__(
         self,
@@ -37,10 +41,12 @@ class TracedStep(nn.Module):
         keyword_order: Sequence[str] = (),
         repeated: Sequence[tuple[int, int]] = (),
         strided: Sequence[int] = (),
+        loss_path: LossPath | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.loss_path = loss_path
         self.mode = mode
         self.moved_axes = [(k, axis) for k, axis in enumerate(axes) if axis and not axis.is_leading]
         self.strided = strided
@@ -87,6 +93,8 @@ class TracedStep(nn.Module):
         output = self.model(*args, **kwargs)
         if self.mode is Mode.FORWARD:
             return output
+        if self.is_dry_run and self.loss_fn is None:
+            self._find_loss(output, args, kwargs)
         loss, logs = self.loss_and_logs(output, target)
         if not logs and not self.outputs:
             return loss
@@ -97,27 +105,40 @@ class TracedStep(nn.Module):
             found = self.loss_fn(output, target)
             has_logs = isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], Tensor)
             return found if has_logs else (found, {})
+        if self.loss_path is not None:
+            return _one_number(result_at(output, self.loss_path)), {}
         if isinstance(output, Tensor):
-            return output, {}
-        return output["loss"] if isinstance(output, Mapping) else output.loss, {}
+            return _one_number(output), {}
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise TypeError(UNKNOWN_LOSS)
+        return _one_number(loss), {}
+
+    def _find_loss(self, output: Any, args: Any, kwargs: Any) -> None:
+        """Find the loss in the ``output`` of a dry run. Without gradients, the model is called again."""
+        if self.mode is Mode.LOSS and not isinstance(output, Tensor):
+            with torch.enable_grad():
+                output = self.model(*args, **kwargs)
+        self.loss_path = find_loss(output, self.loss_path)
 
 
-def make_traced_step(
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    mode: Mode,
-    call: ModelCall,
-    outputs: bool,
-    variables: Sequence[Variable],
-) -> TracedStep:
-    """The traced step of a call in which these variables are symbols."""
+def make_traced_step(request: CaptureRequest) -> TracedStep:
+    """The traced step of a request, in which its variables are symbols."""
+    call, variables = request.call, request.variables
     numbers = [variable.position for variable in variables if variable.dim is None]
     equal = equal_dimensions(variables)
     return TracedStep(
-        *(model, loss_fn, mode, call.axes, outputs, equal, numbers, call.keyword_order),
+        *(request.model, request.loss_fn, request.mode, call.axes, request.outputs, equal, numbers),
+        keyword_order=call.keyword_order,
         repeated=call.repeated,
         strided=call.strided,
+        loss_path=request.loss_path,
     )
+
+
+def _one_number(loss: Any) -> Any:
+    """A loss of shape [1] as a number. Others stay as they are."""
+    return loss.reshape(()) if isinstance(loss, Tensor) and loss.ndim and loss.numel() == 1 else loss
 
 
 def _detached(tree: Any) -> Any:

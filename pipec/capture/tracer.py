@@ -21,7 +21,7 @@ from torch.backends import mha
 from pipec import ops
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
 from pipec.capture.attributes import readable_values
-from pipec.capture.batch import WholeBatchCapture, analyse_batch, batch_symbol_of
+from pipec.capture.batch import analyse_batch, batch_symbol_of
 from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.capture_request import CaptureRequest
@@ -67,7 +67,9 @@ from pipec.torch_compat.module_state import (
 )
 from pipec.torch_compat.operator_patches import (
     bound_ctc_loss_workspace,
+    inlined_reentrant_checkpoints,
     skip_distribution_validation,
+    trace_covariance,
     trace_recurrent_networks,
 )
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
@@ -77,6 +79,9 @@ log = logging.getLogger("pipec")
 
 _warned: WeakSet[nn.Module] = WeakSet()
 """The models of which it was said that changes of what their code reads may go unnoticed."""
+
+_unusual_losses: WeakSet[nn.Module] = WeakSet()
+"""The models whose losses dry runs have found, which is done before any front end is asked again."""
 
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], SymbolicDims], CapturedGraph]
 
@@ -99,20 +104,23 @@ def capture(request: CaptureRequest) -> TrainingGraph:
     refuse_kv_cache(call)
     refuse_foreign_model(model)
     _refuse_other_splits(call)
+    _refuse_cumulative_norms(model)
     if is_training:
         refuse_input_gradients(call)
         _refuse_gradient_hooks(model)
-    step = make_traced_step(model, request.loss_fn, request.mode, call, request.outputs, request.variables)
+    step = make_traced_step(request)
     with _tracing(request, step):
         tracer = _Tracer(request, step)
         generators = NonTorchGenerators(step)
+        if model in _unusual_losses:
+            tracer.dry_run()
         if not request.symbolic and call.ambiguous_leaves:
             tracer.trace_ambiguous_leaves()
         graph, failures = _first_success(tracer, request)
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
-        batched = step.batched
+        read = step.batched, step.loss_path
     refuse_shared_constants(model, graph)
-    step.batched = batched  # which guards of the capture look at
+    step.batched, step.loss_path = read  # which guards of the capture look at
     if not tracer.is_guarded:
         _warn_of_missing_guards(model, tracer, failures)
     if is_training:
@@ -138,6 +146,8 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(skip_distribution_validation())
         stack.enter_context(trace_recurrent_networks(recurrent_network))
         stack.enter_context(bound_ctc_loss_workspace())
+        stack.enter_context(trace_covariance())
+        stack.enter_context(inlined_reentrant_checkpoints())
         stack.enter_context(ignored_cudnn_flags())
         stack.enter_context(_without_fused_attention(step))
         stack.enter_context(local_sync_batch_norms())
@@ -202,11 +212,25 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
             errors.append(error)
         if dry_run is None:
             dry_run = tracer.dry_run()
+            if isinstance(dry_run.error, PipecError):
+                raise dry_run.error
             if dry_run.changed:
                 waiting.insert(0, (name, symbolic))
                 errors.clear()
     assert dry_run is not None
     raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
+
+
+def _refuse_cumulative_norms(model: nn.Module) -> None:
+    """Refuse batch norms whose statistics are means over all batches, whose number is in a tensor."""
+    for path, module in model.named_modules():
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_norm and module.training and module.track_running_stats and module.momentum is None:
+            raise CaptureError(
+                f"{path or 'the model'} is a {type(module).__name__}(momentum=None): its statistics are the "
+                "mean over all batches so far, whose number is in a tensor. Pass a momentum such as 0.1, or "
+                "call eval() on it"
+            )
 
 
 def _refuse_gradient_hooks(model: nn.Module) -> None:
@@ -267,7 +291,12 @@ class _Tracer:
 
     def dry_run(self) -> DryRun:
         """Run the step in eager mode on fake tensors."""
-        return dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
+        self._step.is_dry_run = True
+        found = dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
+        self._step.is_dry_run = False
+        if self._step.loss_path not in (self._request.loss_path, (), ("loss",)):
+            _unusual_losses.add(self._step.model)
+        return found
 
     def trace_variables(self) -> TrainingGraph:
         """Trace with the variables of the request symbolic, as the batch is.
@@ -301,9 +330,8 @@ class _Tracer:
         if symbolic and batch_symbol_of(captured.module.graph, batched) is None:
             findings = NO_FINDINGS  # the graph is refused, for it is for this number of rows alone
         else:
-            of_batch = None if symbolic else self._capture_batch(front_end)
             with self._request.timed("analyse the batch"):
-                findings = self._analyse(captured, batched, first_collective, of_batch)
+                findings = self._analyse(captured, batched, first_collective)
 
         def read(joint: JointGraph) -> TrainingGraph:
             return training_graph(
@@ -322,8 +350,7 @@ class _Tracer:
             )
 
         with self._request.timed("differentiate"):
-            runs = [] if findings.assumed else self._repeated_blocks(captured)
-            return self._differentiate(captured, runs, read)
+            return self._differentiate(captured, self._repeated_blocks(captured), read)
 
     def _trace_forward(self, front_end: FrontEnd, sample: ModelCall, symbolic: bool) -> CapturedGraph:
         is_dynamo = front_end is capture_with_dynamo
@@ -415,31 +442,11 @@ class _Tracer:
             return None
         return captured if all_share_batch_symbol(captured.module, self._call) else None
 
-    def _capture_batch(self, front_end: FrontEnd) -> WholeBatchCapture | None:
-        """A capture of the whole batch, for comparison with a graph that is for these rows alone."""
-        batch = self._request.whole_batch
-        rows, batch_size = self._call.batch_size, batch.batch_size
-        if rows == batch_size:
-            return None
-        sample = self._call.sample(batch_size, self._device)
-        try:
-            with replace(self._branches, call=batch, refused=[]).deciding(sample, symbolic=False):
-                module = front_end(self._step, sample.tree, []).module
-        except Exception as error:
-            raise_if_unsupported(error)
-            log.debug("the whole batch cannot be captured: %s", error_summary(error))
-            return WholeBatchCapture(None, rows, batch_size)
-        use_own_operators(module)
-        describe_branches(module)
-        require_full_scatter(module.graph, sample)
-        return WholeBatchCapture(module, rows, batch_size)
-
     def _analyse(
         self,
         captured: CapturedGraph,
         batched: Sequence[str],
         first_collective: str,
-        of_batch: WholeBatchCapture | None,
     ) -> BatchFindings:
         """Analyse the graph, and rewrite it so that the losses of microbatches add up.
 
@@ -450,13 +457,11 @@ class _Tracer:
             refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
         size, num_replicas = self._call.batch_size, request.num_replicas or 1
         if captured.has_backward:
-            return analyse_differentiated(captured, batched, size, request.has_loss, num_replicas, of_batch)
+            return analyse_differentiated(captured, batched, size, request.has_loss, num_replicas)
         if request.adds_up:
             rows = request.whole_batch.batch_size if request.may_have_tail else 0
-            return analyse_batch(
-                captured.module, batched, size, request.has_loss, num_replicas, of_batch, rows
-            )
-        return analyse_outputs(captured.module, batched, size, num_replicas, of_batch)
+            return analyse_batch(captured.module, batched, size, request.has_loss, num_replicas, rows)
+        return analyse_outputs(captured.module, batched, size, num_replicas)
 
     def reads(self) -> ReadValues:
         """The values that the code of the model and of the loss function read for the last graph."""

@@ -52,6 +52,7 @@ def compile_target(
             devices,
             loss_fn=example.loss_fn,
             batched=example.batched,
+            loss_key=example.loss_key,
             device_model=calibrate(device) if calibrated else None,
             dynamic=dynamic,
             **{**options, **parsed},

@@ -133,7 +133,6 @@ FUNCTIONS = {
 
 PRIMITIVES = {
     primitives.cross_entropy_gradient: "cross_entropy_gradient",
-    primitives.check_row_independence: "check_row_independence",
     primitives.require: "require",
     primitives.CTC_LOSS: "CTC_LOSS",
     primitives.CTC_LOSS_BACKWARD: "CTC_LOSS_BACKWARD",

@@ -51,7 +51,6 @@ RUNTIME = {
 """The names that generated code may import from pipec, by module."""
 
 RETURN_VALUES = {
-    Phase.FORWARD_ONLY: ("sent",),
     Phase.FORWARD: ("sent", "saved", "updates"),
     Phase.RECOMPUTE: ("saved",),
     Phase.BACKWARD: ("sent", "gradients"),
@@ -60,11 +59,6 @@ RETURN_VALUES = {
     Phase.TAIL: ("sent", "updates", "gradients"),
 }
 """The values that the function of each phase returns, as the interpreter unpacks them."""
-
-
-_ABOUT = {
-    Phase.FORWARD_ONLY: "What the tail needs. Nothing is saved: ``forward`` runs again behind the tail."
-}
 
 
 def return_values(function: PhaseFunction) -> tuple[str, ...]:
@@ -297,9 +291,7 @@ class _FunctionSource:
 
     def lines(self) -> list[str]:
         head = break_lines(f"def {self.function.name}({', '.join(self._parameters())})", 0, ":")
-        about = _ABOUT.get(self.function.phase)
-        said = [f'    """{about}"""'] if about else []
-        return [*head, *said, *self._unpack(), *self._body(), *self._return()]
+        return [*head, *self._unpack(), *self._body(), *self._return()]
 
     def _parameters(self) -> Iterator[str]:
         """The names of the values that the function reads, in a fixed order. Callers bind them by name."""

@@ -1,15 +1,19 @@
 """Errors and warnings where microbatches are not, or may not be, equivalent to the whole batch."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from pipec.errors import InputError, MixedRowsError
+from pipec.compiler.check import CheckResult
+from pipec.errors import CaptureError, InputError, MixedRowsError, UnequalStepError
 from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer, is_collective
 from pipec.graph.size_text import format_size
 from pipec.ir import Payload, Placement, Plan
 from pipec.ir.text_format import names_in
+
+log = logging.getLogger("pipec")
 
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -74,6 +78,30 @@ def require_proved_loss(findings: BatchFindings) -> None:
         )
 
 
+def refuse_difference(result: CheckResult) -> None:
+    """Raise if a check found that the graph does not compute what the model does.
+
+    Raises:
+        UnequalStepError: microbatches do not make up the batch.
+        CaptureError: the graph differs even where the batch is not split.
+    """
+    if not result.has_difference:
+        return
+    rows = " and ".join(map(str, result.sizes))
+    if result.is_of_capture:
+        raise CaptureError(
+            f"the captured graph does not compute what the model computes of the first {rows} rows: "
+            f'{result.difference}. This is a fault of pipec; with check="off" the step would run as it is'
+        )
+    raise UnequalStepError(
+        f"microbatches of {rows} rows do not make what the model computes of these rows at once:\n  "
+        f"{result.difference}\n"
+        "Remedies: compute the batch as one, with microbatches=1; compute each row by itself, and reduce "
+        'with sums and means over rows; name the dimension of the batch, as in batched={"x": 1}, or the '
+        'arguments that every microbatch needs whole, as in batched={"table": None}'
+    )
+
+
 def require_rows_for_norms(findings: BatchFindings, sizes: Sequence[int]) -> None:
     """Raise InputError if a batch norm would take its statistics of a single value per channel."""
     if findings.has_norm_over_rows_alone and 1 in sizes:
@@ -120,20 +148,22 @@ def require_independent_graphs(plan: Plan, sizes: Sequence[int]) -> None:
         )
 
 
-def batch_warnings(findings: BatchFindings) -> list[str]:
-    """The warnings about a model whose batch is split without proof that this is right."""
+def batch_warnings(findings: BatchFindings, is_checked: bool) -> list[str]:
+    """The warnings about a model whose batch is split: what differs, and what is not proved.
+
+    If a run has shown that microbatches make up the batch, what is not proved is no warning.
+    """
     warnings = []
-    if findings.unproven:
+    if is_checked:
+        for each in filter(None, (findings.unproven, *findings.assumed)):
+            log.info("a check agrees with the model, but nothing proves it: %s", each)
+    elif findings.unproven:
         warnings.append(
             "the losses of microbatches are averaged, each weighted by its rows, but nothing proves that "
             f"this is the loss of the batch: {findings.unproven}. Say how they add up with "
             "microbatch_weight=..., or reduce with sums and means over rows"
         )
-    warnings += [
-        f"{place}: nothing proves that {op} computes each row by itself; it is checked when the first step "
-        "runs, with a row replaced"
-        for place, op in dict.fromkeys((each.location, each.op) for each in findings.assumed)
-    ]
+    warnings += [f"nothing proves that {each}" for each in findings.assumed if not is_checked]
     warnings += [
         f"{place}: each microbatch draws its own random numbers here, where the unsplit model draws them "
         "once for all rows; to use the same for all, draw them outside and pass them as an argument"

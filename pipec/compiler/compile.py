@@ -14,6 +14,7 @@ from itertools import takewhile
 from pipec.capture.autocast import autocast, refuse_float16_weights
 from pipec.capture.graph_symbols import SpecializedVariableError
 from pipec.capture.model_call import ModelCall
+from pipec.capture.traced_step import make_traced_step
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
@@ -21,6 +22,7 @@ from pipec.compiler.batch_equivalence import (
     batch_warnings,
     changed_buffer_warning,
     has_model_collectives,
+    refuse_difference,
     require_concatenable_outputs,
     require_independent_graphs,
     require_independent_rows,
@@ -31,12 +33,13 @@ from pipec.compiler.batch_equivalence import (
 )
 from pipec.compiler.calibration_cache import cached_calibration
 from pipec.compiler.candidate import Candidate
+from pipec.compiler.check import CheckRequest, CheckResult, check_call
 from pipec.compiler.compile_cache import CaptureKey, CompiledArtifact, CompiledGraphs, MicrobatchGroups
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.infeasible import require_memory
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
-from pipec.compiler.tail_costs import tail_costs
+from pipec.errors import UnequalStepError
 from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
@@ -50,7 +53,8 @@ class CompileRequest:
 
     ``known`` are the graphs and artifacts of earlier calls with this key. ``has_changed`` is set if variables
     differ from the call before. With ``refuses_mixed_rows``, a batch whose rows depend on one
-    another is refused instead of run as one microbatch.
+    another is refused instead of run as one microbatch. ``example`` is the part of the call
+    whose values this process has, and ``unknown`` names the tensors of the model without values.
     """
 
     compiler: Compiler
@@ -59,6 +63,8 @@ class CompileRequest:
     known: CompiledGraphs
     has_changed: bool = False
     refuses_mixed_rows: bool = False
+    example: ModelCall | None = None
+    unknown: frozenset[str] = frozenset()
 
     @property
     def batch(self) -> int:
@@ -104,6 +110,19 @@ def compile_call(request: CompileRequest) -> CompiledCall:
     if compiler.settings.calibrates_cpu and candidate.cut is None:
         with compiler.stopwatch.timed("calibrate the CPU"):
             candidate = candidate.on_device_model(cached_calibration())
+    try:
+        return _compile(request, candidate)
+    except UnequalStepError as error:
+        if not _may_take_whole_batch(request, candidate):
+            raise
+        compiler.warn(f"a step has one microbatch, the whole batch: {str(error).splitlines()[1].strip()}")
+        compiled = _compile(request, replace(candidate, num_microbatches=1))
+        if request.trains:
+            return compiled
+        return replace(compiled, decided=replace(compiled.decided, num_microbatches=None))
+
+
+def _compile(request: CompileRequest, candidate: Candidate) -> CompiledCall:
     graph, candidate, counts = _capture_first(request, candidate)
     choice = _choose(request, candidate, graph, counts)
     return _generate(request, choice)
@@ -158,7 +177,7 @@ def _takes_whole_batch(request: CompileRequest, candidate: Candidate, graph: Tra
 
     False if the user asked for several microbatches or replicas: ``require_independent_rows`` refuses then.
     """
-    if request.refuses_mixed_rows or candidate.num_microbatches is not None or candidate.policy.replicas != 1:
+    if not _may_take_whole_batch(request, candidate):
         return False
     findings = request.findings(graph)
     if dependence := findings.mixed_rows or findings.output:
@@ -166,6 +185,12 @@ def _takes_whole_batch(request: CompileRequest, candidate: Candidate, graph: Tra
             f"a step has one microbatch, the whole batch, for rows depend on other rows: {dependence}"
         )
     return bool(dependence)
+
+
+def _may_take_whole_batch(request: CompileRequest, candidate: Candidate) -> bool:
+    """Whether the batch may be one microbatch: the user asked neither for several nor for replicas."""
+    may_be_one = candidate.num_microbatches is None and candidate.policy.replicas == 1
+    return may_be_one and not request.refuses_mixed_rows
 
 
 def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]) -> TrainingGraph:
@@ -188,6 +213,7 @@ def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]
         batch=request.call,
         rewrite_loss=not settings.microbatch_weight,
         may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
+        loss_path=settings.loss_path,
         outputs=request.key.outputs,
         num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,
         timed=compiler.stopwatch.timed,
@@ -284,7 +310,9 @@ def _generate(request: CompileRequest, choice: _Choice) -> CompiledCall:
             candidate = _restricted_by(graph, candidate)
             staged = _step_on(request, graph).cut_as_decided(candidate)
             graphs.append(staged)
-        _check_microbatches(request, candidate, staged.graph, sizes)
+        _refuse_microbatches(request, candidate, staged.graph, sizes)
+        checked = _check(request, staged, rest)
+        _warn_of_microbatches(request, staged.graph, len(sizes), checked)
         group = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
         key = staged, len(group), rest[0]
         if key not in artifacts:
@@ -293,7 +321,7 @@ def _generate(request: CompileRequest, choice: _Choice) -> CompiledCall:
                 found = _evaluate(request, candidate, *key)
             if request.trains:
                 candidate = candidate.for_next_steps(found.best.schedule)
-            artifacts[key] = _artifact(request, candidate, found)
+            artifacts[key] = _artifact(request, candidate, found, str(checked or ""))
         groups.append((artifacts[key], group))
         rest = rest[len(group) :]
     if len(groups) > 1:
@@ -303,10 +331,10 @@ def _generate(request: CompileRequest, choice: _Choice) -> CompiledCall:
     return CompiledCall(groups, candidate, CompiledGraphs(tuple(graphs), artifacts))
 
 
-def _check_microbatches(
+def _refuse_microbatches(
     request: CompileRequest, candidate: Candidate, graph: TrainingGraph, sizes: Sequence[int]
 ) -> None:
-    """Refuse microbatches that are not equivalent to the batch; warn where equivalence is not proved.
+    """Refuse microbatches that are proved not to be equivalent to the batch; warn of exceptions.
 
     Raises:
         InputError: they are not, or the model has collectives of replicas, and sizes differ.
@@ -323,8 +351,58 @@ def _check_microbatches(
         require_independent_rows(request.findings(graph), count)
         if compiler.settings.requires_proof:
             require_proved_loss(graph.findings)
-        for warning in batch_warnings(graph.findings):
-            compiler.warn(warning)
+
+
+def _check(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -> CheckResult | None:
+    """Compare a new graph with the model itself on the first rows of the call; None if it is not new.
+
+    Raises:
+        UnequalStepError: microbatches do not compute what the model computes of their rows.
+        CaptureError: the graph computes something else than the model.
+    """
+    compiler, key = request.compiler, request.key
+    known = any(each.captured is staged.captured for each in request.known.graphs)
+    if not compiler.settings.checks or known:
+        return None
+    call, settings = request.example or request.call, compiler.settings
+    step = make_traced_step(
+        CaptureRequest(
+            compiler.model,
+            settings.loss_fn,
+            key.mode,
+            call,
+            outputs=key.outputs,
+            loss_path=settings.loss_path,
+        )
+    )
+    with compiler.stopwatch.timed("check"):
+        result = check_call(
+            CheckRequest(
+                staged.graph,
+                step,
+                call,
+                sizes,
+                request.values,
+                compiler.canonical,
+                settings.device,
+                settings.precision,
+                request.unknown,
+                settings.microbatch_weight,
+            )
+        )
+    refuse_difference(result)
+    log.debug("%s", result)
+    return result
+
+
+def _warn_of_microbatches(
+    request: CompileRequest, graph: TrainingGraph, count: int, checked: CheckResult | None
+) -> None:
+    """Warn once of what differs from the unsplit model, and of what is neither proved nor checked."""
+    if count > 1 and (checked is not None or not request.compiler.settings.checks):
+        is_checked = checked is not None and checked.agreement is not None
+        for warning in batch_warnings(graph.findings, is_checked):
+            request.compiler.warn(warning)
 
 
 def _evaluate(
@@ -339,7 +417,9 @@ def _evaluate(
     return SearchResult(candidate, staged.evaluate(schedule, size, candidate.options.sync_spec), staged)
 
 
-def _artifact(request: CompileRequest, candidate: Candidate, found: SearchResult) -> CompiledArtifact:
+def _artifact(
+    request: CompileRequest, candidate: Candidate, found: SearchResult, checked: str
+) -> CompiledArtifact:
     """The artifact of an evaluated plan. Raises InfeasibleError if the plan does not fit into memory."""
     evaluated, compiler = found.best, request.compiler
     require_memory(evaluated, where=" on the stages that the first call has fixed")
@@ -350,9 +430,9 @@ def _artifact(request: CompileRequest, candidate: Candidate, found: SearchResult
         evaluated.plan,
         schedule="auto" if candidate.policy.source == "auto" else evaluated.plan.schedule,
         microbatch_weight=compiler.settings.microbatch_weight,
+        checked=checked,
         alternatives=rejected_alternatives(found.alternatives, evaluated),
         sharding_costs=sharding_costs(evaluated),
-        tail_costs=tail_costs(evaluated, found.base),
     )
     graph = evaluated.staged.graph
     outputs = (role for role, _ in graph.returned)

@@ -1,7 +1,7 @@
 """The compiler of one model: holds the decisions and the compiled artifacts that later calls use."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 
 from pipec import console
 from pipec.capture.model_call import ModelCall
+from pipec.capture.model_loss import LossPath
 from pipec.capture.traced_step import traced_step_without_call
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.compile_cache import CaptureSignature, CompileCache, MicrobatchGroups
@@ -26,8 +27,10 @@ class CompileSettings:
 
     ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
     if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
+    ``loss_path`` says where the loss is in the model's results, if that is not found by itself.
     ``microbatch_weight`` is recorded in the plan. With ``requires_proof``, losses whose sum is unproven are
-    refused. With ``calibrates_cpu``, costs are measured on this CPU.
+    refused. With ``calibrates_cpu``, costs are measured on this CPU. With ``checks``, the first rows of a
+    call are compared with the model itself.
     """
 
     loss_fn: Callable[..., Any] | None
@@ -36,6 +39,8 @@ class CompileSettings:
     microbatch_weight: str = ""
     requires_proof: bool = False
     calibrates_cpu: bool = False
+    checks: bool = False
+    loss_path: LossPath | None = None
 
 
 @dataclass
@@ -60,12 +65,19 @@ class Compiler:
         return Compiler(model, self.canonical, self.settings, self.decided)
 
     def compile(
-        self, signature: CaptureSignature, call: ModelCall, change: str, refuses_mixed_rows: bool
+        self,
+        signature: CaptureSignature,
+        call: ModelCall,
+        change: str,
+        refuses_mixed_rows: bool,
+        example: ModelCall | None = None,
+        unknown: Collection[str] = (),
     ) -> MicrobatchGroups:
         """Compile an artifact for each group of consecutive microbatches of ``call``.
 
         ``change`` says which variables of the call differ from before. With ``refuses_mixed_rows``,
-        a batch whose rows depend on one another is refused.
+        a batch whose rows depend on one another is refused. ``example`` has the values of this process, if
+        ``call`` has none. ``unknown`` names the tensors of the model whose values this process does not have.
 
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
@@ -78,7 +90,16 @@ class Compiler:
             from pipec.compiler.compile import CompileRequest, compile_call
 
             known = self.cache.get(signature)
-            request = CompileRequest(self, signature.key, call, known, bool(change), refuses_mixed_rows)
+            request = CompileRequest(
+                self,
+                signature.key,
+                call,
+                known,
+                bool(change),
+                refuses_mixed_rows,
+                example or call,
+                frozenset(unknown),
+            )
             compiled = compile_call(request)
         self.decided = compiled.decided
         self.cache.put(signature, compiled.known)

@@ -226,9 +226,8 @@ class _Tried:
             self.first_error = self.first_error or error
             return []
         return [
-            SearchResult(candidate, _following_checkpoints(staged, order, sizes[0]), staged)
+            SearchResult(candidate, _following_checkpoints(staged, schedule, sizes[0]), staged)
             for schedule in schedules
-            for order in staged.orders_for_tail(schedule)
         ]
 
     def add(self, plans: Sequence[SearchResult]) -> None:
@@ -336,12 +335,6 @@ def _most_in_flight(evaluated: EvaluatedPlan) -> tuple[int, ...]:
     """The most microbatches in flight on the first replica of each stage."""
     ordered = evaluated.staged.ordered(evaluated.schedule)
     return tuple(max_in_flight_of_order(ordered.orders[ranks[0]]) for ranks in ordered.placement)
-
-
-def evaluate_within_memory(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:
-    """A schedule on these stages; ranks that lack memory recompute or offload, if the options allow it."""
-    evaluated = _following_checkpoints(staged, schedule, size)
-    return evaluated if _fits(evaluated) or not may_free_memory(evaluated) else fit_into_memory(evaluated)
 
 
 def _following_checkpoints(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:

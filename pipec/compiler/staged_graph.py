@@ -21,7 +21,6 @@ from pipec.compiler.pass_list import NO_OFFLOAD, CompilerOptions
 from pipec.cost.formulas import node_bytes
 from pipec.errors import PipecError
 from pipec.graph import Operator, TailGradient, TrainingGraph
-from pipec.graph.before_tail import not_repeatable
 from pipec.graph.phase_functions import StageFunctions, stage_functions
 from pipec.ir import (
     Phase,
@@ -55,12 +54,7 @@ from pipec.programs.lower_periodic import lower_periodic
 from pipec.programs.rank_memory import NUM_SENDS_IN_TRANSIT
 from pipec.programs.representative_replicas import representative_programs
 from pipec.programs.shared_receives import runs_stages_in_order
-from pipec.programs.tail_order import (
-    has_forwards_first,
-    has_two_forwards,
-    with_forwards_first,
-    with_two_forwards,
-)
+from pipec.programs.tail_order import with_forwards_first
 from pipec.programs.verify import verify, verify_parts
 from pipec.schedules import Workload, remap_ranks
 
@@ -227,19 +221,15 @@ class StagedGraph:
     ) -> EvaluatedPlan:
         """The schedule on these stages, lowered, verified and simulated; the result is cached.
 
-        Schedules are identified by name, placement, number of microbatches, and whether they have two
-        forwards for a tail. ``sync_spec`` defaults to that of the options. Gradients that replicas shard are
-        reduced once a step if this fits into the memory of the devices, or, where that has no limit, if it
-        takes no more than to reduce them after each round.
+        Schedules are identified by name, placement and number of microbatches. ``sync_spec`` defaults to that
+        of the options. Gradients that replicas shard are reduced once a step if this fits into the memory of
+        the devices, or, where that has no limit, if it takes no more than to reduce them after each round.
 
         Raises:
             VerifyError: the schedule is broken.
         """
         sync = sync_spec or self.options.sync_spec
-        key = (
-            *(schedule.name, schedule.placement, schedule.num_microbatches, has_two_forwards(schedule)),
-            *(microbatch_size, sync),
-        )
+        key = schedule.name, schedule.placement, schedule.num_microbatches, microbatch_size, sync
         return self._once(
             ("evaluated", *key), lambda: self._with_fewest_sums(schedule, microbatch_size, sync)
         )
@@ -277,18 +267,12 @@ class StagedGraph:
             ),
         )
 
-    def stages(self, split_backward: bool, two_forwards: bool = False) -> Sequence[StageFunctions]:
-        """The functions of each stage, with one backward or with backwards split in two.
-
-        With ``two_forwards``, functions that save nothing compute what the tail needs.
-        """
+    def stages(self, split_backward: bool) -> Sequence[StageFunctions]:
+        """The functions of each stage, with one backward or with backwards split in two."""
         graph = self.graph
         return self._once(
-            ("functions", split_backward, two_forwards),
-            lambda: [
-                stage_functions(graph, stage, split_backward, two_forwards=two_forwards)
-                for stage in range(graph.num_stages)
-            ],
+            ("functions", split_backward),
+            lambda: [stage_functions(graph, stage, split_backward) for stage in range(graph.num_stages)],
         )
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
@@ -303,20 +287,9 @@ class StagedGraph:
         """Whether backwards read gradients of the tail, so that forwards come first."""
         return any(isinstance(role, TailGradient) for role in self.graph.tail_results)
 
-    def orders_for_tail(self, schedule: Schedule) -> Sequence[Schedule]:
-        """The schedule in each order that the graph's tail allows, if it has one.
-
-        All forwards come first, or forwards that save nothing. The latter keeps fewer microbatches in flight,
-        unless the schedule has all forwards first anyway.
-        """
-        if not self.waits_for_tail or has_forwards_first(schedule) or not_repeatable(self.graph):
-            return [schedule]
-        stages = [each.index for each in self.stages(True, True) if Phase.FORWARD_ONLY in each.phases]
-        return [schedule, with_two_forwards(schedule, stages)]
-
     def ordered(self, schedule: Schedule) -> Schedule:
         """The schedule as it runs: in the order that the tail demands, on the ranks of the graph's stages."""
-        if self.waits_for_tail and not has_two_forwards(schedule):
+        if self.waits_for_tail:
             schedule = with_forwards_first(schedule)
         ranks = self.graph.assignment.ranks
         return remap_ranks(schedule, ranks) if ranks else schedule
@@ -369,15 +342,15 @@ class StagedGraph:
     ) -> tuple[Plan, Sequence[StageFunctions]]:
         """The plan of a schedule and the functions of its stages.
 
-        Schedules share plans, unless they differ in splitting the backward, in placement, in two forwards for
-        a tail, or in running stages out of order, which needs other links.
+        Schedules share plans, unless they differ in splitting the backward, in placement, or in running
+        stages out of order, which needs other links.
         """
-        split, twice = _splits_backward(schedule), has_two_forwards(schedule)
+        split = _splits_backward(schedule)
         count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches
         in_order = runs_stages_in_order(map(ComputeColumns.of, schedule.orders))
         plan, stages = self._once(
             (
-                *("plan", split, twice, size, schedule.placement, sync_spec, in_order),
+                *("plan", split, size, schedule.placement, sync_spec, in_order),
                 count if self.graph.tail else 0,
             ),
             lambda: self._build_plan(schedule, split, size, sync_spec),
@@ -389,7 +362,7 @@ class StagedGraph:
         self, schedule: Schedule, split: bool, size: int, sync_spec: SyncSpec
     ) -> tuple[Plan, Sequence[StageFunctions]]:
         topology, device = self.options.topology, self.options.device_model
-        stages = self.stages(split, has_two_forwards(schedule))
+        stages = self.stages(split)
         if not schedule.stream:
             launch = device.launch_seconds
             stages = segment_backwards(

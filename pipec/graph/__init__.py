@@ -8,7 +8,7 @@ still valid for its model and for a call. ``size_text`` writes sizes as text.
 
 from pipec.graph.assignment import Assignment, permuted_ranks
 from pipec.graph.branch_checks import CHECK_BRANCH, InputBranches, is_branch_check, is_check
-from pipec.graph.findings import NO_FINDINGS, AssumedPerRow, BatchFindings
+from pipec.graph.findings import NO_FINDINGS, BatchFindings
 from pipec.graph.fingerprint import (
     Fingerprint,
     ModelSnapshot,

@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch import Tensor, fx, library, ops
 
-from pipec.primitives import check_row_independence, require
+from pipec.primitives import require
 
 _library = library.Library("pipec", "FRAGMENT")
 _library.define("check_branch(Tensor condition, bool outcome, str branch) -> ()")
@@ -31,7 +31,7 @@ def is_branch_check(node: fx.Node) -> bool:
 
 def is_check(node: fx.Node) -> bool:
     """Whether the node only checks an assumption of the capture."""
-    return is_branch_check(node) or node.target in (require, check_row_independence)
+    return is_branch_check(node) or node.target is require
 
 
 @dataclass(frozen=True)

@@ -6,26 +6,12 @@ import sympy
 
 
 @dataclass(frozen=True)
-class AssumedPerRow:
-    """A call of an operator without a rule, which is assumed to compute each row by itself.
-
-    ``op`` is the operator's name. ``dims`` has the dimension of the rows of each argument, None for one
-    without rows, and ``dim`` is that of the result. ``location`` is the call in the model, with its line.
-    """
-
-    op: str
-    dims: tuple[int | None, ...]
-    dim: int
-    location: str
-
-
-@dataclass(frozen=True)
 class BatchFindings:
     """Findings about the batch. Each text names a call of the model, with its line, and says what it does.
 
     * ``mixed_rows``: a call through which the loss depends on several rows, other than as a sum or mean.
     * ``unproven``: a call for which this could not be decided.
-    * ``assumed``: calls that the first step checks.
+    * ``assumed``: calls without a rule, with what they are taken to do.
     * ``output``: a call that makes an output, other than the loss, neither row by row nor a sum or mean.
     * ``num_batch_norms``: the number of batch norms that take the statistics of a microbatch.
     * ``has_norm_over_rows_alone``: one of them has a single value per channel and row, and so needs two rows.
@@ -38,7 +24,7 @@ class BatchFindings:
 
     mixed_rows: str = ""
     unproven: str = ""
-    assumed: tuple[AssumedPerRow, ...] = ()
+    assumed: tuple[str, ...] = ()
     output: str = ""
     num_batch_norms: int = 0
     has_norm_over_rows_alone: bool = False

@@ -47,7 +47,6 @@ from pipec.graph import (
     send,
     stage_of,
 )
-from pipec.graph.before_tail import needed_by_tail, needed_by_tail_alone
 from pipec.graph.lifetimes import Lifetimes
 from pipec.graph.phase_segments import split_into_segments
 from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
@@ -99,7 +98,7 @@ class PhaseFunction:
     def takes_saved(self) -> bool:
         """Whether a function before it saves something for it."""
         begins = self.phase is Phase.FORWARD and self.segment == 0
-        return not begins and self.phase not in (Phase.FORWARD_ONLY, Phase.TAIL)
+        return not begins and self.phase is not Phase.TAIL
 
     @property
     def read_nodes(self) -> Iterator[fx.Node]:
@@ -159,12 +158,8 @@ def stage_functions(
     stage: int,
     split_backward: bool,
     gradients: Sequence[Collection[str]] = (),
-    two_forwards: bool = False,
 ) -> StageFunctions:
     """The functions of one stage of the graph. With ``split_backward`` the backward is in two halves.
-
-    With ``two_forwards``, what the tail needs is computed by a function that saves nothing; the forward
-    computes it again, for the backward.
 
     ``gradients`` are groups of parameters. The gradients of a group are complete at the end of a segment of
     the backward, or of its weight half, and no later than the gradients of the next group.
@@ -178,16 +173,13 @@ def stage_functions(
     segments_of = {phase: _segments(graph, nodes, phase, gradients) for phase in phases}
     backwards = [segment for phase in phases if phase in _BACKWARDS for segment in segments_of[phase]]
     _add_recomputed(nodes, backwards)
-    of_tail = needed_by_tail_alone(graph) if two_forwards else set[fx.Node]()
     for phase in reversed(phases):
         segments = segments_of[phase]
         for number in reversed(range(len(segments))):
-            function = _function(graph, stage, phase, segments, number, needed, of_tail)
+            function = _function(graph, stage, phase, segments, number, needed)
             functions.insert(0, function)
             needed = function.saved_in
     assert not needed, f"stage {stage} reads saved values {needed} that no function computes"
-    if two_forwards and (first := _forward_only(graph, stage, nodes)):
-        functions.insert(0, first)
     tail = _tail(graph, stage) if any(function.tail_values for function in functions) else None
     return StageFunctions(
         stage,
@@ -214,8 +206,6 @@ def belongs_to_phase(node: fx.Node, phase: Phase) -> bool:
     """Whether the node belongs to the phase. Other phases may make a view again."""
     own = node.meta["phase"]
     match phase:
-        case Phase.FORWARD_ONLY:
-            return own is Phase.FORWARD
         case Phase.RECOMPUTE:
             return own is Phase.FORWARD and node.meta.get("recompute") is Phase.RECOMPUTE
         case Phase.BACKWARD:
@@ -256,16 +246,12 @@ def _function(
     segments: Sequence[set[fx.Node]],
     segment: int,
     saved_out: tuple[fx.Node, ...],
-    of_tail: set[fx.Node],
 ) -> PhaseFunction:
-    """A function of a phase. Its results leave out what is ``of_tail``."""
     local, others = segments[segment], set[fx.Node]().union(*segments[:segment], *segments[segment + 1 :])
     is_last = segment == len(segments) - 1
     results = [] if phase is Phase.RECOMPUTE else _results(graph, stage, phase)
     results = [(r, n) for r, n in results if n in local or (is_last and n not in others)]
-    if of_tail:
-        results = [(r, n) for r, n in results if not isinstance(r, TailInput)]
-    sent = [] if phase is Phase.RECOMPUTE else [n for n in local if n.target is send and n not in of_tail]
+    sent = [] if phase is Phase.RECOMPUTE else [n for n in local if n.target is send]
     collectives = [] if is_last else list(filter(is_collective, segments[segment + 1]))
     checks = [node for node in local if is_check(node) and phase is not Phase.RECOMPUTE]
     roots = [*saved_out, *checks, *(n for _, n in results)]
@@ -293,30 +279,6 @@ def _function(
         segment=segment,
         num_segments=len(segments),
         collectives=ordered(collectives),
-    )
-
-
-def _forward_only(graph: TrainingGraph, stage: int, nodes: Sequence[fx.Node]) -> PhaseFunction | None:
-    """The function of what the tail needs of a stage, and that saves nothing; None if it needs nothing."""
-    local = needed_by_tail(graph).intersection(nodes)
-    values = [(r, n) for r, n in _results(graph, stage, Phase.FORWARD) if isinstance(r, TailInput)]
-    sent = [node for node in local if node.target is send]
-    if not (values or sent):
-        return None
-    roots = [*(n for _, n in values), *(n.all_input_nodes[0] for n in sent), *filter(is_check, local)]
-    body, outside = _closure(roots, local, reads_changed=True)
-    assert all(map(_is_input, outside)), f"the first forward of stage {stage} reads values of another phase"
-    ordered, received = _sorter(graph), set(filter(_is_received, body))
-    return PhaseFunction(
-        stage,
-        Phase.FORWARD_ONLY,
-        body=ordered(body - received),
-        received=ordered(received),
-        inputs=ordered(outside),
-        saved_in=(),
-        saved_out=(),
-        sent=ordered(sent),
-        tail_values=tuple(values),
     )
 
 

@@ -12,7 +12,7 @@ repeat. ``step_parts`` takes a step apart into its microbatches and its update.
 """
 
 from pipec.ir.memory_figures import MMAP_THRESHOLD_BYTES, RankMemory, SegmentMemory, StageMemory
-from pipec.ir.plan import Alternative, HostCost, Plan, ShardingCost, Stage, StageCost, Tail, TailCost
+from pipec.ir.plan import Alternative, HostCost, Plan, ShardingCost, Stage, StageCost, Tail
 from pipec.ir.program import (
     WAIT_OF,
     Instruction,

@@ -113,6 +113,6 @@ DEVICES = integer_between(1, MOST_RANKS) | ArgumentRule(
     "a list of torch devices, such as ['cpu', 'cpu']", _are_devices
 )
 OPTIMIZER = ArgumentRule("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable)
-KERNELS = one_of("source", "inductor", "cudagraphs", "auto")
+KERNELS = one_of("source", "inductor")
 MICROBATCH_WEIGHT = one_of("rows", "sum", "proved") | FUNCTION
 """What ``compile`` and ``load`` take as ``devices``, ``optimizer``, ``kernels`` and ``microbatch_weight``."""

@@ -114,7 +114,7 @@ class StageMemory:
                 return 0.0, self.weight_gradient_saved - self.saved - self.recomputed
             case Phase.BACKWARD_WEIGHT:
                 return 0.0, -self.weight_gradient_saved
-            case Phase.FORWARD_ONLY | Phase.TAIL:
+            case Phase.TAIL:
                 return 0.0, 0.0
 
 

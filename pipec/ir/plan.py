@@ -30,14 +30,13 @@ class StageCost:
 class Tail:
     """What a stage computes once a step, of the rows of all microbatches, because it mixes them.
 
-    It runs after the last forward of the stage and, if it has ``gradients``, before its first backward. If
-    the stage is ``forward_only``, it runs after the last such phase. It reads ``inputs``, which each forward
-    of the stage returns, and returns ``results``, and ``gradients`` of some inputs, whose rows the backwards
-    read. ``parameters`` are those that it reads, and ``updated_buffers`` those that it replaces. It begins at
-    the call ``location``. ``flops`` and ``seconds`` are of the whole batch, and so are ``transient_bytes``,
-    the most that it holds beside its inputs. Each forward makes ``unsaved_bytes`` for it alone. Its inputs
-    are gathered from the replicas of the stage in ``gather_seconds``. ``not_repeatable`` is why the forwards
-    before it cannot run twice, if they cannot.
+    It runs after the last forward of the stage and, if it has ``gradients``, before its first backward. It
+    reads ``inputs``, which each forward of the stage returns, and returns ``results``, and ``gradients`` of
+    some inputs, whose rows the backwards read. ``parameters`` are those that it reads, and
+    ``updated_buffers`` those that it replaces. It begins at the call ``location``. ``flops`` and ``seconds``
+    are of the whole batch, and so are ``transient_bytes``, the most that it holds beside its inputs. Each
+    forward makes ``unsaved_bytes`` for it alone. Its inputs are gathered from the replicas of the stage in
+    ``gather_seconds``.
     """
 
     inputs: tuple[Value, ...]
@@ -51,7 +50,6 @@ class Tail:
     gather_seconds: float = 0.0
     transient_bytes: float = 0.0
     unsaved_bytes: float = 0.0
-    not_repeatable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +62,9 @@ class Stage:
     that name, which runs on the whole mini-batch once a step; ``batch_count_sums`` are those that add up over
     its rows. ``precomputed_phases`` read what is computed once of the weights. ``segments`` has the phases
     that consist of several functions, with the fraction of the phase's seconds that each function takes.
-    ``model_collectives`` run between them. The ``tail`` runs once a step. With ``forward_only``, a phase of
-    that name computes what the tail needs, before the forward computes it again. With ``recompute``, a phase
-    of its own computes some of the forward again; with ``recomputes_in_backward`` the backward does.
-    ``offloaded`` are the positions, among the saved values, of those that wait in host memory for the
-    backward.
+    ``model_collectives`` run between them. The ``tail`` runs once a step. With ``recompute``, a phase of its
+    own computes some of the forward again; with ``recomputes_in_backward`` the backward does. ``offloaded``
+    are the positions, among the saved values, of those that wait in host memory for the backward.
     """
 
     index: int
@@ -82,7 +78,6 @@ class Stage:
     batch_counts: tuple[str, ...] = ()
     batch_count_sums: tuple[Value, ...] = ()
     precomputed_phases: tuple[Phase, ...] = ()
-    forward_only: bool = False
     recompute: bool = False
     recomputes_in_backward: bool = False
     offloaded: tuple[int, ...] = ()
@@ -151,24 +146,6 @@ class ShardingCost:
 
 
 @dataclass(frozen=True, slots=True)
-class TailCost:
-    """The time and memory of the same step with one of the two orders that a tail allows.
-
-    With ``two_forwards``, forwards that save nothing run before the tail, and all forwards after them as
-    the schedule has them; otherwise all forwards run before the tail. ``seconds`` and ``bubble_rate`` are
-    predicted for the step, and ``peak_bytes`` for the rank that needs most. The step ``fits`` into memory or
-    not; if it ``recomputes``, it may need that to fit.
-    """
-
-    two_forwards: bool
-    recomputes: bool
-    seconds: float
-    bubble_rate: float
-    peak_bytes: float
-    fits: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything decided before code is generated. ``placement`` has the ranks of each stage.
 
@@ -187,10 +164,11 @@ class Plan:
     outside stages and links, and ``cost_source`` names the origin of all these seconds: a device model, or a
     profile. ``assumptions`` are sentences about links and memory that were not measured. ``parameters`` and
     ``buffers`` are named by FQN. ``sync_spec`` specifies reductions and updates.
+    ``checked`` says how microbatches agreed with the model itself, or why that was not compared.
     ``microbatch_weight`` is the weight of the losses of microbatches, unless the graph contains it: by
     "rows", 1 ("sum"), or the result of a function ("function"). ``alternatives`` are the other plans that
-    were evaluated, the fastest first, ``sharding_costs`` the costs of each level of sharding, if there is
-    something to shard, and ``tail_costs`` those of the orders that the tail allows, the one taken first.
+    were evaluated, the fastest first, and ``sharding_costs`` the costs of each level of sharding, if there is
+    something to shard.
     """
 
     mode: Mode
@@ -224,9 +202,9 @@ class Plan:
     repeated: tuple[tuple[int, int], ...] | None = None
     sync_spec: SyncSpec = NO_SYNC
     microbatch_weight: str = ""
+    checked: str = ""
     alternatives: tuple[Alternative, ...] = ()
     sharding_costs: tuple[ShardingCost, ...] = ()
-    tail_costs: tuple[TailCost, ...] = ()
 
     def user_value(self, leaf: InputLeaf) -> Value:
         """An input in the shape in which the user passes it."""
@@ -264,11 +242,6 @@ class Plan:
     def recomputing_stages(self) -> frozenset[int]:
         """The stages that replay their forward in a phase of its own."""
         return frozenset(stage.index for stage in self.stages if stage.recompute)
-
-    @property
-    def forward_only_stages(self) -> frozenset[int]:
-        """The stages that compute what the tail needs in a phase of its own, and then again."""
-        return frozenset(stage.index for stage in self.stages if stage.forward_only)
 
     @property
     def offloading_stages(self) -> frozenset[int]:

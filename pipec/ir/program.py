@@ -13,7 +13,6 @@ class Op(StrEnum):
     RECV = "recv"
     SEND = "send"
     MOVE = "move"
-    FORWARD_ONLY = "forward_only"
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
@@ -157,8 +156,7 @@ class Instruction:
                     GPU it is launched behind the compute that follows
     send            start sending ``link`` to rank ``peer``; returns at once
     move            hand ``link`` to another stage of the same rank, into buffer ``slot``
-    compute         run a phase of ``stage``; a backward keeps its gradients for ``accumulate``, and
-                    ``forward_only`` keeps what the tail reads
+    compute         run a phase of ``stage``; a backward keeps its gradients for ``accumulate``
     accumulate      add the gradients of the compute before, or those that ``link`` brought, to their sums
     precompute      compute what ``stage`` computes once of its weights, or of a version of them
     wait_...        wait for what an earlier instruction with the same fields has started: ``wait_recv`` for

@@ -24,10 +24,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipec.errors import DAMAGED_DATA_ERRORS, ArtifactError
-from pipec.ir import Dim, Instruction, Link, Op, Payload, Phase, Program, Sizes, Value
+from pipec.ir import Dim, Instruction, Link, Op, Phase, Program, Sizes, Value
 
 PHASE_LETTERS: Mapping[Phase, str] = {
-    Phase.FORWARD_ONLY: "f",
     Phase.FORWARD: "F",
     Phase.RECOMPUTE: "R",
     Phase.BACKWARD: "B",
@@ -71,12 +70,8 @@ def format_dtype(dtype: str) -> str:
 
 
 def format_link(link: Link) -> str:
-    """``hidden_3 (0 -> 1)``, or with its payload if it moves once per step: ``result loss (3 -> all)``.
-
-    What moves between forwards that save nothing has its payload, too: the same values move once more.
-    """
-    is_plain = link.payload.per_microbatch and link.payload is not Payload.FORWARD_ONLY
-    kind = "" if is_plain else f"{link.payload} "
+    """``hidden_3 (0 -> 1)``, or with its payload if it moves once per step: ``result loss (3 -> all)``."""
+    kind = "" if link.payload.per_microbatch else f"{link.payload} "
     target = "all" if link.payload.is_result else link.target
     return f"{kind}{', '.join(value.name for value in link.values)} ({link.source} -> {target})"
 

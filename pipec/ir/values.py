@@ -19,12 +19,9 @@ Sizes = Mapping[str, int | float]
 class Phase(StrEnum):
     """The phase of a node of the training graph. A schedule runs ``BACKWARD`` or its two halves.
 
-    ``FORWARD_ONLY`` runs the forward nodes that the tail needs, and saves nothing: ``FORWARD`` runs them
-    again. The ``TAIL`` is no compute of a schedule: a stage runs it once a step, of the rows of all
-    microbatches.
+    The ``TAIL`` is no compute of a schedule: a stage runs it once a step, of the rows of all microbatches.
     """
 
-    FORWARD_ONLY = "forward_only"
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
@@ -64,9 +61,8 @@ class Precision(StrEnum):
 
 
 class Payload(StrEnum):
-    """The kind of values of a link. The first four move once per microbatch, the others once per step."""
+    """The kind of values of a link. The first three move once per microbatch, the others once per step."""
 
-    FORWARD_ONLY = "forward_only"
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     MICROBATCH_RESULT = "microbatch_result"
@@ -86,14 +82,12 @@ class Payload(StrEnum):
     @property
     def feeds_compute(self) -> bool:
         """Whether one compute makes it, and another one reads it, for a microbatch."""
-        return self in (Payload.FORWARD_ONLY, Payload.ACTIVATION, Payload.GRADIENT)
+        return self in (Payload.ACTIVATION, Payload.GRADIENT)
 
     @property
     def producers(self) -> tuple[Phase, ...]:
         """The phases of the source stage that may make the values; none for weights."""
         match self:
-            case Payload.FORWARD_ONLY:
-                return (Phase.FORWARD_ONLY,)
             case Payload.ACTIVATION | Payload.MICROBATCH_RESULT | Payload.RESULT:
                 return (Phase.FORWARD,)
             case Payload.GRADIENT:
@@ -107,12 +101,8 @@ class Payload(StrEnum):
     def readers(self) -> tuple[Phase, ...]:
         """The phases of the target stage that wait for the values; none if they are read at the end."""
         match self:
-            case Payload.FORWARD_ONLY:
-                return (Phase.FORWARD_ONLY,)
-            case Payload.ACTIVATION:
+            case Payload.ACTIVATION | Payload.WEIGHT:
                 return (Phase.FORWARD,)
-            case Payload.WEIGHT:
-                return (Phase.FORWARD_ONLY, Phase.FORWARD)
             case Payload.GRADIENT:
                 return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
             case Payload.WEIGHT_GRADIENT | Payload.MICROBATCH_RESULT | Payload.RESULT:
@@ -161,7 +151,7 @@ class Link:
     ``WEIGHT`` links carry a tied parameter from the stage that owns it to a stage that borrows it,
     ``WEIGHT_GRADIENT`` links carry its gradient back; ``RESULT`` links carry the loss or the outputs of
     ``source`` to every other rank, and have ``target`` -1. In an asynchronous schedule ``MICROBATCH_RESULT``
-    links do so for each microbatch. ``FORWARD_ONLY`` links carry values from one such phase to another.
+    links do so for each microbatch.
     """
 
     source: int

@@ -41,7 +41,7 @@ from pipec.ir.batch_split import (
     variable_values,
 )
 from pipec.plan.local_batch_check import check_local_batch
-from pipec.runtime.absent_tensors import materialized
+from pipec.runtime.absent_tensors import is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.executions import STEP, Call, CallRequest, Executions, MakeExecutions
 from pipec.runtime.messages.agreement import Answer, CallRole, RankNote
@@ -105,6 +105,7 @@ class CompiledExecutions(Executions):
     ) -> None:
         super().__init__(tensors, agreement, steps, microbatch_weight)
         self.compiler, self.model = compiler, compiler.model
+        self.loss_path = compiler.settings.loss_path
         self.batch, self.batched = batch, batched
         self.known_splits: dict[str, bool] = {}
         self.variables = VariableHistory(
@@ -464,8 +465,10 @@ class CompiledExecutions(Executions):
             mode, rows = request.mode, self._rows_to_compile(decision.rows)
             whole = call if len(decision.rows) == 1 else call.sample(rows, None)
             change = self.variables.change(call, mode)
-            with materialized(self.tensors.names.unique().values()):
-                groups = self.compiler.compile(signature, whole, change, refuses_mixed_rows)
+            tensors = self.tensors.names.unique()
+            unknown = [fqn for fqn, tensor in tensors.items() if is_absent(tensor)]
+            with materialized(tensors.values()):
+                groups = self.compiler.compile(signature, whole, change, refuses_mixed_rows, call, unknown)
                 read = self.compiler.cache.read(signature)
             if len(decision.rows) > 1:
                 self._require_one_graph(groups, signature, decision.rows, decision.values)

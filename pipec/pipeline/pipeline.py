@@ -33,7 +33,7 @@ from pipec.runtime.given_executions import Leaves
 from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, ForwardOutput, StepLoss
 from pipec.runtime.messages.agreement import RankNote
-from pipec.runtime.model_tensors import ModelTensors, fill_tensors
+from pipec.runtime.model_tensors import ModelTensors, fill_tensors, register_tensors
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.optimizers.pipeline_optimizer import refuse_update
 from pipec.runtime.recording import Recording
@@ -47,7 +47,7 @@ from pipec.runtime.tensors import ReadTensors, Tensors
 from pipec.runtime.whole_model import StateOfRank0, WholeModel, local_optimizer_state
 from pipec.runtime.wrappers import is_called_by_dcp, refuse_wrappers
 from pipec.torch_compat import pytree
-from pipec.torch_compat.run_time import ConvertedModule
+from pipec.torch_compat.run_time import ConvertedModule, share_registries
 
 if TYPE_CHECKING:
     from pipec.plan.plan_table import PrintablePlan
@@ -110,6 +110,32 @@ class Pipeline(ConvertedModule):
         self._whole = WholeModel(self._executions)
         if updates is not None:
             updates.optimizer.before_state_access, updates.optimizer.make_update = self.drain, self._update
+        self._register()
+
+    def _register(self) -> None:
+        """Take the model's modules and tensors for its own; without a model, the tensors alone."""
+        model = self._executions.model
+        if model is None:
+            register_tensors(self, self._tensors.names)
+        else:
+            share_registries(self, model)
+            self.__dict__["_model"] = model  # not a submodule
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the model, if it has one of this name and the pipeline has not."""
+        model = vars(self).get("_model")
+        if model is None or name in vars(self) or hasattr(type(self), name) or name not in vars(model):
+            super().__setattr__(name, value)
+        else:
+            setattr(model, name, value)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Apply ``fn`` to every module of the model, as ``nn.Module.apply`` does."""
+        model = self._executions.model
+        if model is None:
+            return super().apply(fn)
+        model.apply(fn)
+        return self
 
     @overload
     def step(
@@ -255,7 +281,7 @@ class Pipeline(ConvertedModule):
                 returns the loss, which is its own ``.loss``, ``["loss"]`` and ``[0]``.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        return make_module(self, self.unsplit_model, outputs)
+        return make_module(self, self.unsplit_model, outputs, self._executions.loss_path)
 
     @property
     def unsplit_model(self) -> nn.Module:
@@ -349,7 +375,7 @@ class Pipeline(ConvertedModule):
         if not mode and self.training:
             self._modes_before_eval = {each: each.training for each in model.modules()}
         model.train(mode)
-        return super().train(mode)
+        return self
 
     @property
     def training(self) -> bool:
@@ -805,9 +831,11 @@ class Pipeline(ConvertedModule):
         return super().__getattr__(name)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch."""
+        """Those of the model, with the model itself first: what is set there, the next call follows."""
         refuse_wrappers()
-        return super().named_modules(*args, **kwargs)
+        model = self._executions.model
+        named = super().named_modules if model is None else model.named_modules
+        return named(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: stages are compiled already."""

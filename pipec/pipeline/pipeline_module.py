@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
+from pipec.capture.model_loss import LossPath, with_loss
 from pipec.console import warn
 from pipec.errors import InputError
 from pipec.runtime.held_gradients import HeldGradients
@@ -38,13 +39,13 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
     _pipe: "Pipeline"
     _model: nn.Module
 
-    def __init__(self, pipe: "Pipeline", model: nn.Module, outputs: bool) -> None:
+    def __init__(self, pipe: "Pipeline", model: nn.Module, outputs: bool, loss_path: LossPath | None) -> None:
         super().__init__()
-        self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
-        share_registries(self, model)  # which modules around it list
-        self._outputs = outputs
+        self._outputs, self._loss_path = outputs, loss_path
         self._anchor = torch.zeros((), requires_grad=True)
         self._dropped = _DroppedSteps()
+        share_registries(self, model)  # which modules around it list
+        self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -71,7 +72,11 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         if not self._outputs:
             return committing
         output = self._explaining(output, _LOSS_OUTSIDE)
-        return (committing, output) if self._pipe.has_loss_fn else _with_loss(output, committing)
+        return (
+            (committing, output)
+            if self._pipe.has_loss_fn
+            else with_loss(output, self._loss_path, loss, committing)
+        )
 
     def _step(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[Tensor, Any], "StepGradients"]:
         """Loss and output of a step, and its gradients, which are not in ``.grad``."""
@@ -117,10 +122,14 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in torch. Some loops replace ``forward``, and would train the unsplit model."""
+        """Set an attribute of the model, if it has one. Some loops replace ``forward``, which is refused."""
         if name == "forward":
             refuse_other_forward()
-        super().__setattr__(name, value)
+        model = vars(self).get("_model")
+        if model is None or name in vars(self) or hasattr(type(self), name) or name not in vars(model):
+            super().__setattr__(name, value)
+        else:
+            setattr(model, name, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the pipeline."""
@@ -177,10 +186,12 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         return self._pipe.__reduce__()
 
 
-def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineModule:
+def make_module(
+    pipe: "Pipeline", model: nn.Module, outputs: bool, loss_path: LossPath | None
+) -> PipelineModule:
     """The module of a pipeline. Its class has the signature of the model's, which loops look up."""
     if pipe.has_loss_fn:
-        return PipelineModule(pipe, model, outputs)
+        return PipelineModule(pipe, model, outputs, loss_path)
 
     def forward(self: PipelineModule, /, *args: Any, **kwargs: Any) -> Any:
         return PipelineModule.forward(self, *args, **kwargs)
@@ -189,7 +200,7 @@ def make_module(pipe: "Pipeline", model: nn.Module, outputs: bool) -> PipelineMo
     signature = inspect.signature(model.forward)
     forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
     like_model = type(f"PipelineOf{type(model).__name__}", (PipelineModule,), {"forward": forward})
-    return cast(PipelineModule, like_model(pipe, model, outputs))
+    return cast(PipelineModule, like_model(pipe, model, outputs, loss_path))
 
 
 def refuse_other_forward() -> NoReturn:
@@ -321,16 +332,3 @@ def _writing_on_any_rank(model: Any) -> Iterator[Any]:
         yield model
     finally:
         del model.should_save_on_this_rank
-
-
-def _with_loss(output: Any, loss: Tensor) -> Any:
-    """The model's output with ``loss`` where it has its own."""
-    if isinstance(output, Tensor):
-        return loss
-    if isinstance(output, tuple):
-        return cast(Any, output)._replace(loss=loss)
-    if isinstance(output, Mapping):
-        output["loss"] = loss  # type: ignore[index]
-    else:
-        output.loss = loss
-    return output

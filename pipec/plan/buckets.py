@@ -80,8 +80,7 @@ def segment_backwards(
         )
         names = [{value.name for value in group} for group in groups]
         if len(names) > 1:
-            twice = Phase.FORWARD_ONLY in stage.phases
-            stage = stage_functions(graph, stage.index, split_backward, names, two_forwards=twice)
+            stage = stage_functions(graph, stage.index, split_backward, names)
         found.append(stage)
     return found
 

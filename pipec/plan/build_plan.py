@@ -146,30 +146,26 @@ def _link_memory(
 
     A value that is not contiguous is copied before it is sent.
     """
-    held: dict[tuple[int, str, bool], tuple[int, int]] = {}
+    held: dict[tuple[int, str], tuple[int, int]] = {}
     for function in (function for stage in stages for function in stage.functions):
-        elsewhere, is_first = storage_owners(function.saved_out), function.phase is Phase.FORWARD_ONLY
+        elsewhere = storage_owners(function.saved_out)
         for node in function.sent:
             value, owner = node.all_input_nodes[0], storage_owner(node.all_input_nodes[0])
             num_bytes = node_bytes(value, size)
             if not is_contiguous(value):
-                held[function.stage, names[node], is_first] = num_bytes, 0
+                held[function.stage, names[node]] = num_bytes, 0
             elif owns_new_storage(owner):
                 kept = owner in elsewhere
-                held[function.stage, names[node], is_first] = (0, num_bytes) if kept else (num_bytes, 0)
+                held[function.stage, names[node]] = (0, num_bytes) if kept else (num_bytes, 0)
     for link in links:
-        is_first = link.payload is Payload.FORWARD_ONLY
-        amounts = [held.get((link.source, value.name, is_first), (0, 0)) for value in link.values]
+        amounts = [held.get((link.source, value.name), (0, 0)) for value in link.values]
         yield sum(own for own, _ in amounts), sum(saved for _, saved in amounts)
 
 
 def _last_reader(link: Link, stages: Sequence[StageFunctions], names: Names) -> Phase:
     """The last phase of the target that reads or saves a value of a link."""
-    if link.payload is Payload.FORWARD_ONLY:
-        return Phase.FORWARD_ONLY
     values, last = {value.name for value in link.values}, Phase.FORWARD
-    others = (each for each in stages[link.target].functions if each.phase is not Phase.FORWARD_ONLY)
-    for function in others if link.payload.per_microbatch else ():
+    for function in stages[link.target].functions if link.payload.per_microbatch else ():
         read = (*function.received, *(each for each in function.saved_in if each.target is recv))
         if not values.isdisjoint(names[each.all_input_nodes[0]] for each in read):
             last = function.phase
@@ -225,7 +221,6 @@ def _stage(
             for phase in SCHEDULED_PHASES
             if any(function.reads_precomputed for function in stage.phase_functions(phase))
         ),
-        forward_only=bool(stage.phase_functions(Phase.FORWARD_ONLY)),
         recompute=bool(stage.phase_functions(Phase.RECOMPUTE)),
         recomputes_in_backward=any(
             node.meta.get("recompute") is Phase.BACKWARD
@@ -304,10 +299,6 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     }
     after = {phase: of_phase[-1].after for phase, of_phase in held.items()}
     peaks = {phase: max(each.peak for each in of_phase) for phase, of_phase in held.items()}
-    for function in stage.phase_functions(Phase.FORWARD_ONLY):
-        copied = sum(bytes_of(node) for _, node in function.tail_values)
-        returned = storage_bytes(function.result_nodes, bytes_of) + copied
-        peaks[Phase.FORWARD_ONLY] = max(peaks[Phase.FORWARD_ONLY], returned)
     given = {node for function in stage.functions for node in function.inputs}
     split, whole = ([n for n in given if _is_given(n, batched)] for batched in (True, False))
     buffers = storage_bytes(
@@ -316,7 +307,7 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     saved, forwards = after[Phase.FORWARD], stage.phase_functions(Phase.FORWARD)
     full = after.get(Phase.RECOMPUTE, saved)
     kept = after.get(Phase.BACKWARD_INPUT, 0)
-    floors = {Phase.FORWARD_ONLY: 0, Phase.FORWARD: saved, Phase.BACKWARD_WEIGHT: kept}
+    floors = {Phase.FORWARD: saved, Phase.BACKWARD_WEIGHT: kept}
     memory = StageMemory(
         weights=sum(map(bytes_of, stage.parameters)),
         buffers=sum(map(bytes_of, (*stage.buffers, *whole))) + _constant_bytes(stage, bytes_of),
@@ -387,24 +378,16 @@ def _message_links(
     """
     groups: dict[tuple[int, int, Payload], list[Value]] = {}
     functions = [function for stage in stages for function in stage.functions]
-    once_more = [each for each in functions if each.phase is Phase.FORWARD_ONLY]
-    others = [each for each in functions if each.phase is not Phase.FORWARD_ONLY]
-    for each in (once_more, others):
-        handed_on = _handed_on(each, schedule)
-        for function in each:
-            for node in function.sent:
-                ends = handed_on.get(node, function.stage), _target(node)
-                value = plan_value(graph, node, names[node])
-                groups.setdefault((*ends, _payload(function)), []).append(value)
+    handed_on = _handed_on(functions, schedule)
+    for function in functions:
+        payload = Payload.ACTIVATION if function.phase is Phase.FORWARD else Payload.GRADIENT
+        for node in function.sent:
+            ends = handed_on.get(node, function.stage), _target(node)
+            value = plan_value(graph, node, names[node])
+            groups.setdefault((*ends, payload), []).append(value)
     return (
         Link(source, target, payload, tuple(values)) for (source, target, payload), values in groups.items()
     )
-
-
-def _payload(function: PhaseFunction) -> Payload:
-    """What a function sends to other stages."""
-    forwards = {Phase.FORWARD_ONLY: Payload.FORWARD_ONLY, Phase.FORWARD: Payload.ACTIVATION}
-    return forwards.get(function.phase, Payload.GRADIENT)
 
 
 def _handed_on(functions: Sequence[PhaseFunction], schedule: Schedule) -> dict[fx.Node, int]:

@@ -52,7 +52,6 @@ def _merged(index: int, parts: Sequence[Stage]) -> Stage:
         index=index,
         last_operator=parts[-1].last_operator,
         tail=next((part.tail for part in parts if part.tail), None),
-        forward_only=any(part.forward_only for part in parts),
         recompute=any(part.recompute for part in parts),
         offloaded=tuple(k for part in parts for k in part.offloaded),
         cost=StageCost(

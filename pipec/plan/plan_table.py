@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipec.ir import InputLeaf, Payload, Phase, Plan, Program, RankMemory, Stage, Tail, TailCost
+from pipec.ir import InputLeaf, Payload, Phase, Plan, Program, RankMemory, Stage, Tail
 from pipec.ir.text_format import (
     format_bytes,
     format_replicas,
@@ -93,8 +93,7 @@ def _headline(plan: Plan) -> str:
 
 def _row(plan: Plan, stage: Stage) -> list[str]:
     seconds = stage.cost.seconds
-    forwards = Phase.FORWARD_ONLY, Phase.FORWARD
-    backward = sum(time for phase, time in seconds.items() if phase not in forwards)
+    backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
     return [
         str(stage.index),
         _ranges(plan.placement[stage.index]),
@@ -143,6 +142,7 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     if plan.cost_source:
         lines.append(f"seconds are those of {plan.cost_source}")
     lines += [f"assumed: {each}" for each in plan.assumptions]
+    lines += [plan.checked] if plan.checked else []
     if any(need.host_bytes for need in needs):
         lines.append(f"host memory by rank: {', '.join(format_bytes(need.host_bytes) for need in needs)}")
     if any(stage.has_recompute for stage in plan.stages):
@@ -164,25 +164,9 @@ def _tail_line(plan: Plan, tail: Tail) -> str:
     """What runs once a step, and the order that it demands."""
     sizes = {**plan.sizes, "b": plan.microbatch_size * plan.num_microbatches}
     read = format_bytes(sum(value_bytes(value, sizes) for value in tail.inputs))
-    before = "forwards that save nothing" if plan.forward_only_stages else "all forwards"
-    order = f"between {before} and all backwards" if tail.gradients else "behind all forwards"
+    order = "between all forwards and all backwards" if tail.gradients else "behind all forwards"
     what = f"{tail.location} needs all rows, {read}"
-    line = f"tail: {what}: runs once a step, {order}, in {format_seconds(tail.seconds)}"
-    if tail.not_repeatable:
-        return f"{line}; forwards cannot run twice: {tail.not_repeatable}"
-    if len(plan.tail_costs) < 2:
-        return line
-    taken, other = plan.tail_costs
-    return f"{line}; {_tail_cost(taken)}, instead of {_tail_cost(other)}"
-
-
-def _tail_cost(cost: TailCost) -> str:
-    """``step 2.1 s, bubble 12.0% and 3.2 GB with two forwards``"""
-    how = "two forwards" if cost.two_forwards else "all forwards first"
-    again = " and recompute" if cost.recomputes else ""
-    lacking = "" if cost.fits else ", which does not fit"
-    times = f"step {format_seconds(cost.seconds)}, bubble {cost.bubble_rate:.1%}"
-    return f"{times} and {format_bytes(cost.peak_bytes)} with {how}{again}{lacking}"
+    return f"tail: {what}: runs once a step, {order}, in {format_seconds(tail.seconds)}"
 
 
 def _ranges(ranks: Sequence[int]) -> str:

@@ -7,7 +7,6 @@ from torch import fx
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.graph import TailGradient, TailInput, TrainingGraph, source_parameters
-from pipec.graph.before_tail import not_repeatable
 from pipec.graph.lifetimes import storage_owners
 from pipec.graph.phase_functions import StageFunctions
 from pipec.hardware.collective_costs import fastest_num_hosts, unshard_seconds
@@ -52,12 +51,9 @@ def build_tail(
         gather_seconds=unshard_seconds(topology, ranks, gathered, num_hosts) if several else 0.0,
         transient_bytes=tail.lifetimes.memory(bytes_of).peak,
         unsaved_bytes=sum(node_bytes(node, microbatch_size) for node in _kept(stage, rows)),
-        not_repeatable=not_repeatable(graph) if gradients else "",
     )
 
 
 def _kept(stage: StageFunctions, rows: Sequence[fx.Node]) -> Collection[fx.Node]:
-    """The values that each forward keeps for the tail alone: copies, if it saves nothing."""
-    if Phase.FORWARD_ONLY in stage.phases:
-        return rows
+    """The values that each forward keeps for the tail alone."""
     return storage_owners(rows) - storage_owners(stage.phase_functions(Phase.FORWARD)[-1].saved_out)

@@ -10,7 +10,6 @@ from pipec.primitives.recurrent import (
     recurrent_network,
 )
 from pipec.primitives.require import require
-from pipec.primitives.row_independence import check_row_independence
 
 __all__ = [
     "CTC_LOSS",
@@ -20,7 +19,6 @@ __all__ = [
     "INTERPOLATE_BACKWARD",
     "RECURRENT_LAYER",
     "RECURRENT_LAYER_BACKWARD",
-    "check_row_independence",
     "cross_entropy_gradient",
     "ctc_loss",
     "recurrent_layer",

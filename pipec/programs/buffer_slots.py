@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from pipec.ir import Op
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, compact, equal_groups, taken
-from pipec.programs.shared_receives import releasing_op
 
 
 def with_slots(
@@ -19,9 +18,8 @@ def with_slots(
     ``stages_of_link`` has what ``holding_stages`` returns.
 
     A buffer is live from its receive until its stage, and every stage of the rank that gets its values from
-    there, has freed the microbatch, or has run the forward that saves nothing and reads it. A link has as
-    many slots as it ever has live buffers at once. A message goes into the slot that has been free for
-    longest. For example, with two microbatches live at once::
+    there, has freed the microbatch. A link has as many slots as it ever has live buffers at once. A message
+    goes into the slot that has been free for longest. For example, with two microbatches live at once::
 
         recv mb 0   recv mb 1   free mb 0   recv mb 2   free mb 1   recv mb 3
         slot 0      slot 1                  slot 0                  slot 1
@@ -30,13 +28,12 @@ def with_slots(
     slots = np.full(len(columns), -1, np.int32)
     numbers = np.flatnonzero((ops == OP_CODE[Op.RECV]) | (ops == OP_CODE[Op.MOVE]))
     numbers = numbers[buffered[taken(links, numbers)]]
-    releases = {op: np.flatnonzero(ops == OP_CODE[op]) for op in (Op.FORWARD_ONLY, Op.FREE)}
+    frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     for group in equal_groups(taken(links, numbers)):
         received = numbers[group]
         reading_stages = stages_of_link.get(int(links[received[0]]), stages[received[:1]])
         reads = np.zeros(int(stages.max()) + 1, bool)
         reads[reading_stages] = True
-        frees = releases[releasing_op(columns.links[int(links[received[0]])])]
         own = frees[reads[stages[frees]]]
         freed = np.empty(int(microbatches.max()) + 1, np.int64)
         freed[microbatches[own]] = own

@@ -74,19 +74,15 @@ from pipec.programs.tail_order import tail_reads
 from pipec.programs.task_times import Deadlock, TaskInputs, run_tasks
 
 
-def chain_links(num_stages: int, training: bool = True, two_forwards: bool = False) -> tuple[Link, ...]:
-    """A plain chain of stages: ``hidden_k`` goes into stage k; in training ``grad_hidden_k`` comes back.
-
-    With ``two_forwards``, ``hidden_k`` also goes into stage k before a tail.
-    """
+def chain_links(num_stages: int, training: bool = True) -> tuple[Link, ...]:
+    """A plain chain of stages: ``hidden_k`` goes into stage k; in training ``grad_hidden_k`` comes back."""
 
     def value(name: str) -> tuple[Value, ...]:
         return (Value(name, "float32", ("b",)),)
 
     forward = [Link(k - 1, k, Payload.ACTIVATION, value(f"hidden_{k}")) for k in range(1, num_stages)]
     backward = [Link(k, k - 1, Payload.GRADIENT, value(f"grad_hidden_{k}")) for k in range(1, num_stages)]
-    first = [replace(link, payload=Payload.FORWARD_ONLY) for link in forward if two_forwards]
-    return (*first, *forward, *backward) if training else tuple(forward)
+    return (*forward, *backward) if training else tuple(forward)
 
 
 def bare_plan(schedule: Schedule, links: Sequence[Link], sync_spec: SyncSpec = NO_SYNC) -> Plan:

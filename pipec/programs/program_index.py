@@ -26,7 +26,7 @@ from pipec.programs.program_computes import ProgramComputes
 from pipec.programs.routes import DeliveredMessages, Route, routes
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-COMPUTES = (Op.FORWARD_ONLY, Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
+COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 """In the order in which a microbatch runs them."""
 
 TRANSFERS = (Op.SEND, Op.RECV, Op.WAIT_RECV, Op.MOVE)
@@ -57,11 +57,6 @@ class ProgramIndex:
     def recompute(self) -> frozenset[int]:
         """The stages that replay their forward."""
         return self.plan.recomputing_stages
-
-    @cached_property
-    def forward_only(self) -> frozenset[int]:
-        """The stages that run a forward that saves nothing before the tail."""
-        return self.plan.forward_only_stages
 
     @cached_property
     def offload(self) -> frozenset[int]:

@@ -194,8 +194,7 @@ class _Account:
         stage = self.plan.tail_stage
         if stage is None or stage not in self.own or (tail := self.plan.stages[stage].tail) is None:
             return
-        makes_rows = Op.FORWARD_ONLY if self.plan.stages[stage].forward_only else Op.FORWARD
-        forwards, runs = self._at(makes_rows, stage), self._at(Op.TAIL, stage)
+        forwards, runs = self._at(Op.FORWARD, stage), self._at(Op.TAIL, stage)
         forwards = forwards[self.columns.segments[forwards] <= 0]
         sizes = {**self.plan.sizes, "b": self.plan.microbatch_size * self.plan.num_microbatches}
         joined, gradients = (

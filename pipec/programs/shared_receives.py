@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from pipec.ir import Link, Op, Payload, Phase
+from pipec.ir import Link, Payload, Phase
 from pipec.ir.columns import ComputeColumns, one_of_phases
 
 _READING = (
-    ([Phase.FORWARD_ONLY], 1),
     ([Phase.FORWARD], 1),
     ([Phase.BACKWARD, Phase.BACKWARD_INPUT], -1),
 )
@@ -28,11 +27,6 @@ def _is_in_order(computes: ComputeColumns, phases: Sequence[Phase], way: int) ->
     order = own[np.lexsort((computes.stages[own] * way, computes.microbatches[own]))]
     same = np.diff(computes.microbatches[order]) == 0
     return bool((np.diff(order)[same] > 0).all())
-
-
-def releasing_op(link: Link) -> Op:
-    """The op after which a stage no longer reads what it has received for a microbatch."""
-    return Op.FORWARD_ONLY if link.payload is Payload.FORWARD_ONLY else Op.FREE
 
 
 def holding_stages(links: Sequence[Link]) -> Mapping[int, Sequence[int]]:

@@ -22,7 +22,7 @@ from pipec.programs.schedule_index import ScheduleIndex
 
 _GRADIENTS = [PHASES.index(phase) for phase in GRADIENT_PHASES]
 _BACKWARDS = [PHASES.index(phase) for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)]
-_FORWARD, _FORWARD_ONLY = [PHASES.index(Phase.FORWARD)], [PHASES.index(Phase.FORWARD_ONLY)]
+_FORWARD = [PHASES.index(Phase.FORWARD)]
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,10 @@ class SyncOrder:
             yield self._collective(Op.SUM_COUNTS, dict.fromkeys(self._ranks(stage), 0), stage)
 
     def _tail(self) -> Iterator[tuple[float, SyncOp]]:
-        """The tail, behind the last forward of each replica; first they gather each other's rows.
-
-        Forwards that save nothing are enough for it, if there are some.
-        """
+        """The tail, behind the last forward of each replica; first they gather each other's rows."""
         if (stage := self.plan.tail_stage) is None:
             return
-        ready = self._last(stage, _FORWARD_ONLY if self.plan.stages[stage].forward_only else _FORWARD)
+        ready = self._last(stage, _FORWARD)
         for op in (Op.GATHER_ROWS, Op.TAIL) if len(ready) > 1 else (Op.TAIL,):
             time, found = self._collective(op, ready, stage)
             before_end = {rank: min(reached, self._end(rank)) for rank, reached in found.positions.items()}
@@ -142,7 +139,7 @@ class SyncOrder:
 
     def _uses(self, stage: int) -> list[tuple[dict[int, int], dict[int, int]]]:
         """The first and last positions, by rank, between which the parameters of a stage are gathered."""
-        forwards = self._first(stage, [*_FORWARD_ONLY, *_FORWARD]), self._last(stage, _FORWARD)
+        forwards = self._first(stage, _FORWARD), self._last(stage, _FORWARD)
         tail = self.plan.stages[stage].tail
         has_tail = tail is not None and bool(tail.parameters)
         if self.sync_spec.only_gathers:

@@ -52,7 +52,7 @@ class _Absent:
         cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA or (func in _TEMPLATES and not is_absent(args[0])):
             return _metadata(func, args, kwargs)
         if func == _SET_DATA:
             return _set_data(*args)
@@ -332,7 +332,7 @@ _METADATA = (
         Tensor,
         "size dim numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference "
         "get_device requires_grad_ register_hook register_post_accumulate_grad_hook __len__ __format__ "
-        "has_names is_conj is_neg is_distributed",
+        "has_names is_conj is_neg is_distributed new_zeros new_ones new_full new_empty new_tensor",
     )
     | _functions(torch, "is_floating_point is_complex is_signed numel is_conj is_neg is_inference")
     | {
@@ -342,13 +342,18 @@ _METADATA = (
 )
 """What does not depend on the values."""
 
+_TEMPLATES = _functions(Tensor, "to type_as expand_as view_as reshape_as") | _functions(torch, "result_type")
+"""What reads the dtype, the device or the shape of its second argument alone."""
+
 _ELEMENTWISE = (
     _functions(
         Tensor,
         "to half float double bfloat16 cpu cuda clone detach add sub mul div true_divide lerp rsub neg "
         "__radd__ __rsub__ __rmul__ __rtruediv__",
     )
-    | _functions(torch, "clone add sub mul div true_divide lerp rsub neg empty_like")
+    | _functions(
+        torch, "clone add sub mul div true_divide lerp rsub neg empty_like zeros_like ones_like full_like"
+    )
     | {Tensor.data.__get__}  # type: ignore[attr-defined]
 )
 """What gives absent tensors of absent tensors and numbers."""

@@ -93,6 +93,8 @@ class Executions:
     """
 
     model: nn.Module | None = None
+    loss_path: Any = None
+    """Where the loss is in the model's results, if the user says so."""
     has_target: bool
     """Whether a step has a target beside the model's arguments."""
     batch = "same"

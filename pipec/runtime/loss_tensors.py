@@ -96,7 +96,14 @@ class ModuleLoss(_Loss):
             raise KeyError(f"{index}: {_LOSS_ALONE}")
         if index == "loss" or (self.dim() == 0 and type(index) is int and index == 0):
             return self
+        if self.dim() == 0 and type(index) is int:
+            raise InputError(f"result {index} of a module: {_LOSS_ALONE}")
         return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        if self.dim() == 0:
+            raise InputError(_LOSS_ALONE)
+        return super().__iter__()  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no {name}: {_LOSS_ALONE}")

@@ -1,6 +1,6 @@
 """The tensors of a model under their original names, in a tree of modules without its code."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -69,14 +69,6 @@ class ModelTensors:
             last = fqn if stop > end else last
             end, end_of_trained = max(end, stop), max(end_of_trained, stop * trained)
 
-    def select(self, fqns: Collection[str]) -> "ModelTensors":
-        """The tensors of these names."""
-        return replace(
-            self,
-            parameters={fqn: x for fqn, x in self.parameters.items() if fqn in fqns},
-            buffers={fqn: x for fqn, x in self.buffers.items() if fqn in fqns},
-        )
-
     def names_differing(self, other: "ModelTensors") -> list[str]:
         """The names that refer to different objects in the two models."""
         mine, theirs = self.every(), other.every()
@@ -129,14 +121,6 @@ def register_tensors(module: nn.Module, tensors: ModelTensors) -> None:
     for fqn, buffer in tensors.buffers.items():
         owner, leaf = _owner(module, fqn)
         register_buffer(owner, leaf, buffer, fqn in tensors.persistent)
-
-
-def unregister_tensors(module: nn.Module, fqns: Iterable[str]) -> None:
-    """Take these tensors out of ``module``."""
-    for fqn in fqns:
-        owner, leaf = _owner(module, fqn)
-        owner._parameters.pop(leaf, None)
-        owner._buffers.pop(leaf, None)
 
 
 def restore_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -24,13 +24,7 @@ from pipec.runtime.messages.call_description import (
     format_names,
     format_ranks,
 )
-from pipec.runtime.model_tensors import (
-    ModelTensors,
-    UninitializedTensors,
-    register_tensors,
-    restore_tensors,
-    unregister_tensors,
-)
+from pipec.runtime.model_tensors import ModelTensors, UninitializedTensors, restore_tensors
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 
@@ -39,7 +33,7 @@ ReadTensors = Callable[[Ranks, ModelTensors, Mapping[str, torch.device | None]],
 
 
 class Tensors:
-    """The tensors of a model, registered in ``module`` under their names there.
+    """The tensors of a model, which ``module`` has under their names there.
 
     ``owner_ranks`` has the ranks that hold each tensor, by FQN; it is empty until stages are cut. Tensors
     that no stage uses are on rank 0. Under ``torchrun`` a process frees the memory of tensors that only
@@ -62,7 +56,6 @@ class Tensors:
         self.needs_placement = False
         self.uninitialized = UninitializedTensors()
         self._trainable = names.requires_grad_flags()
-        register_tensors(module, names)
 
     @property
     def canonical(self) -> dict[str, str]:
@@ -245,8 +238,6 @@ class Tensors:
         """Own the tensors that the model has under ``names`` now, which were replaced, added or removed."""
         self._require_optimized(model, names)
         notice(f"the model has other tensors than before, which are trained now: {format_names(names)}")
-        unregister_tensors(self._module, names)
-        register_tensors(self._module, model.select(names))
         for fqn in names:
             self.owner_ranks.pop(fqn, None)
         self._trainable = model.requires_grad_flags()

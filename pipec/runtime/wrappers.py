@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -86,7 +87,7 @@ REFUSED = {
     ),
     ("torch.optim.swa_utils", "update_bn"): (
         "update_bn",
-        "It looks for modules of batch norms, and would find none: every rank calls pipe.gather_into(model), "
+        "It needs the whole model in this process: every rank calls pipe.gather_into(model), "
         "then rank 0 update_bn(loader, model), and every rank loads its state by pipe.load_state_dict(...)",
     ),
 }
@@ -105,6 +106,7 @@ def refuse_wrappers() -> None:
         for frame in _frames()
         if frame.f_code.co_qualname in _FUNCTIONS
         and not isinstance(frame.f_locals.get("model"), AcceleratedModule)
+        and not _is_disabled_scaler(frame.f_locals.get("self"))
     ]
     if found := [each for call in calls for each in _refused(*call)]:
         name, instead = found[-1]
@@ -114,6 +116,11 @@ def refuse_wrappers() -> None:
             f"{name} cannot take a pipeline, nor the model of one: it is no module of layers that this "
             f"process holds. {instead}"
         )
+
+
+def _is_disabled_scaler(owner: object) -> bool:
+    """Whether this is a ``GradScaler`` that scales nothing, as scripts have it that train in float32, too."""
+    return isinstance(owner, torch.amp.GradScaler) and not owner.is_enabled()
 
 
 def _refused(module: str, function: str) -> Iterator[tuple[str, str]]:

@@ -206,7 +206,7 @@ class Timeline:
     @cached_property
     def bubble_rate(self) -> float:
         """The share of ``span`` in which the ranks, on average, compute nothing."""
-        return self._fraction_outside(Phase.FORWARD, *_BACKWARDS, Phase.FORWARD_ONLY, Phase.RECOMPUTE)
+        return self._fraction_outside(Phase.FORWARD, *_BACKWARDS, Phase.RECOMPUTE)
 
     @cached_property
     def overhead_rate(self) -> float:

@@ -59,7 +59,6 @@ class SimulationCosts:
     ) -> "SimulationCosts":
         """The same for every stage and every one of ``links``. A fused backward is the sum of its halves."""
         phases = {
-            Phase.FORWARD_ONLY: forward,
             Phase.FORWARD: forward,
             Phase.RECOMPUTE: forward,
             Phase.BACKWARD: backward_input + backward_weight,

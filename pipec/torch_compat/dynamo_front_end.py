@@ -70,6 +70,8 @@ def capture_with_dynamo(
             _remove_compiled_globals(module)
     changed = tuple(_changed_state([str(warning.message) for warning in caught]))
     _refuse_lost_effects(module, output, changed)
+    if torch.is_grad_enabled():
+        _refuse_cut_checkpoints(graph_module)
     return CapturedGraph(graph_module, args, changed, output)
 
 
@@ -106,6 +108,23 @@ def _refuse_lost_effects(module: torch.nn.Module, output: Any, changed: Collecti
     codes = output.graph_capture_output.traced_code
     if any("set_materialize_grads" in (*code.co_names, *code.co_consts) for code in codes):
         raise LostEffectError("the backward of a custom autograd function asks for gradients that are None")
+
+
+def _refuse_cut_checkpoints(module: torch.fx.GraphModule) -> None:
+    """Refuse reentrant checkpoints without an input that requires a gradient, for which Dynamo computes some.
+
+    Their operands are their inputs and parameters.
+    """
+    for graph in (each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)):
+        for node in graph.nodes:
+            if str(node.target) == "tag_activation_checkpoint" and node.kwargs.get("use_reentrant"):
+                operands = [each.meta.get("example_value") for each in node.all_input_nodes]
+                trained = [x for x in operands if isinstance(x, torch.Tensor) and x.requires_grad]
+                if trained and all(isinstance(x, torch.nn.Parameter) for x in trained):
+                    raise LostEffectError(
+                        "torch.utils.checkpoint with use_reentrant=True has no input that requires a "
+                        "gradient, so that what it calls is not trained"
+                    )
 
 
 @contextlib.contextmanager

@@ -132,12 +132,15 @@ def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> 
         if not tensor.device.type == device.type == "cpu"
     ]
     fakes = {id(tensor): _fake(tensor, device, mode) for tensor in tensors}
-    _replace_tensors(module, fakes)
+    replace_tensors(module, fakes)
     return {id(fakes[id(tensor)]): tensor for tensor in tensors}
 
 
-def _replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> None:
-    """Replace tensors, also in lists: recurrent layers move their weights if a list of theirs has others."""
+def replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> None:
+    """Replace tensors by others, given by their ``id``; ``restore_module`` puts them back.
+
+    They are replaced in lists, too: recurrent layers move their weights if a list of theirs has others.
+    """
 
     def replaced(value: Any) -> Any:
         if type(value) is weakref.ref and id(value()) in fakes:
@@ -199,7 +202,7 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     tensors = (*module.parameters(), *module.buffers())
     error = None
     try:
-        _replace_tensors(module, {id(tensor): _fake(tensor, tensor.device, mode) for tensor in tensors})
+        replace_tensors(module, {id(tensor): _fake(tensor, tensor.device, mode) for tensor in tensors})
         fake_args = pytree.tree_map_only(torch.Tensor, lambda leaf: _fake(leaf, leaf.device, mode), args)
         with mode, silence_output(), skipped_no_op_conversions(module):
             module(*fake_args)

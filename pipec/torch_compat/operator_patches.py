@@ -9,6 +9,7 @@ import torch
 from torch import DispatchKey
 from torch._decomp import decomposition_table
 from torch.distributions import Bernoulli, Distribution
+from torch.utils.checkpoint import CheckpointFunction
 
 RECURRENT = {"lstm": "lstm", "gru": "gru", "tanh": "rnn_tanh", "relu": "rnn_relu"}
 """Operators that torch decomposes into each step of each layer while it traces them, by their cell."""
@@ -54,6 +55,61 @@ def trace_recurrent_networks(network: Callable[..., tuple[torch.Tensor, ...]]) -
             for key in _AUTOGRAD:
                 del operator.py_kernels[key]
             operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def trace_covariance() -> Iterator[None]:
+    """Let torch trace ``torch.cov`` and ``corrcoef``, which ask for a value to warn of few observations."""
+    operator = torch.ops.aten.cov.default
+    for key in _AUTOGRAD:
+        operator.py_impl(key)(_covariance)
+    try:
+        yield
+    finally:
+        for key in _AUTOGRAD:
+            del operator.py_kernels[key]
+        operator._dispatch_cache.clear()
+
+
+def _covariance(
+    values: torch.Tensor,
+    *,
+    correction: int = 1,
+    fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    values = values if values.ndim == 2 else values.reshape(1, -1)
+    weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
+    count: Any = values.shape[1] if weights is None else weights.sum()
+    weighted = values if weights is None else values * weights
+    lost: Any = correction
+    if weights is not None and aweights is not None:
+        lost = correction * (weights * aweights).sum() / count
+    centred = values - (weighted.sum(1) / count).unsqueeze(1)
+    product = centred @ (centred if weights is None else centred * weights).t().conj()
+    left = count - lost
+    left = left.clamp_min(0) if isinstance(left, torch.Tensor) else torch.sym_max(left, 0)
+    found: torch.Tensor = (product / left).squeeze()
+    return found
+
+
+@contextlib.contextmanager
+def inlined_reentrant_checkpoints() -> Iterator[None]:
+    """Let ``torch.utils.checkpoint`` with ``use_reentrant=True`` call its function once, as any other call.
+
+    As in eager torch, what it computes has no gradients if none of its inputs requires one.
+    """
+
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        trains = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+            return function(*args)
+
+    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from pipec.timeline.events import Event, Events, Timeline
 from pipec.timeline.steady_state import steady_state
 
 BLOCKING_NAMES: Mapping[Op, str] = {
-    Op.FORWARD_ONLY: "forward that saves nothing",
     Op.FORWARD: "forward",
     Op.RECOMPUTE: "recompute",
     Op.BACKWARD: "backward",

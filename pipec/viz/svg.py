@@ -40,7 +40,6 @@ text { fill: #57606a; font-size: 11px; }
 .card { fill: #ffffff; stroke: #d0d7de; }
 .lane { fill: #f1f3f5; }
 .grid { stroke: #d8dee4; stroke-width: 1; }
-.forward_only { fill: #c3dbf8; }
 .forward { fill: #8cb8f2; }
 .recompute { fill: #c6b5ee; }
 .backward { fill: #f5b26b; }

@@ -1,4 +1,4 @@
-"""Models that are compiled for one number of rows: which numbers come from it is told by a second capture."""
+"""Models that are compiled for one number of rows: a run tells whether their numbers come from it."""
 
 import copy
 from collections.abc import Callable
@@ -44,9 +44,6 @@ RIGHT: dict[str, Reading] = {
     "as many places as rows": lambda h, places: h + places(torch.arange(2)).sum(0),
     "a multiple of the rows": lambda h, places: h + places(torch.arange(0, 12)).mean(0),
     "a constant of their size": lambda h, places: h * torch.full((2, 2), 0.5).sum(),
-    "a number of each row": lambda h, places: h * torch.arange(h.shape[0])[:, None],
-    "a place of each row": lambda h, places: h + places(torch.arange(h.shape[0])),
-    "a branch on places": branch,
 }
 WRONG: dict[str, Reading] = {
     "at least four": lambda h, places: h + places(torch.arange(max(h.shape[0], 4))).sum(0),
@@ -54,11 +51,15 @@ WRONG: dict[str, Reading] = {
     "one more": lambda h, places: h + places(torch.arange(h.shape[0] + 1)).sum(0),
     "both": lambda h, places: h + torch.zeros(h.shape[0], 2).add(1).sum(),
     "ones of all rows": lambda h, places: h * torch.ones(h.shape[0]).sum(),
+    "another computation": lambda h, places: h * 3 if h.shape[0] == 2 else h + 1 + h,
+    "a number of each row": lambda h, places: h * torch.arange(h.shape[0])[:, None],
+    "a place of each row": lambda h, places: h + places(torch.arange(h.shape[0])),
+    "a branch on places": branch,
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_numbers_of_the_batch_are_told_from_constants(name: str, said: list[str]) -> None:
+def test_numbers_of_the_batch_are_told_from_constants(name: str) -> None:
     model = Fixed(RIGHT[name])
     unsplit = copy.deepcopy(model)
     pipe = pipec.compile(model, 2, loss_fn=LOSS, microbatches=4)
@@ -68,23 +69,13 @@ def test_numbers_of_the_batch_are_told_from_constants(name: str, said: list[str]
     torch.testing.assert_close(loss, expected.detach())
     for mine, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-    assert "proves" not in "".join(said)
 
 
 @pytest.mark.parametrize("name", slow_but(WRONG, "one more", "ones of all rows"))
 def test_what_is_another_number_for_the_batch_is_refused(name: str) -> None:
     pipe = pipec.compile(Fixed(WRONG[name]), 2, loss_fn=LOSS, microbatches=4)
-    with pytest.raises(PipecError, match="rows"):
+    with pytest.raises(PipecError, match=r"rows|microbatches"):
         pipe.step(X, target=Y)
-
-
-def test_a_model_that_another_number_of_rows_changes_is_warned_of(said: list[str]) -> None:
-    def reading(h: Tensor, places: nn.Embedding) -> Tensor:
-        return h * 3 if h.shape[0] == 2 else h + 1 + h
-
-    pipe = pipec.compile(Fixed(reading), 2, loss_fn=LOSS, microbatches=4)
-    pipe.step(X, target=Y)
-    assert "captured for 2 rows alone, and differently for 8" in "".join(said)
 
 
 @pytest.mark.slow

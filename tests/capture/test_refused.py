@@ -328,13 +328,14 @@ def test_an_input_that_requires_a_gradient_is_refused() -> None:
         (lambda output, target: (output - target).mean((1, 2)), r"torch\.float32 of shape \[b\]"),
         (lambda output, target: (output - target).sum().long(), r"torch\.int64 of shape \[\]"),
         (lambda output, target: (output.sum(), target.sum()), "2 tensors"),
-        (lambda output, target: 1.0, "0 tensors"),
+        (lambda output, target: 1.0, "a float"),
+        (lambda output, target: None, "None"),
     ],
-    ids=["one per row", "whole number", "two", "none"],
+    ids=["one per row", "whole number", "two", "float", "none"],
 )
 def test_a_loss_that_is_not_one_number_is_refused(loss_fn: Callable[..., Any], found: str) -> None:
     with pytest.raises(
-        InputError, match=f"must be one floating-point number, .* returned {found}. Reduce it"
+        InputError, match=f"must be one floating-point number, but .*loss_fn returned {found}. Reduce it"
     ):
         step(nn.Linear(WIDTH, WIDTH), loss_fn)
 

@@ -20,7 +20,6 @@ from pipec.capture.batch.dependence import (
     MixedRows,
     PerRow,
     SelectedRows,
-    SortedRows,
     SumOverRows,
     Unproven,
     Whole,
@@ -75,7 +74,7 @@ def check_graph(
     except Exception as error:
         raise SkippedError("microbatches do not run") from error
     give_values(module, parts[0], batched, trained)
-    walk = _BatchAnalysis(module, set(batched), sizes[0], 1, None)
+    walk = _BatchAnalysis(module, set(batched), sizes[0], 1)
     try:
         walk.run()
         output = pytree.tree_leaves(module.graph.output_node().args)[0]
@@ -88,7 +87,7 @@ def check_graph(
     module.recompile()
     if findings.assumed or findings.num_batch_norms:
         return Checked("assumed" if findings.assumed else "declared", claim)
-    unproven = isinstance(claim, Unproven | SelectedRows | SortedRows)
+    unproven = isinstance(claim, Unproven | SelectedRows)
     checked = Checked(
         "refused" if isinstance(claim, MixedRows) else "unproven" if unproven else "proved", claim
     )
@@ -228,7 +227,7 @@ def compare(walk: Any, whole: Run, runs: Sequence[Run], checked: Checked) -> Ite
                 continue
             value = walk.tracker.dependence_of(claimed)
             checked.num_claims += 1
-            if isinstance(value, MixedRows | Unproven | SelectedRows | SortedRows):
+            if isinstance(value, MixedRows | Unproven | SelectedRows):
                 continue
             checked.num_proved += 1
             if not holds(value, wanted[place], [found[place] for found in parts], runs):

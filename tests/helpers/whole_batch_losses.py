@@ -1,29 +1,11 @@
 """Losses of two towers of features that no microbatch can compute by itself."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from pipec.compiler.staged_graph import StagedGraph
-from pipec.ir import Schedule
-
-
-def taking_order(number: int) -> Any:
-    """A context in which a step with a tail runs in the first order that it allows, or in the last, -1.
-
-    The last one has two forwards, if these are possible.
-    The search would take the other one, which is faster, unless memory is short.
-    """
-    every = StagedGraph.orders_for_tail
-
-    def orders(staged: StagedGraph, schedule: Schedule) -> Sequence[Schedule]:
-        return [every(staged, schedule)[number]]
-
-    return mock.patch.object(StagedGraph, "orders_for_tail", orders)
 
 
 class Towers(nn.Module):

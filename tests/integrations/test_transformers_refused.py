@@ -46,7 +46,7 @@ def trainer(folder: Path, kind: Any = None, model: Any = None, **given: Any) -> 
         ({"use_liger_kernel": True}, "use_liger_kernel is set"),
         ({"auto_find_batch_size": True}, "microbatches and memory_limit make a step fit"),
         ({"save_on_each_node": True}, "output_dir is one folder"),
-        ({"torch_compile_backend": "eager"}, 'pass kernels="inductor" or "cudagraphs"'),
+        ({"torch_compile_backend": "eager"}, 'pass kernels="inductor"'),
         ({"replicas": "auto"}, "so that their number must be known"),
         ({"microbatches": 0}, "microbatches is 0"),
         ({"recompute": "some"}, "recompute is 'some'"),

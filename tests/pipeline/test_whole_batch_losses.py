@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from slow_params import slow_but
 from torch import Tensor, nn
-from whole_batch_losses import LOSSES, Towers, taking_order
+from whole_batch_losses import LOSSES, Towers
 from worker_processes import run_ranks
 
 import pipec
@@ -282,15 +282,6 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(pipec.load(tmp_path / "artifact").step(*inputs), loss)
 
 
-@pytest.mark.parametrize("loss", slow_but(LOSSES, "info_nce", "vicreg", "centered"))
-def test_two_forwards_equal_the_whole_batch(loss: str) -> None:
-    net = made(loss)
-    pipe = compiled(net, microbatches=5)
-    with taking_order(-1):
-        assert worst_of_training(net, pipe) < 1e-6
-    assert pipe.plan.forward_only_stages
-
-
 def towers_with_dropout(loss: str) -> nn.Module:
     torch.manual_seed(0)
     net = Towers(LOSSES[loss], width=16).double()
@@ -299,20 +290,18 @@ def towers_with_dropout(loss: str) -> nn.Module:
     return net
 
 
-def step_in_order(net: nn.Module, number: int, rows: int, **options: Any) -> tuple[list[Tensor], bool]:
-    """Loss and gradients of a step in one of the two orders, and whether it has two forwards."""
+def step_of(net: nn.Module, rows: int, **options: Any) -> list[Tensor]:
+    """Loss and gradients of a step."""
     net = copy.deepcopy(net)
-    with taking_order(number):
-        pipe = compiled(net, **options)
-        torch.manual_seed(1)
-        inputs = batch(rows)
-        torch.manual_seed(2)
-        loss = pipe.step(*inputs)
-    gradients = [each.grad for each in net.parameters() if each.grad is not None]
-    return [loss, *gradients], bool(pipe.plan.forward_only_stages)
+    pipe = compiled(net, **options)
+    torch.manual_seed(1)
+    inputs = batch(rows)
+    torch.manual_seed(2)
+    loss = pipe.step(*inputs)
+    return [loss, *(each.grad for each in net.parameters() if each.grad is not None)]
 
 
-ORDERS = [
+CASES = [
     (loss, schedule, microbatches, replicas)
     for loss in ("info_nce", "siglip", "vicreg", "dice")
     for schedule in ("1f1b", "interleaved-1f1b", "zb-h1", "v-half")
@@ -321,8 +310,8 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("given", slow_but(ORDERS, ("dice", "1f1b", 4, 1)), ids=str)
-def test_two_forwards_have_the_same_bits_as_all_forwards_first(given: tuple[str, str, int, int]) -> None:
+@pytest.mark.parametrize("given", slow_but(CASES, ("dice", "1f1b", 4, 1)), ids=str)
+def test_recomputing_forwards_have_the_same_bits(given: tuple[str, str, int, int]) -> None:
     """Dropout included: both forwards of a microbatch draw the same numbers. Microbatches are uneven."""
     loss, schedule, microbatches, replicas = given
     options = {
@@ -332,39 +321,9 @@ def test_two_forwards_have_the_same_bits_as_all_forwards_first(given: tuple[str,
         "replicas": replicas,
     }
     net, rows = towers_with_dropout(loss), 13 * replicas + replicas - 1
-    (first, no), (second, yes) = (step_in_order(net, number, rows, **options) for number in (0, -1))
-    assert (no, yes) == (False, True)
+    first, second = (step_of(net, rows, recompute=which, **options) for which in ("none", "full"))
     assert len(first) == len(second)
     assert all(map(torch.equal, first, second))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"shard": "optimizer"},
-        {"shard": "parameters", "clip_grad_norm": 0.1},
-        {"on_nan": "skip"},
-        {"recompute": "full"},
-        {"precision": "bf16-mixed"},
-    ],
-    ids=str,
-)
-def test_two_forwards_of_programs_that_update(options: dict[str, Any]) -> None:
-    """Three updates leave the weights that all forwards first leave, to the bit."""
-    found = []
-    for number in (0, -1):
-        torch.manual_seed(0)
-        net = Towers(LOSSES["siglip"])
-        adam = functools.partial(torch.optim.AdamW, lr=1e-2)
-        with taking_order(number):
-            pipe = compiled(net, devices=4, replicas=2, optimizer=adam, **options)
-            for seed in range(3):
-                torch.manual_seed(seed)
-                pipe.step(*batch(dtype=torch.float32))
-        found.append(pipe.full_state_dict())
-    assert bool(pipe.plan.forward_only_stages)
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 class DeepTower(nn.Module):
@@ -394,46 +353,36 @@ def highest(memory: Any) -> float:
     return max(each.peak_bytes for each in memory)
 
 
-def test_two_forwards_are_chosen_where_all_forwards_first_do_not_fit() -> None:
-    """The plan says what each order costs. With two forwards a step takes longer and less memory."""
+def test_a_step_recomputes_where_all_forwards_first_do_not_fit() -> None:
     free = deep_pipe()
-    first, second = free.plan.tail_costs
-    assert (first.two_forwards, second.two_forwards) == (False, True)
-    assert first.seconds < second.seconds
-    assert second.peak_bytes < first.peak_bytes == highest(free.memory())
-    short = deep_pipe(memory_limit=int(second.peak_bytes), recompute="none")
-    assert short.plan.forward_only_stages == {0, 1}
-    assert short.plan.tail_costs[0].peak_bytes == highest(short.memory()) <= second.peak_bytes
-    assert re.search(
-        r"between forwards that save nothing and all backwards, in .*; step .* with two forwards, instead of "
-        "step .* with all forwards first, which does not fit",
-        str(short.plan),
-    )
-    assert "def forward_only(" in short.source(0)
-    loss, expected = short.step(*deep_batch()), DeepTower()(*deep_batch())
-    assert distance(loss, expected) < 1e-5
+    limit = int(0.8 * highest(free.memory()))
+    pipe = deep_pipe(memory_limit=limit, recompute="auto")
+    assert any(stage.has_recompute for stage in pipe.plan.stages)
+    assert highest(pipe.memory()) <= limit
+    assert re.search("between all forwards and all backwards, in ", str(pipe.plan))
+    assert distance(pipe.step(*deep_batch()), DeepTower()(*deep_batch())) < 1e-5
 
 
 @pytest.mark.slow
-def test_v_half_takes_two_forwards_because_they_are_faster() -> None:
-    """With all forwards first, its forwards wait for each other."""
-    pipe = compiled(DeepTower(128, 16), devices=4, schedule="v-half", microbatches=16)
-    pipe.prepare(torch.randn(256, 128), torch.randn(256, 128))
-    taken, other = pipe.plan.tail_costs
-    assert taken.two_forwards
-    assert taken.seconds < other.seconds
-    assert other.fits
+def test_what_if_keeps_the_order_of_the_tail() -> None:
+    """The first cell is the plan; others have other microbatches, or fewer ranks."""
+    pipe = compiled(made("info_nce"), devices=4, schedule="1f1b", microbatches=8).prepare(*batch(16))
+    grid = what_if_of_plan(pipe.plan, pipe.programs, pipe.simulate())
+    assert len(grid.cells) > 10
+    assert grid.cells[0][1] == pytest.approx(pipe.simulate().makespan)
 
 
 @pytest.mark.slow
-def test_two_forwards_of_batches_of_other_sizes_and_of_fewer_rows_than_microbatches() -> None:
-    net = made("info_nce")
-    reference, pipe = copy.deepcopy(net), compiled(net, microbatches=5)
-    with taking_order(-1):
-        for rows in (13, 3, 12, 4):
-            inputs = batch(rows)
-            assert distance(pipe.step(*inputs), reference(*inputs)) < 1e-12
-    assert pipe.plan.forward_only_stages
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "v-half"])
+def test_recomputing_forwards_take_the_predicted_bytes_and_fewer(schedule: str) -> None:
+    peaks = []
+    for recompute in ("none", "full"):
+        pipe = compiled(DeepTower(), schedule=schedule, microbatches=8, recompute=recompute)
+        measured, predicted = pipe.measure_memory(*deep_batch()), pipe.memory()
+        for found, expected in zip(measured, predicted, strict=True):
+            assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.03)
+        peaks.append(highest(measured))
+    assert peaks[1] < 0.9 * peaks[0]
 
 
 class AfterTheTail(nn.Module):
@@ -450,128 +399,12 @@ class AfterTheTail(nn.Module):
         return F.cross_entropy(u @ self.b(y).T, torch.arange(len(x))) + self.c(u).square().mean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, (2, 1)], ids=str)
-def test_two_forwards_where_other_layers_follow(replicas: Any) -> None:
-    net = AfterTheTail().double()
-    pipe = compiled(net, devices=2 if replicas == 1 else 3, replicas=replicas, microbatches=6)
-    with taking_order(-1):
-        assert worst_of_training(net, pipe, rows=13) < 1e-6
-    assert pipe.plan.forward_only_stages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, -1])
-def test_what_if_keeps_the_order_of_the_tail(number: int) -> None:
-    """The first cell is the plan; others have other microbatches, or fewer ranks."""
-    with taking_order(number):
-        pipe = compiled(made("info_nce"), devices=4, schedule="1f1b", microbatches=8).prepare(*batch(16))
-    grid = what_if_of_plan(pipe.plan, pipe.programs, pipe.simulate())
-    assert len(grid.cells) > 10
-    assert grid.cells[0][1] == pytest.approx(pipe.simulate().makespan)
-
-
-def test_recompute_competes_with_two_forwards() -> None:
-    first, second = deep_pipe().plan.tail_costs
-    pipe = deep_pipe(memory_limit=int(0.97 * first.peak_bytes), recompute="auto")
-    taken, other = pipe.plan.tail_costs
-    assert (taken.two_forwards, taken.recomputes) == (False, True)
-    assert (other.two_forwards, other.recomputes) == (True, False)
-    assert taken.seconds < other.seconds == second.seconds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "v-half"])
-def test_two_forwards_take_the_predicted_bytes_and_fewer(schedule: str) -> None:
-    peaks = {}
-    for number in (0, -1):
-        with taking_order(number):
-            pipe = compiled(DeepTower(), schedule=schedule, microbatches=8)
-            measured, predicted = pipe.measure_memory(*deep_batch()), pipe.memory()
-        for found, expected in zip(measured, predicted, strict=True):
-            assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.03)
-        peaks[number] = highest(measured)
-    assert peaks[-1] < 0.9 * peaks[0]
-
-
-class WithBuffer(nn.Module):
-    """A tower whose forward changes a buffer: statistics that it does not read, or a number that it reads."""
-
-    seen: Tensor
-
-    def __init__(self, reads: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
-        self.c, self.reads = nn.Linear(6, 4), reads
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.a(x)
-        if self.reads:
-            self.seen.add_(1.0)
-            hidden = torch.tanh(hidden / self.seen)
-        else:
-            hidden = self.norm(hidden)
-        return F.cross_entropy(self.b(hidden) @ self.c(y).T, torch.arange(len(x)))
-
-
-@pytest.mark.filterwarnings("ignore:batch norms")
-def test_two_forwards_change_the_statistics_of_a_batch_norm_once() -> None:
-    states = []
-    for number in (0, -1):
-        net = WithBuffer(reads=False)
-        with taking_order(number):
-            pipe = compiled(net)
-            torch.manual_seed(1)
-            for _ in range(2):
-                pipe.step(*batch(dtype=torch.float32))
-        states.append(net.state_dict())
-    assert pipe.plan.forward_only_stages
-    assert states[0]["norm.num_batches_tracked"] == 8
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@pytest.mark.slow
-def test_forwards_with_collectives_of_replicas_run_once() -> None:
-    net = WithBuffer(reads=False)
-    net.norm = nn.SyncBatchNorm(8)
-    with taking_order(-1):
-        pipe = compiled(net, devices=4, replicas=2).prepare(*batch(dtype=torch.float32))
-    assert not pipe.plan.forward_only_stages
-    assert "forwards cannot run twice: the model has collectives of replicas" in str(pipe.plan)
-
-
-@pytest.mark.filterwarnings("ignore:forward")
-def test_forwards_that_read_a_buffer_that_they_change_run_once() -> None:
-    with taking_order(-1):
-        pipe = compiled(WithBuffer(reads=True)).prepare(*batch(dtype=torch.float32))
-    assert not pipe.plan.forward_only_stages
-    assert "forwards cannot run twice: they read the buffer seen, which they change" in str(pipe.plan)
-
-
-@pytest.mark.slow
-def test_two_forwards_saved_and_loaded(tmp_path: Path) -> None:
-    net = made("siglip")
-    with taking_order(-1):
-        pipe, inputs = compiled(net), batch()
-        loss = pipe.step(*inputs)
-    pipe.save(tmp_path / "artifact", tensors=True)
-    assert torch.equal(pipec.load(tmp_path / "artifact").step(*inputs), loss)
-    source = tmp_path / "artifact" / "stage_1.py"
-    source.write_text(source.read_text().replace("def forward_only(", "def forward_alone("))
-    with pytest.raises(pipec.ArtifactError):
-        pipec.load(tmp_path / "artifact")
-
-
 RANKS = """
 import contextlib, copy, os, sys
 sys.path[:0] = {paths!r}
 import torch, pipec
 from test_whole_batch_losses import compiled, distance
-from whole_batch_losses import LOSSES, Towers, taking_order
-if {two_forwards}:
-    taking_order(-1).start()
+from whole_batch_losses import LOSSES, Towers
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 for loss in ("info_nce", "siglip", "vicreg", "centered"):
     torch.manual_seed(0)
@@ -592,7 +425,6 @@ for loss in ("info_nce", "siglip", "vicreg", "centered"):
             each.zero_grad()
     for name, value in pipe.full_state_dict().items():
         assert distance(value, reference.state_dict()[name]) < 1e-6, (loss, name)
-assert bool(pipe.plan.forward_only_stages) is {two_forwards}
 print("equal")
 """
 
@@ -632,6 +464,7 @@ print("equal")
     ("num_ranks", "options", "rows"),
     [
         (2, {}, None),
+        (2, {"schedule": "v-half", "microbatches": 8, "recompute": "full"}, None),
         (4, {"replicas": 2}, None),
         (2, {"stages": 1, "microbatches": 5}, None),
         (2, {"stages": 1, "batch": "local"}, [6, 7]),
@@ -643,24 +476,7 @@ print("equal")
 def test_ranks_equal_the_whole_batch(
     tmp_path: Path, num_ranks: int, options: dict[str, Any], rows: list[int] | None
 ) -> None:
-    run_script(tmp_path, num_ranks, RANKS, options=options, rows=rows, steps=20, two_forwards=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "options", "rows"),
-    [
-        (2, {}, None),
-        (2, {"schedule": "v-half", "microbatches": 8}, None),
-        (4, {"replicas": 2, "microbatches": 8}, None),
-        (4, {"replicas": 2, "microbatches": 8, "batch": "local"}, [10, 3]),
-    ],
-    ids=str,
-)
-def test_ranks_with_two_forwards_equal_the_whole_batch(
-    tmp_path: Path, num_ranks: int, options: dict[str, Any], rows: list[int] | None
-) -> None:
-    run_script(tmp_path, num_ranks, RANKS, options=options, rows=rows, steps=5, two_forwards=True)
+    run_script(tmp_path, num_ranks, RANKS, options=options, rows=rows, steps=20)
 
 
 @pytest.mark.slow

@@ -71,6 +71,39 @@ def test_whoever_reads_what_is_not_there_learns_where_it_is(model: nn.Module, re
         READS[read](model)
 
 
+TEMPLATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "new_zeros": lambda p: p.new_zeros(2, 5),
+    "new_ones": lambda p: p.data.new_ones((2,)),
+    "new_full": lambda p: p.new_full((2,), 3.0),
+    "new_tensor": lambda p: p.new_tensor([1, 2]),
+    "to": lambda p: torch.arange(3).to(p),
+    "type_as": lambda p: torch.arange(3).type_as(p),
+    "expand_as": lambda p: torch.arange(4).expand_as(p),
+    "view_as": lambda p: torch.arange(12).view_as(p),
+    "reshape_as": lambda p: torch.arange(12).reshape_as(p),
+}
+
+
+@pytest.mark.parametrize("make", TEMPLATES)
+def test_what_needs_no_values_is_made_like_it(model: nn.Module, make: str) -> None:
+    expected, made = TEMPLATES[make](network()[0].weight), TEMPLATES[make](model[0].weight)
+    assert not is_absent(made)
+    assert torch.equal(made, expected)
+    assert made.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.ones_like, lambda p: torch.full_like(p, 2.0)])
+def test_a_tensor_like_it_is_absent_as_an_average_of_it(
+    model: nn.Module, make: Callable[[Tensor], Tensor]
+) -> None:
+    average = make(model[0].weight)
+    average.mul_(0.9).add_(model[0].weight, alpha=0.1)
+    assert is_absent(average)
+    assert average.shape == (3, 4)
+    kept = make(model[0].bias).mul_(0.9).add_(model[0].bias.detach())
+    assert not is_absent(kept)
+
+
 def test_the_model_itself_is_not_called(model: nn.Module) -> None:
     with pytest.raises(InputError, match=r"the model was called, not the pipeline: 0.weight is on rank 1"):
         model(torch.ones(2, 4))

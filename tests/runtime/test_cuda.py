@@ -17,7 +17,7 @@ import pipec
 from pipec.ir import InputLeaf, Instruction, Mode, Op, Plan, Program, Stage, Value
 from pipec.runtime import Interpreter, random_operators
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
-from pipec.runtime.messages.cuda import CudaGraphRecorder, PeerToPeerCopies
+from pipec.runtime.messages.cuda import PeerToPeerCopies
 from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.random_operators import call_with_generator
 from pipec.runtime.step import batch_counts, execution, interpreter
@@ -249,69 +249,12 @@ def test_recorded_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
     made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], BatchSlice([3, 2], 5))
 
 
-# graphs
+# random numbers
 
 
-def test_graphs_are_recorded_beside_messages_and_know_what_they_draw_from(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads of NCCL may use CUDA meanwhile; and all graphs of a rank share a stream."""
-    log = cuda.log
-
-    class Graph:
-        def register_generator_state(self, generator: object) -> None:
-            log.append(f"draws from {generator}")
-
-        def replay(self) -> None:
-            log.append("replays")
-
-    @contextlib.contextmanager
-    def capturing(graph: Graph, pool: str, stream: Stream, capture_error_mode: str) -> Iterator[None]:
-        log.append(f"records on {stream.name} into {pool}, {capture_error_mode}")
-        yield
-        log.append("has recorded")
-
-    default = SimpleNamespace(
-        clone_state=lambda: "a state", graphsafe_set_state=lambda state: log.append(f"default has {state}")
-    )
-    monkeypatch.setattr(torch.cuda, "default_generators", (default,))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capturing)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
-    recorder, draws = CudaGraphRecorder(A), cast(Any, ["a generator"])
-
-    def call() -> str:
-        log.append(f"launches on {cuda.current_stream(A).name}")
-        return "made"
-
-    recorder.warm_up(call)
-    made, replay = recorder.record(call, draws, recorder.new_pool())
-    replay()
-    assert made == "made"
-    assert log == [
-        "leaving waits for default of cuda:0",
-        "launches on leaving",
-        "default of cuda:0 waits for leaving",
-        "draws from a generator",
-        "records on leaving into a pool, thread_local",
-        "launches on leaving",
-        "has recorded",
-        "replays",
-    ]
-
-    def fail() -> None:
-        raise ValueError("it waits for the GPU")
-
-    with pytest.raises(ValueError, match="waits for the GPU"):
-        recorder.record(fail, draws, recorder.new_pool())
-    assert log[-1] == "default has a state"
-
-
-def test_an_operator_without_a_generator_draws_from_the_state_that_a_graph_knows(
+def test_an_operator_without_a_generator_draws_from_the_very_state_of_its_generator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A copy of the state would be drawn from when the graph is recorded, and never again."""
-
     class Default:
         state: object = "its own"
 

@@ -1,7 +1,6 @@
 """Stages whose functions torch compiles, against the same ones as their source."""
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +11,7 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.errors import InputError
-from pipec.runtime.random_operators import dropout
-from pipec.runtime.random_seeds import OperatorGenerators
-from pipec.runtime.stages import direct_calls, kernels
-from pipec.runtime.stages.kernels import load_kernels
+from pipec.runtime.stages import kernels
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +53,7 @@ def train(
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     """Let a stage's functions be compiled by another backend, which keeps the source's bits or fails."""
-    monkeypatch.setattr(direct_calls, "compile_graph", backend)
+    monkeypatch.setattr(kernels, "compile_graph", backend)
 
 
 aot_eager = torch._dynamo.lookup_backend("aot_eager")
@@ -72,15 +68,13 @@ def expected() -> tuple[list[Tensor], nn.Module]:
     return train(Model.seeded(), "source", ROWS)
 
 
-@pytest.mark.parametrize("kernels", ["inductor", "auto"])
 def test_compiled_functions_have_the_bits_of_their_source_where_their_kernels_have(
     monkeypatch: pytest.MonkeyPatch,
     expected: tuple[list[Tensor], nn.Module],
-    kernels: str,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     use_backend(monkeypatch, aot_eager)
-    losses, compiled = train(Model.seeded(), kernels, ROWS)
+    losses, compiled = train(Model.seeded(), "inductor", ROWS)
     assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
     for own, other in zip(compiled.parameters(), expected[1].parameters(), strict=True):
         assert torch.equal(own.grad, other.grad)
@@ -112,47 +106,6 @@ def test_inductor(recwarn: pytest.WarningsRecorder) -> None:
     assert not [each for each in recwarn if "cannot compile" in str(each.message)]
 
 
-calls = 0
-"""How often the source of ``forward`` ran."""
-
-
-def forward(saved: list[Tensor], rng: OperatorGenerators) -> Tensor:
-    global calls
-    (x,) = saved
-    saved.clear()
-    if not torch.compiler.is_compiling():
-        calls += 1
-    return dropout(x, 0.5, rng(3))[0]
-
-
-def test_auto_takes_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only calls of the source take time, by this clock."""
-    monkeypatch.setattr(kernels, "_now", lambda: float(calls))
-    use_backend(monkeypatch, aot_eager)
-    x, streams = torch.ones(64), OperatorGenerators(torch.device("cpu"), (1, 2))
-    loaded = load_kernels(sys.modules[__name__], ["forward"], "auto")
-    outputs = [loaded.forward([x], streams) for _ in range(8)]
-    assert all(torch.equal(each, outputs[0]) for each in outputs)
-    assert calls == 4  # beside the one that compiled, and the three that were timed
-
-
-def backward(saved: list[Tensor]) -> Tensor:
-    (x,) = saved
-    saved.clear()
-    return x.add_(1)
-
-
-def test_what_was_saved_is_read_once_where_auto_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Source may write into it, as the gradient of cross entropy does."""
-    use_backend(monkeypatch, refuse)
-    loaded = load_kernels(sys.modules[__name__], ["backward"], "auto")
-    with pytest.warns(UserWarning, match="torch.compile cannot compile backward"):
-        assert torch.equal(loaded.backward([torch.ones(3)]), torch.full((3,), 2.0))
-    assert torch.equal(loaded.backward([torch.ones(3)]), torch.full((3,), 2.0))
-
-
 def test_a_name_that_is_no_kind_of_kernels_is_refused() -> None:
-    with pytest.raises(
-        InputError, match="kernels is 'triton'; expected one of 'source', 'inductor', 'cudagraphs', 'auto'"
-    ):
+    with pytest.raises(InputError, match="kernels is 'triton'; expected one of 'source', 'inductor'"):
         pipec.compile(nn.Linear(2, 2), devices=1, kernels="triton")

@@ -46,19 +46,6 @@ def mlp(norm: type[nn.Module] | None = None) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), *norms, *(x for _ in "123" for x in (nn.Tanh(), nn.Linear(8, 8))))
 
 
-class DeepTower(nn.Module):
-    """It saves much more than the rows that its loss compares: in little memory its forwards run twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
-        self.a, self.b = nn.Sequential(*layers, nn.Linear(64, 4)), nn.Linear(64, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.a(x) @ self.b(y).T, torch.arange(len(x)))
-
-
 def wide() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(6, 512), nn.GELU(), nn.Linear(512, 6)) for _ in "1234"))
@@ -131,19 +118,6 @@ CASES = {
         (Op.GATHER_ROWS, Op.WAIT_GATHER_ROWS, Op.TAIL),
         compiled(lambda: Towers(LOSSES["info_nce"]), None, stages=1, batched={"x": 0, "y": 0}),
         (torch.rand(12, 6), torch.rand(12, 6)),
-    ),
-    "two forwards": Case(
-        (Op.FORWARD_ONLY,),
-        compiled(
-            DeepTower,
-            None,
-            microbatches=8,
-            batched={"x": 0, "y": 0},
-            memory_limit=327_424,
-            recompute="none",
-            schedule="1f1b",
-        ),
-        (torch.rand(128, 64), torch.rand(128, 64)),
     ),
     "model collectives": Case(
         (

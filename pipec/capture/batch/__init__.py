@@ -9,6 +9,5 @@ as for the batch.
 """
 
 from pipec.capture.batch.analyse_batch import BatchFindings, analyse_batch, batch_symbol_of
-from pipec.capture.batch.compare_captures import WholeBatchCapture
 
-__all__ = ["BatchFindings", "WholeBatchCapture", "analyse_batch", "batch_symbol_of"]
+__all__ = ["BatchFindings", "analyse_batch", "batch_symbol_of"]

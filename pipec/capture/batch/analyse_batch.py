@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec.capture.batch.branch_conditions import refuse_ambiguous_branch
-from pipec.capture.batch.compare_captures import WholeBatchCapture
 from pipec.capture.batch.dependence import (
     MEAN,
     Dependence,
@@ -87,7 +86,6 @@ def analyse_batch(
     size: int,
     has_loss: bool,
     num_replicas: int = 1,
-    of_batch: WholeBatchCapture | None = None,
     batch_size: int = 0,
 ) -> BatchFindings:
     """Rewrite the graph in place so that microbatches make what the unsplit model makes of the batch.
@@ -98,10 +96,9 @@ def analyse_batch(
         size: The rows of the microbatch, if the graph is for these alone.
         has_loss: The first output is the loss.
         num_replicas: How many replicas take part in the model's own collectives.
-        of_batch: What was captured of the whole batch, if the graph is for ``size`` rows alone.
         batch_size: The rows of the batch, if what mixes them may run once, of all of them.
     """
-    walk = _BatchAnalysis(module, {plain_name(path) for path in batched}, size, num_replicas, of_batch)
+    walk = _BatchAnalysis(module, {plain_name(path) for path in batched}, size, num_replicas)
     walk.run()
     found = walk.finish(has_loss, batch_size)
     module.recompile()
@@ -128,7 +125,6 @@ class _BatchAnalysis:
     batched: Collection[str]
     size: int
     num_replicas: int
-    of_batch: WholeBatchCapture | None
     values: dict[fx.Node, Any] = field(default_factory=dict)
     """What each node returned: tensors without memory, and numbers."""
     _odd: set[fx.Node] = field(default_factory=set)
@@ -138,12 +134,8 @@ class _BatchAnalysis:
     def __post_init__(self) -> None:
         self._symbol = batch_symbol_of(self.module.graph, self.batched)
         self._sizes: dict[Any, Any] = {} if self._symbol is None else {self._symbol: ROW_COUNT_PRIME}
-        self.comparison = self.of_batch.compare(self.module) if self.of_batch else None
-        self._incomparable = self.of_batch.why_unproven() if self.of_batch and not self.comparison else ""
-        self._is_exact = self._symbol is not None or self.comparison is not None
-        degrees = self.comparison.degrees if self.comparison else {}
-        rows = ROW_COUNT_PRIME if self._is_exact else self.size
-        self.tracker = DependenceTracker(rows, self._is_exact, degrees)
+        self._is_exact = self._symbol is not None
+        self.tracker = DependenceTracker(ROW_COUNT_PRIME if self._is_exact else self.size, self._is_exact)
         self._checks = nodes_for_checks(self.module.graph)
         self._leading = _leading_to_collectives(self.module.graph)
         self._written = _written_through(self.module.graph)
@@ -201,8 +193,7 @@ class _BatchAnalysis:
 
     def _like(self, value: Tensor) -> Tensor:
         """A meta tensor of the same dtype, in the sizes of the analysis."""
-        compared = self.comparison.shape(value) if self.comparison else None
-        shape = [self._size(size) for size in compared or tuple[Any, ...](value.shape)]
+        shape = [self._size(size) for size in tuple[Any, ...](value.shape)]
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     def _size(self, size: Any) -> int:
@@ -294,10 +285,7 @@ class _BatchAnalysis:
         self._take_of_batch(node, result)
 
     def _run(self, node: fx.Node) -> Any:
-        if self.comparison and node in self.comparison.unclear:
-            return self._stand_in(node, MixedRows(_OF_ANOTHER_NUMBER))
-        own = self.comparison.arguments(node) if self.comparison else (node.args, node.kwargs)
-        mapped: Any = fx.map_arg(own, self.values.__getitem__)
+        mapped: Any = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         args, kwargs = mapped
         if node.target in MODEL_COLLECTIVES and self.num_replicas > 1:
             return self._collective_result(node, args[0] if args else next(iter(kwargs.values())))
@@ -364,8 +352,6 @@ class _BatchAnalysis:
         read = [source for source in node.all_input_nodes if not isinstance(self.values[source], Tensor)]
         values = {self.dependence_of(source) for source in read}
         data = next(iter([*args[-1:], *kwargs.values()]), None)
-        if self.comparison and node in self.comparison.scaled:
-            return self._stand_in(node, MixedRows(_OF_ANOTHER_NUMBER))
         if not read or all(map(is_whole, values)):
             return (
                 getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -398,6 +384,8 @@ class _BatchAnalysis:
             rest = rest[1:] if name == "invoke_subgraph" else rest
             return _Inner(inner, self).run(*rest)
         if name == "autograd_function_apply":
+            if all(is_whole(self.tracker.dependence_of(x)) for x in tensors_in(args)):
+                self._assumed.append(f"the backward of {describe_call(node)} adds up over microbatches")
             return self._with_own_backward(*args)
         raise TypeError(f"a call of {name}")
 
@@ -498,11 +486,8 @@ class _BatchAnalysis:
         """Mark results with a size such as ``rows - 1``, which is no multiple of the rows, as mixed."""
         for tensor, seen in zip(tensors_in(result), tensors_in(fake_value(node)), strict=False):
             is_known = not isinstance(self.tracker.dependence_of(tensor), MixedRows | Unproven)
-            if self.comparison is not None:
-                is_odd = self.comparison.shape(seen) != tuple(tensor.shape)
-            else:
-                sizes = zip(tensor.shape, tuple[Any, ...](seen.shape), strict=False)
-                is_odd = any(made % ROW_COUNT_PRIME and self._has_rows(size) for made, size in sizes)
+            sizes = zip(tensor.shape, tuple[Any, ...](seen.shape), strict=False)
+            is_odd = any(made % ROW_COUNT_PRIME and self._has_rows(size) for made, size in sizes)
             if is_known and is_odd:
                 why = "has a size that depends on the number of rows, which is another one in a microbatch"
                 self.tracker.record(tensor, replace(self.tracker.fact(tensor), value=MixedRows(why)))
@@ -514,9 +499,9 @@ class _BatchAnalysis:
             if isinstance(value, MixedRows | Unproven) and id(value) not in self._causes:
                 self._kept_causes.append(value)
                 self._causes[id(value)] = node
-        for each, assumed in enumerate(self.tracker.assumed):
-            if not assumed.location:
-                self.tracker.assumed[each] = replace(assumed, location=describe_call(node))
+        if self.tracker.assumes_rows:
+            self._assumed.append(f"{describe_call(node)} computes each row by itself")
+            self.tracker.assumes_rows = False
         for tensor, seen in zip(tensors_in(result), tensors_in(fake_value(node)), strict=False):
             for size, made in zip(tuple[Any, ...](seen.shape), tensor.shape, strict=False):
                 if isinstance(formula(size), sympy.Symbol):
@@ -528,6 +513,7 @@ class _BatchAnalysis:
 
     _kept_causes: list[Dependence] = field(default_factory=list)
     _drawn: list[fx.Node] = field(default_factory=list)
+    _assumed: list[str] = field(default_factory=list)
 
     def _replace(self, node: fx.Node, tensors: Sequence[Tensor], made: Any) -> bool:
         """Replace those inputs of a node that are ``tensors``. Returns whether that is possible."""
@@ -592,8 +578,6 @@ class _BatchAnalysis:
             node, result
         ):
             return
-        if self.comparison is not None and not self.comparison.scaled.isdisjoint(_leading_to(node)):
-            return  # it is computed with the number of rows of a microbatch
         users = [user for user in node.users if user not in self._checks]
         whole = insert_after(node, "batch_counts", BATCH_COUNT, node, known.value == SumOverRows())
         whole.meta["example_value"] = fake_value(node)
@@ -658,6 +642,10 @@ class _BatchAnalysis:
             problem = MixedRows("is no sum or mean over the rows of the batch")
             if isinstance(value, MixedRows | Unproven):
                 problem = value
+        if isinstance(problem, MixedRows) and not self._is_exact:
+            cause = self._causes.get(id(problem))
+            problem = Unproven(f"{problem.why}, or computes with other sizes that equal the number of rows")
+            self._causes |= {id(problem): cause} if cause else {}
         others = [leaf for leaf in leaves if leaf is not loss]
         tail = self._find_tail(loss if problem is not None else None, others, batch_size)
         nodes = tail.nodes if isinstance(tail, TailNodes) else frozenset[fx.Node]()
@@ -672,10 +660,8 @@ class _BatchAnalysis:
             self._causes |= {id(problem): cause} if cause else {}
         return BatchFindings(
             self._placed(problem, loss) if isinstance(problem, MixedRows) else "",
-            self._placed(problem, loss)
-            if isinstance(problem, Unproven)
-            else (self._incomparable if loss is not None and problem is None else ""),
-            tuple(self.tracker.assumed),
+            self._placed(problem, loss) if isinstance(problem, Unproven) else "",
+            tuple(dict.fromkeys(self._assumed)),
             num_batch_norms=self.tracker.num_batch_norms,
             has_norm_over_rows_alone=self.tracker.has_norm_over_rows_alone,
             unordered_random=tuple(
@@ -748,12 +734,14 @@ class _BatchAnalysis:
         of_round = any(
             size in self.tracker.gathered_sizes for x in tensors_in(self.values[node]) for size in x.shape
         )
-        if self._incomparable and isinstance(tensor, Tensor):
-            return mark_output_merge(node, self._incomparable)
         if not isinstance(tensor, Tensor) or value == MEAN or (is_whole(value) and not of_round):
             return node
         if isinstance(value, PerRow) and not value.degree and not value.is_row_number:
             axis = BatchAxis(value.dim, value.outer, value.inner)
+            return node if axis.is_leading else mark_output_merge(node, axis=axis)
+        if isinstance(value, Unproven) and (dim := self._dim_of_rows(tensor)) is not None:
+            self._assumed.append(f"{self._placed(value, node)}, and that dimension {dim} has the rows")
+            axis = BatchAxis(dim)
             return node if axis.is_leading else mark_output_merge(node, axis=axis)
         reason = (
             ""
@@ -764,6 +752,12 @@ class _BatchAnalysis:
         )
         return mark_output_merge(node, reason)
 
+    def _dim_of_rows(self, tensor: Tensor) -> int | None:
+        """The one dimension that is as long as the batch; None if there is none, or another that grows."""
+        sizes = tuple[Any, ...](tensor.shape)
+        dims = [dim for dim, size in enumerate(sizes) if self._symbol is not None and self._has_rows(size)]
+        return dims[0] if len(dims) == 1 and formula(sizes[dims[0]]) == self._symbol else None
+
 
 class _Inner(fx.Interpreter):
     """Runs a graph that an operator calls."""
@@ -771,14 +765,6 @@ class _Inner(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, walk: _BatchAnalysis) -> None:
         super().__init__(module)
         self._walk = walk
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        comparison = self._walk.comparison
-        if comparison is None:
-            return super().fetch_args_kwargs_from_env(n)
-        if n in comparison.unclear:
-            raise TypeError(_OF_ANOTHER_NUMBER)
-        return fx.map_arg(comparison.arguments(n), self.env.__getitem__)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is sync_batch_norm:

@@ -8,7 +8,6 @@ captured forward is one of these:
 ``PerRow``        row by row: concatenating microbatch values along a dimension gives the batch's
 ``SumOverRows``   the batch's value is the sum over microbatches
 ``SelectedRows``  rows that values choose
-``SortedRows``    rows sorted by integer keys
 ``MixedRows``     proved to depend on other rows of the batch, in a way that microbatches cannot make up for
 ``Unproven``      no rule covers it
 ================  =================================================================================
@@ -18,7 +17,6 @@ mean of the microbatches' values, each weighted with its share. Only a sum of de
 """
 
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import TypeAlias
 
 
@@ -66,37 +64,6 @@ class SelectedRows:
     are_indices: bool = False
 
 
-class SortedContent(Enum):
-    """The results of sorting rows by integer keys, and values computed from them."""
-
-    ROWS = auto()
-    """What is computed of each row, or of a part of one, in sorted order."""
-    KEYS = auto()
-    """The numbers that were sorted."""
-    ORDER = auto()
-    """Where each was before, divided by ``divisor``."""
-    INVERSE = auto()
-    """Where each is now."""
-    COUNTS = auto()
-    """How many there are of each number."""
-    ENDS = auto()
-    """Where the elements with each number end."""
-
-
-@dataclass(frozen=True, slots=True)
-class SortedRows:
-    """Along dimension 0, in the order of the sort ``sort_id`` of ``inner`` elements for each row."""
-
-    sort_id: int
-    inner: int
-    content: SortedContent
-    divisor: int = 1
-
-    def of(self, content: SortedContent) -> "SortedRows":
-        """Other content in the order of the same sort, undivided."""
-        return SortedRows(self.sort_id, self.inner, content)
-
-
 @dataclass(frozen=True, slots=True)
 class MixedRows:
     """Depends on several rows. ``why`` completes the sentence "this line ..."; ``at`` is the call."""
@@ -113,7 +80,7 @@ class Unproven:
     at: object = None
 
 
-Dependence: TypeAlias = Whole | PerRow | SumOverRows | SelectedRows | SortedRows | MixedRows | Unproven
+Dependence: TypeAlias = Whole | PerRow | SumOverRows | SelectedRows | MixedRows | Unproven
 
 MEAN = SumOverRows(-1)
 

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.capture.batch.dependence import Dependence, PerRow, SortedRows, SumOverRows, Whole, power_of
+from pipec.capture.batch.dependence import Dependence, PerRow, SumOverRows, Whole, power_of
 from pipec.capture.batch.movement import as_view_of
 from pipec.capture.batch.operator_call import (
     OperatorCall,
-    Rule,
     is_pointwise,
     mixed_or_unproven,
     per_row_among,
@@ -27,8 +26,6 @@ from pipec.capture.batch.operator_call import (
 )
 from pipec.capture.batch.pointwise import KEEPING
 from pipec.capture.batch.rules import CONSTANT_FILLS, IGNORES_VALUES, KEEP_POWERS, READS_ROW_COUNT, rule_of
-from pipec.capture.batch.sorting import apply_in_sorted_order, sorted_rule
-from pipec.graph import AssumedPerRow
 from pipec.torch_compat import pytree
 from pipec.torch_compat.operator_patches import decompositions
 from pipec.torch_compat.operators import OpOverload, TorchDispatchMode, schema
@@ -62,8 +59,8 @@ class DependenceTracker(TorchDispatchMode):
     rows: int
     symbolic: bool
     degrees: dict[float, int] = field(default_factory=dict)
-    assumed: list[AssumedPerRow] = field(default_factory=list)
-    """The operators without a rule whose results were taken to have rows, for their sizes say so."""
+    assumes_rows: bool = False
+    """The results of an operator without a rule were taken to have rows. Whoever reads it sets it back."""
     gathered_sizes: set[int] = field(default_factory=set)
     """The sizes of dimensions that have the rows of all replicas."""
     not_in_batch_order: set[int] = field(default_factory=set)
@@ -162,8 +159,6 @@ class DependenceTracker(TorchDispatchMode):
         """The dependence of tensors, where uniform rows take the order of the other rows."""
         rows = [(self.fact(x), v) for x in tensors if isinstance(v := self.dependence_of(x), PerRow)]
         orders = {v.outer * v.inner: v for known, v in rows if not known.uniform}
-        sizes = {v.inner // v.divisor for v in map(self.dependence_of, tensors) if isinstance(v, SortedRows)}
-        orders |= {size: PerRow(0, 1, size) for size in sizes}
         if not orders or not any(known.uniform for known, _ in rows):
             return self.dependence_of
 
@@ -195,8 +190,6 @@ class DependenceTracker(TorchDispatchMode):
         if "batch_norm" in name and "no_" not in name:
             self._note_norm(call)
         rule = rule_of(name, is_pointwise(call.op))
-        if name not in IGNORES_VALUES and any(isinstance(value, SortedRows) for value in call.values):
-            return self._of_sorted(call, rule)
         if rule is not None:
             is_power = any(power_of(value) for value in call.values if not isinstance(value, SumOverRows))
             if is_power and name not in KEEP_POWERS and not is_pointwise(call.op):
@@ -207,12 +200,6 @@ class DependenceTracker(TorchDispatchMode):
         if (made := self._decomposed(call)) is not None:
             return made
         return self._assume(call)
-
-    def _of_sorted(self, call: OperatorCall, rule: Rule | None) -> Dependence | tuple[Dependence, ...]:
-        found = sorted_rule(call)
-        if found is not None:
-            return found
-        return apply_in_sorted_order(call, rule) if rule else self._decomposed(call) or call.unproven()
 
     def _needs_order(self, call: OperatorCall) -> bool:
         """Whether a call depends on the order of rows gathered from replicas, which is not the batch's."""
@@ -251,23 +238,19 @@ class DependenceTracker(TorchDispatchMode):
             self._depth -= 1
         return tuple(map(self.dependence_of, tensors_in(made)))
 
-    def _assume(self, call: OperatorCall) -> Dependence:
-        """Assume rows along the one dimension that is as long as the batch; the first step checks it."""
-        found = call.unproven()
-        rows = per_row_among(call.values)
-        results = tensors_in(call.result)
-        dims = [dim for dim, size in enumerate(call.shape) if size == self.rows] if results else []
-        plain = all(isinstance(v, PerRow | Whole) and not v.degree for v in call.values)
-        if self.symbolic and len(dims) == 1 and rows and plain and len(results) == 1:
-            along = [v.dim if isinstance(v := self._row_value(x), PerRow) else None for x in call.args]
-            if any(isinstance(x, list | tuple) and tensors_in(x) for x in call.args) or call.kwargs:
-                return found
-            self.assumed.append(AssumedPerRow(str(call.op), tuple(along), dims[0], ""))
-            return PerRow(dims[0])
-        return found
+    def _assume(self, call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
+        """Take an operator without a rule to compute each row by itself, if its results' sizes allow it.
 
-    def _row_value(self, argument: Any) -> Dependence | None:
-        return self.dependence_of(argument) if isinstance(argument, Tensor) else None
+        Each then has the rows along the one dimension that is as long as the batch.
+        """
+        dims = [
+            [dim for dim, size in enumerate(x.shape) if size == self.rows] for x in tensors_in(call.result)
+        ]
+        is_plain = all(isinstance(v, PerRow | Whole) and not v.degree for v in call.values)
+        if not (self.symbolic and is_plain and per_row_among(call.values)) or {len(x) for x in dims} != {1}:
+            return call.unproven()
+        self.assumes_rows = True
+        return tuple(PerRow(dim) for (dim,) in dims)
 
     def _checked(self, call: OperatorCall, tensor: Tensor, value: Dependence) -> Dependence:
         """The value, unless the tensor has dimensions that grow with the batch and are none of its rows."""

@@ -12,14 +12,11 @@ from pipec.capture.batch.dependence import (
     Dependence,
     PerRow,
     SelectedRows,
-    SortedContent,
-    SortedRows,
     SumOverRows,
     Whole,
     power_of,
 )
 from pipec.capture.batch.operator_call import NeedsMeanError, OperatorCall, mixed_or_unproven, tensors_in
-from pipec.capture.batch.sorting import IN_ORDER
 
 
 def move(call: OperatorCall) -> Dependence:
@@ -374,13 +371,13 @@ def arange(call: OperatorCall) -> Dependence:
     if not any(call.is_row_multiple(size) for size in call.shape):
         fixed = call.symbolic or call.degree(call.shape[0] if call.shape else 0) == 0
         return Whole() if fixed else call.unproven("may number the rows of the microbatch")
+    if not call.symbolic:
+        return call.unproven("may number the rows of the microbatch")
     given = (call.arguments.get("start") or 0, call["end"], call.arguments.get("step") or 1)
     if given == (0, call.rows, 1):
         return PerRow(0, is_row_number=True)
     if given[0] == 0 and given[2] == 1 and call.is_row_multiple(given[1]):
-        if not call.symbolic:
-            return call.unproven("may number the rows of the microbatch")
-        return SortedRows(IN_ORDER, given[1] // call.rows, SortedContent.ORDER)
+        return call.unproven("numbers parts of the rows of a microbatch")
     return call.mixed("numbers the rows of a microbatch, from another one on than the first")
 
 

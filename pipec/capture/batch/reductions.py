@@ -15,7 +15,6 @@ from pipec.capture.batch.dependence import (
     power_of,
 )
 from pipec.capture.batch.operator_call import OperatorCall, mixed_or_unproven, per_row_among
-from pipec.capture.batch.sorting import sort_results
 
 
 def dims_of(call: OperatorCall) -> list[int]:
@@ -95,8 +94,8 @@ def along_dim(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
     if unknown := mixed_or_unproven(call.values):
         return unknown
     if isinstance(value, PerRow) and value.dim in dims:
-        if (found := sort_results(call)) is not None:
-            return found
+        if call.name == "sort" and not call.first.is_floating_point():
+            return call.unproven("sorts rows by their numbers, and may put them back")
         return call.mixed(f"computes {call.name} over rows")
     if isinstance(value, SelectedRows) and (0 in dims or value.are_indices):
         return call.mixed(f"computes {call.name} over rows")

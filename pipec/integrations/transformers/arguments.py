@@ -113,7 +113,7 @@ class PipelineArguments(_Options):  # type: ignore[misc]
             raise InputError(
                 f"torch_compile_backend is {self.torch_compile_backend!r} and torch_compile_mode "
                 f"{self.torch_compile_mode!r}, but stages are compiled by inductor with its defaults; leave "
-                'both out, and pass kernels="inductor" or "cudagraphs"'
+                'both out, and pass kernels="inductor"'
             )
         self.torch_compile, self.torch_compile_backend, self.kernels = False, None, "inductor"
 

@@ -139,8 +139,7 @@ def sync_in_order(step: ProgramIndex) -> Iterator[Violation]:
     """Gradients are completed, then reduced, then measured for the norm, and then the weights are updated.
 
     No stage computes before its counts are summed or after its update, nor while its parameters are not
-    gathered. Its tail runs between its last forward and its first backward; if forwards that save nothing
-    come first, it runs after the last of these. Refused::
+    gathered. Its tail runs between its last forward and its first backward. Refused::
 
         backward stage 0 mb 0, reduce_grad stage 0 bucket 0, backward stage 0 mb 1, update stage 0
     """
@@ -163,9 +162,7 @@ def _before(
     """The instructions that must precede an instruction: a description and a number of each."""
     stages = stages_on(step.plan.placement, rank) if key.op is Op.GRAD_NORM else [key.stage]
     if key.op in (Op.AVERAGE_BUFFERS, Op.GATHER_ROWS, Op.TAIL):
-        is_early = key.op is not Op.AVERAGE_BUFFERS and key.stage in step.forward_only
-        op = Op.FORWARD_ONLY if is_early else Op.FORWARD
-        yield f"the last {op} of stage {key.stage}", _last(step, rank, key.stage, (op,))
+        yield f"the last forward of stage {key.stage}", _last(step, rank, key.stage, (Op.FORWARD,))
     if key.op in _READ_GRADIENTS:
         for stage in stages:
             yield f"the last gradients of stage {stage}", _last_gradient(step, rank, stage, key)

@@ -63,9 +63,7 @@ def computes_once(step: ProgramIndex) -> Iterator[Violation]:
     forward stage 0 mb 0, backward stage 0 mb 0, backward_weight stage 0 mb 0
     """
     every = np.arange(len(step.plan.placement))[:, None]
-    kinds = np.isin(every, list(step.recompute)) + 2 * np.isin(every, list(step.forward_only)).astype(
-        np.int64
-    )
+    kinds = np.isin(every, list(step.recompute)).astype(np.int64)
     for op in COMPUTES:
         kinds = kinds * 3 + np.minimum(step.counts[OP_CODE[op]], 2)
     for place in sorted(np.unique(kinds, return_index=True)[1].tolist()):
@@ -82,12 +80,8 @@ def _miscounts(step: ProgramIndex, stage: int, microbatch: int) -> Iterator[tupl
         return int(step.counts[OP_CODE[op], stage, microbatch])
 
     where = f"of stage {stage}, microbatch {microbatch}"
-    firsts = int(step.trains and stage in step.forward_only)
     replays = int(step.trains and stage in step.recompute)
     backwards = tuple(count(op) for op in BACKWARDS)
-    if count(Op.FORWARD_ONLY) != firsts:
-        found = f"runs {count(Op.FORWARD_ONLY)} times; expected {firsts}"
-        yield [Op.FORWARD_ONLY], f"{Op.FORWARD_ONLY} {where} {found}"
     if count(Op.FORWARD) != 1:
         yield [Op.FORWARD], f"forward {where} runs {count(Op.FORWARD)} times; expected once"
     if count(Op.RECOMPUTE) != replays:
@@ -98,9 +92,7 @@ def _miscounts(step: ProgramIndex, stage: int, microbatch: int) -> Iterator[tupl
 
 
 def computes_in_order(step: ProgramIndex) -> Iterator[Violation]:
-    """Forward, then recompute, then backward; the input half before the weight half.
-
-    A forward that saves nothing comes first. Refused::
+    """Forward, then recompute, then backward; the input half before the weight half. Refused::
 
     forward stage 0 mb 0, backward_weight stage 0 mb 0, backward_input stage 0 mb 0
     """

@@ -10,7 +10,7 @@ from pipec.ir.columns import OP_CODE, stable_order, taken
 from pipec.ir.text_format import format_link
 from pipec.programs.program_index import ProgramIndex, Violation, transfer_ops
 from pipec.programs.routes import DeliveredMessages
-from pipec.programs.shared_receives import holding_stages, releasing_op, runs_stages_in_order
+from pipec.programs.shared_receives import holding_stages, runs_stages_in_order
 
 
 def each_message_delivered_once(step: ProgramIndex) -> Iterator[Violation]:
@@ -88,8 +88,8 @@ def received_before_read(step: ProgramIndex) -> Iterator[Violation]:
 def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
     """A slot is not received into again until its microbatch is freed.
 
-    What a forward that saves nothing reads is free once it has run. Values that are moved on to other stages
-    of the rank stay until these have freed the microbatch, or have run such a forward, as well. Refused::
+    Values that are moved on to other stages of the rank stay until these have freed the microbatch as well.
+    Refused::
 
         rank 1: recv mb 0 from rank 0 slot 0, forward stage 1 mb 0, recv mb 1 from rank 0 slot 0, ...
     """
@@ -106,7 +106,7 @@ def live_slots_not_overwritten(step: ProgramIndex) -> Iterator[Violation]:
             own = np.flatnonzero(columns.link_numbers[before] == number)
             stages = np.array(stages_of_link.get(number, [link.target]))[:, None]
             held = stages, columns.microbatches[before[own]]
-            released = step.numbers[OP_CODE[releasing_op(link)]][held]
+            released = step.numbers[OP_CODE[Op.FREE]][held]
             until[own] = np.where(step.ranks[held] == rank, released, -1).max(axis=0)
         live = until > after
         for number, holder in sorted(zip(after[live].tolist(), before[live].tolist(), strict=True)):

@@ -1,16 +1,13 @@
-"""CUDA helpers for threads: the current device, streams, concurrent copies, and graphs."""
+"""CUDA helpers for threads: the current device, streams and concurrent copies."""
 
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
-
-T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -131,52 +128,6 @@ class CopyStream:
         """Make later work wait for all copies."""
         follower = torch.cuda.current_stream(self._device)
         follower.wait_stream(self._stream)
-
-
-class CudaGraphRecorder:
-    """Records CUDA graphs on a GPU, each into a memory pool.
-
-    A replay overwrites whatever graphs that were recorded later left in its pool: what it allocates on the
-    way was free then. So the graphs of a pool are replayed in order, and no two of them at a time.
-
-    A first call on the recording stream lets libraries load kernels and allocate workspaces, before the first
-    graph is recorded. While a graph is recorded, other threads may use CUDA. (PyTorch documentation, CUDA
-    semantics: CUDA Graphs.)
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def new_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def warm_up(self, call: Callable[[], T]) -> T:
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            results = call()
-        current.wait_stream(self._stream)
-        return results
-
-    def record(
-        self, call: Callable[[], T], generators: Sequence[torch.Generator], pool: Any
-    ) -> tuple[T, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
-        default = torch.cuda.default_generators[self.device.index or 0]
-        before = default.clone_state()
-        try:
-            with (
-                torch.cuda.stream(self._stream),
-                torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
-            ):
-                results = call()
-        except Exception:
-            default.graphsafe_set_state(before)  # it would take all that is drawn for a part of the graph
-            raise
-        return results, graph.replay
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Phase, Sizes, Stage
+from pipec.ir import Sizes, Stage
 from pipec.runtime.random_seeds import OperatorGenerators
-from pipec.runtime.stages.cuda_graphs import SLOT_OF_FIRST_FORWARDS, StageGraphs
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.stages.host_copies import HostCopies, host_bytes
 from pipec.runtime.stages.weight_versions import WeightVersions
@@ -44,8 +43,7 @@ class StageCode(Protocol):
     the last also returns ``saved``, before its gradients, for the next one. A forward segment returns None
     among its ``updates`` for those of another segment.
 
-    ``sent`` is a dict of values by name. Optional functions: ``forward_only(...) -> sent``, which computes
-    what the tail needs and saves nothing, ``recompute(...) -> saved``,
+    ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, with gradients aligned with ``PARAMETERS`` and None for no
     gradient, ``constants(...) -> tuple`` of values that depend on sizes and ``device`` alone,
@@ -53,7 +51,6 @@ class StageCode(Protocol):
     and ``batch_counts(...) -> tuple`` of counts over the whole batch, in the order of the stage's plan.
     ``tail`` takes the inputs of the stage's tail with all rows of the batch; ``b`` is their number, and
     ``batch_fraction`` is 1.
-    ``graphs``, if present, replay these functions as CUDA graphs.
     """
 
     PARAMETERS: tuple[str, ...]
@@ -114,9 +111,6 @@ class BoundStage:
         self.is_versioned = False
         self._precomputed: dict[tuple[float, ...], tuple[Tensor, ...]] = {}
         self._buffers_found: dict[int, list[Tensor]] = {}
-        self.graphs: StageGraphs | None = getattr(code, "graphs", None)
-        self.slots: dict[int, int] = {}
-        self._sizes: dict[int, tuple[tuple[str, float], ...]] = {}
         self._memory: set[int] = set()
         self._precompute: Callable[..., tuple[Tensor, ...]] = getattr(code, "precompute", tuple)
         self._precompute_arguments = parameter_names(self._precompute) if hasattr(code, "precompute") else ()
@@ -150,7 +144,6 @@ class BoundStage:
         frame.update(
             w=self.weights, gradient_sums=self.gradients, buffers=self.buffers, device=self.device, **sizes
         )
-        self._sizes[microbatch] = tuple(sizes.items())
         frame["rng"] = OperatorGenerators(self.device, key)
         frame["constants"] = self._constants(*(sizes[name] for name in self._constants_arguments))
         return frame
@@ -210,25 +203,19 @@ class BoundStage:
         weights = self.versions.of(frame["version"]) if self.is_versioned else self.weights
         arguments = {**frame, "w": weights, "buffers": self.buffers, "device": self.device}
         values = self._precompute(*(arguments[name] for name in self._precompute_arguments))
-        self._precomputed[self._precomputed_key(frame)] = (
-            self.graphs.precomputed(values) if self.graphs else values
-        )
+        self._precomputed[self._precomputed_key(frame)] = values
 
     def _precomputed_key(self, frame: Frame) -> tuple[float, ...]:
         """The version of the weights, and the sizes that ``precompute`` takes."""
         sizes = (frame[name] for name in self._precompute_arguments if name not in ("w", "buffers", "device"))
         return frame.get("version", -1), *sizes
 
-    def function(self, name: str, phase: Phase, microbatch: int) -> Callable[..., Any]:
-        """A function of the code, for a microbatch.
+    def function(self, name: str) -> Callable[..., Any]:
+        """A function of the code.
 
         In a stream, returned values that share memory with weights are copied: updates change the weights
         while sent and saved values are still used, such as a view of a parameter that another stage reads.
         """
-        if self.graphs is not None:
-            slot = SLOT_OF_FIRST_FORWARDS if phase is Phase.FORWARD_ONLY else self.slots[microbatch]
-            sizes = functools.partial(self._sizes.__getitem__, microbatch)
-            return self.graphs.function(name, phase, slot, sizes)
         function: Callable[..., Any] = getattr(self.code, name)
         if not self.is_versioned:
             return function

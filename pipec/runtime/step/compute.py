@@ -33,13 +33,8 @@ def bind_function(
     holds them, and ``GradientAccumulator`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
-    function = stage.function(name, phase, microbatch)
+    function = stage.function(name)
     keep = stage.gradients.keep
-
-    def forward_only() -> None:
-        sent = function(*fetch_arguments())
-        results.collect(microbatch, sent)
-        frame.update(sent)
 
     def forward() -> None:
         sent, saved, updates = function(*fetch_arguments())
@@ -69,7 +64,6 @@ def bind_function(
         keep([*gradients])
 
     actions = {
-        Phase.FORWARD_ONLY: forward_only,
         Phase.FORWARD: forward,
         Phase.RECOMPUTE: recompute,
         Phase.BACKWARD: backward if is_last else backward_input,

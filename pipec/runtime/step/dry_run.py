@@ -5,15 +5,13 @@ may be a message that waits for its sender; and that one may wait for the same, 
 So every kernel has been used before the first message is posted. (CUDA C++ Programming Guide, Lazy Loading:
 Concurrent Execution.)
 
-Functions that torch compiles are compiled then, and those that are CUDA graphs are recorded, on all ranks at
-the same time, while no rank waits for a message.
+Functions that torch compiles are compiled then, on all ranks at the same time, while no rank waits for a
+message.
 """
 
-import contextlib
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from operator import le
 
@@ -26,7 +24,6 @@ from pipec.ir.periodic_program import unroll
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.stages.bound_stage import StageCode
-from pipec.runtime.stages.cuda_graphs import StageGraphs
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.compute import nothing
 from pipec.runtime.step.interpreter import Interpreter
@@ -46,16 +43,14 @@ class DryRuns:
     """Dry runs of one rank: one for each power of two that sizes come to, or for ``every_size``.
 
     Sizes between two powers of two use the same kernels as a rule. A kernel that is loaded later does not
-    make neighbours wait for each other (``NcclConnections``). Functions are compiled, and graphs recorded,
-    for each size.
+    make neighbours wait for each other (``NcclConnections``). Functions are compiled for each size.
 
     A dry run is of the whole step where some size is larger than before, so that memory grows while no rank
-    waits. Else it is of one microbatch of each number of rows, unless graphs are recorded, which is a short
-    time even if all batches have other sizes.
+    waits. Else it is of one microbatch of each number of rows.
 
-    A dry run leaves gradients, buffers and random states as they were. Received values
-    are zeros. A dry run that fails on them is abandoned, since the step itself may succeed; but if graphs are
-    recorded, which the step needs, the error is raised. The first dry run also makes an update.
+    A dry run leaves gradients, buffers and random states as they were. Received values are zeros. A dry run
+    that fails on them is abandoned, since the step itself may succeed. The first dry run also makes an
+    update.
     """
 
     def __init__(
@@ -91,14 +86,13 @@ class DryRuns:
             owns_tensors=lambda stage: False,
             updates=updates,
         )
-        self._parameters, self._buffers = parameters, buffers
+        self._parameters = parameters
         self._update = (
             functools.partial(updates.dry_run, program.rank, device)
             if updates is not None and plan.sync_spec.updates
             else None
         )
-        self._graphs: list[StageGraphs] = [x.graphs for x in stages.values() if hasattr(x, "graphs")]
-        self._known, self._ready = set[object](), set[object]()
+        self._known = set[object]()
 
     def needs_dry_run(self, batch_slice: BatchSlice) -> bool:
         """Whether these sizes had no dry run yet; the answer is the same on all ranks."""
@@ -107,23 +101,9 @@ class DryRuns:
     def dry_run(
         self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
     ) -> None:
-        """Make a dry run for new sizes, or if graphs read memory that is no longer used.
-
-        Raises:
-            PipecError: a graph could not be recorded.
-        """
-        moved = [each.forget_if_moved(self._parameters, self._buffers) for each in self._graphs]
-        if any(moved):
-            log.debug("weights have moved, so that graphs are recorded anew")
-            self._ready.clear()
-        if self._sizes_of(batch_slice) not in self._ready:
-            for modes in _modes(self._graphs):
-                with contextlib.ExitStack() as stack:
-                    for mode in modes:
-                        stack.enter_context(mode)
-                    self._run(microbatches, batch_slice, seed)
-            self._ready.add(self._sizes_of(batch_slice))
-            self._known.add(self._sizes_of(batch_slice))
+        """Make a dry run, after which these sizes need none."""
+        self._run(microbatches, batch_slice, seed)
+        self._known.add(self._sizes_of(batch_slice))
 
     def _sizes_of(self, batch_slice: BatchSlice) -> object:
         """The sizes up to which kernels are alike."""
@@ -138,13 +118,10 @@ class DryRuns:
         leaves = {name: _with_own_gradient(tensor) for name, tensor in self._parameters.items()}
         if len(microbatches) < self._num_microbatches:
             microbatches, batch_slice = _repeated(microbatches, batch_slice, self._num_microbatches)
-        if not self._graphs:
-            batch_slice = self._shortened(batch_slice)
+        batch_slice = self._shortened(batch_slice)
         try:
             self._alone(parameters=leaves).run(microbatches, batch_slice, seed, part=StepPart.ACCUMULATE)
         except PipecError as error:
-            if self._graphs:
-                raise
             log.debug("a dry run ended early: %s", error)
         update, self._update = self._update, None
         if update is not None:
@@ -164,13 +141,6 @@ class DryRuns:
             next(k for k in own if rows[k] == rows[each]) for own in self._own_microbatches for each in own
         }
         return replace(batch_slice, sizes=[size if k in firsts else 0 for k, size in enumerate(rows)])
-
-
-def _modes(graphs: Sequence[StageGraphs]) -> Sequence[Sequence[AbstractContextManager[None]]]:
-    """What graphs do in each run of the program; one run is enough where there are none."""
-    if not graphs:
-        return [[]]
-    return [[each.warming_up() for each in graphs], [each.recording() for each in graphs]]
 
 
 def _as_step(program: Program, plan: Plan) -> tuple[Program, Plan]:

@@ -17,9 +17,8 @@ from pipec.errors import InputError, PipecError
 from pipec.ir import SCHEDULED_PHASES, Plan, RankMemory, StepPart, program_part, rank_of, stages_on
 from pipec.ir.periodic_program import max_batches_ahead
 from pipec.runtime.memory.meter import MemoryMeter, make_memory_meter
-from pipec.runtime.messages.cuda import CudaGraphRecorder, pinned_copy
-from pipec.runtime.stages.cuda_graphs import GraphRecorder, StageGraphs, require_recordable
-from pipec.runtime.stages.kernels import load_kernels
+from pipec.runtime.messages.cuda import pinned_copy
+from pipec.runtime.stages.kernels import compile_functions
 from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_counts, batch_fraction
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
@@ -60,8 +59,6 @@ class Execution:
         """Why the last step or mini-batch was skipped, if the plan checks that."""
         self._ranks, self._updates, self._parameters = ranks, updates, parameters
         plan, is_distributed = artifact.plan, ranks.world.is_distributed
-        if ranks.kernels == "cudagraphs":
-            require_recordable(plan, artifact.sources, ranks.devices)
         _require_one_device(plan, ranks.devices)
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.canonical_text())
@@ -70,8 +67,7 @@ class Execution:
         self._dry_runs: list[DryRuns] = []
         readers: list[tuple[torch.device, Set[str]]] = []
         for rank, device in ranks.devices.items():
-            recorder = CudaGraphRecorder(device) if ranks.kernels == "cudagraphs" else None
-            modules = {k: self._load(k, recorder) for k in stages_on(plan.placement, rank)}
+            modules = {k: self._load(k) for k in stages_on(plan.placement, rank)}
             buffers_here = {
                 **buffers,
                 **{name: value.to(device) for name, value in artifact.constants.items()},
@@ -98,14 +94,11 @@ class Execution:
         self._read_here = {name for _, names in readers for name in names}
         self._read_by_gpus = {name for device, names in readers if device.type == "cuda" for name in names}
 
-    def _load(self, number: int, recorder: GraphRecorder | None) -> types.ModuleType:
-        stage = self.artifact.plan.stages[number]
-        names = [name for phase in SCHEDULED_PHASES for name in stage.functions(phase)]
-        code = load_kernels(
-            load_stage_module(number, self.artifact.sources[number]), names, self._ranks.kernels
-        )
-        if recorder is not None:
-            vars(code)["graphs"] = StageGraphs(stage, code, recorder)
+    def _load(self, number: int) -> types.ModuleType:
+        code = load_stage_module(number, self.artifact.sources[number])
+        if self._ranks.kernels == "inductor":
+            stage = self.artifact.plan.stages[number]
+            compile_functions(code, [name for phase in SCHEDULED_PHASES for name in stage.functions(phase)])
         return code
 
     def dry_run(
@@ -115,15 +108,10 @@ class Execution:
 
         All processes wait for each other here: from then on, a message may wait for another rank.
         """
-        needs_dry_run = any(each.needs_dry_run(batch_slice) for each in self._dry_runs)
-        try:
-            for each in self._dry_runs:
-                each.dry_run(microbatches, batch_slice, seed)
-        except PipecError as error:
-            if self._ranks.world.is_distributed:
-                self._ranks.distributed.fail(error)
-            raise
-        if needs_dry_run:
+        needing = [each for each in self._dry_runs if each.needs_dry_run(batch_slice)]
+        for each in needing:
+            each.dry_run(microbatches, batch_slice, seed)
+        if needing:
             self._ranks.barrier()
 
     def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:

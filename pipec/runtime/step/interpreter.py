@@ -26,7 +26,6 @@ from pipec.runtime.messages.cuda import current_device, on_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.bound_stage import BoundStage, StageCode
-from pipec.runtime.stages.cuda_graphs import graph_slots
 from pipec.runtime.stages.weight_versions import WeightVersions
 from pipec.runtime.step.batch_counts import BatchCountsFunction, ReplicaCounts, batch_fraction
 from pipec.runtime.step.batch_slice import BatchSlice
@@ -103,8 +102,6 @@ class Interpreter:
             for stage in plan.stages
             if program.rank in plan.placement[stage.index]
         }
-        for (index, microbatch), slot in () if program.period else graph_slots(program).items():
-            self._stages[index].slots[microbatch] = slot
         for index, stage in self._stages.items() if program.period else ():
             stage.versions = WeightVersions(stage.weights, num_versions_behind(program, index))
             stage.is_versioned = True

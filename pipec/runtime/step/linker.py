@@ -7,7 +7,7 @@ last reader of a value drops it.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
@@ -21,14 +21,14 @@ from pipec.runtime.stages.model_collectives import RunningCollective
 from pipec.runtime.step.compute import Action, FetchArguments, bind_function
 from pipec.runtime.step.linked_instruction import LinkedInstruction, in_sequence
 from pipec.runtime.step.rank_state import RankState
-from pipec.runtime.step.step_results import NO_RESULTS, ResultCollector
+from pipec.runtime.step.step_results import ResultCollector
 from pipec.runtime.step.sync_linker import StartAndEnd, SyncLinker
 
 ValueReader = Callable[[], Sequence[Any]]
 OutputWriter = Callable[[Sequence[Tensor]], None]
 
 _ALWAYS = frozenset({"w", "gradient_sums", "precomputed", "buffers", "constants", "b", "rng", "device"})
-_WITHOUT_GRADIENTS = (Op.FORWARD_ONLY, Op.FORWARD, Op.RECOMPUTE)
+_WITHOUT_GRADIENTS = (Op.FORWARD, Op.RECOMPUTE)
 _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 """The phases whose last function saves something, too."""
 
@@ -94,7 +94,7 @@ class Linker:
         if link.payload is Payload.WEIGHT:
             self._tied_weights[link.target] |= {*link.names}
         elif link.payload.readers:
-            self._provide((link.target, microbatch), {*link.names})
+            self._present[link.target, microbatch].update(link.names)
 
     def _microbatches(self, instruction: Instruction) -> Sequence[int]:
         """The microbatches of an instruction, or of the values that it moves; none if it has none."""
@@ -202,7 +202,7 @@ class Linker:
         """The function that fetches a link's value from where it was stored."""
         names = link.names
         match link.payload:
-            case Payload.FORWARD_ONLY | Payload.ACTIVATION | Payload.GRADIENT | Payload.MICROBATCH_RESULT:
+            case Payload.ACTIVATION | Payload.GRADIENT | Payload.MICROBATCH_RESULT:
                 return self._argument_fetcher(
                     link.source, microbatch, names, f"the link to stage {link.target}"
                 )
@@ -277,8 +277,6 @@ class Linker:
     def _collector(self, stage: int, phase: Phase) -> ResultCollector:
         """Who takes the results of a phase: the tail its inputs, and the step what forwards return."""
         tail = self._rank.tails.get(stage)
-        if phase is Phase.FORWARD_ONLY:
-            return tail or NO_RESULTS
         return tail.collecting(self._rank.results) if tail and phase is Phase.FORWARD else self._rank.results
 
     def _tail(self, instruction: Instruction) -> Action:
@@ -302,19 +300,9 @@ class Linker:
             {name for x in links if x.payload.per_microbatch and getattr(x, end) == stage for name in x.names}
             for end in ("source", "target")
         )
-        self._provide((stage, microbatch), sent - received)  # what it has received, it hands on
+        self._present[stage, microbatch] |= sent - received  # what it has received, it hands on
         if phase in _SAVING or not is_last:
             self._present[stage, microbatch].add("saved")
-
-    def _provide(self, key: tuple[int, int], names: Set[str]) -> None:
-        """Note that values are present from now on.
-
-        The last reader of earlier values of these names drops them: a forward that saves nothing and the
-        forward after it make values of the same names.
-        """
-        for name in names & self._dropped_by[key].keys():
-            self._dropped_by[key].pop(name).append(name)
-        self._present[key] |= names
 
     def _collective(self, instruction: Instruction) -> ModelCollective:
         return self._rank.plan.stages[instruction.stage].model_collectives[instruction.model_collective]

@@ -9,12 +9,10 @@ from typing import TypeVar
 import torch
 
 from pipec.ir import RankMemory
-from pipec.runtime.memory.allocator import retain_freed_memory
 from pipec.runtime.messages.agreement import Agreement
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.messages.transport import InProcessTransport, Transport
 from pipec.runtime.processes.launch import SINGLE_PROCESS, Devices, World, resolve_devices, world
-from pipec.runtime.stages.cuda_graphs import require_gpus
 from pipec.runtime.step.timestamps import RecordedStep
 
 T = TypeVar("T")
@@ -37,12 +35,8 @@ class Ranks:
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
         self._timeout, self.kernels = timeout, kernels
-        if kernels == "cudagraphs":
-            require_gpus(self.devices.values())
         if self.has_gpu_messages:  # before the first CUDA call, which would take memory of GPU 0
             torch.cuda.set_device(self.devices[self.world.rank])
-        if any(device.type == "cpu" for device in self.devices.values()):
-            retain_freed_memory()
 
     @functools.cached_property
     def in_process(self) -> InProcessTransport:

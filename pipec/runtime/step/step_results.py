@@ -33,16 +33,6 @@ class ResultCollector(Protocol):
         """Keep the results among the values that the forward of ``microbatch`` returned."""
 
 
-class _NoResults:
-    """Keeps nothing: forwards that save nothing return no results of the step."""
-
-    def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
-        pass
-
-
-NO_RESULTS: ResultCollector = _NoResults()
-
-
 class StepResults:
     """Collects the parts of each result that a rank makes, by microbatch.
 

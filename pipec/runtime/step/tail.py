@@ -30,7 +30,6 @@ class StageTail:
         self._names = parameter_names(stage.code.tail)
         self.frame: Frame = {}
         """The values of the whole batch by the names of the function's parameters."""
-        self._copies_rows = plan.forward_only or stage.graphs is not None
         self.forget_step()
 
     @property
@@ -57,14 +56,9 @@ class StageTail:
         return _Collector(self, results)
 
     def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
-        """Take the tail's inputs out of what a forward returns.
-
-        They are copied where their memory is used again, by graphs or for messages, or where it holds more: a
-        forward that saves nothing keeps these rows alone.
-        """
+        """Take the tail's inputs out of what a forward returns."""
         for name in self._parts.keys() & sent.keys():
-            rows = sent.pop(name)
-            self._parts[name][microbatch] = rows.clone() if self._copies_rows else rows
+            self._parts[name][microbatch] = sent.pop(name)
 
     def start_gather(self, group: CollectiveGroup) -> None:
         """Start to gather the rows of all replicas, each with as many as the one that has most."""

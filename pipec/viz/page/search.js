@@ -35,7 +35,7 @@ function addField(field, number, computes, messages) {
         : field === "microbatch" ? own.microbatch[i] === number : false);
 }
 
-/** `F3`: the forward of microbatch 3; `f3`: the one before it that saves nothing. */
+/** `F3`: the forward of microbatch 3. */
 function cellTest(word) {
   const match = /^([A-Za-z])(\d+)$/.exec(word);
   const phase = match ? data.phases.findIndex(({ letter }) => letter === match[1]) : -1;

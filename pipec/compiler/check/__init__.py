@@ -1,0 +1,10 @@
+"""Checks a compiled call by a run: a few rows in microbatches, against the user's model in eager torch.
+
+``check`` compares the two. ``unsplit_run`` runs the model itself and knows nothing of graphs; ``split_run``
+runs the graph of a microbatch; ``draws`` makes random operators equal on both sides; ``compare`` measures
+the difference; ``locate`` finds the operator where it begins.
+"""
+
+from pipec.compiler.check.check import CheckRequest, CheckResult, check_call
+
+__all__ = ["CheckRequest", "CheckResult", "check_call"]

@@ -1,0 +1,102 @@
+"""Runs the user's model and loss in eager torch: what a step must be equal to."""
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pipec.capture.model_call import ModelCall
+from pipec.capture.traced_step import TracedStep
+from pipec.torch_compat import pytree
+from pipec.torch_compat.module_state import replace_tensors, restore_module
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """The loss and outputs of a step by their position among its results, and the gradients by FQN."""
+
+    results: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class UnsplitRun:
+    """The model and the loss function as the user wrote them, run on rows of the batch.
+
+    Args:
+        step: The model and its loss.
+        tensors: What to use in place of parameters and buffers of ``step``, by the ``id`` of these.
+        trained: By FQN, the parameters whose gradients are computed; empty for an evaluation.
+    """
+
+    def __init__(
+        self, step: TracedStep, tensors: Mapping[int, Tensor], trained: Mapping[str, Tensor]
+    ) -> None:
+        self._step, self._tensors, self._trained = step, tensors, trained
+
+    def run(self, call: ModelCall, microbatches: Sequence[int], norms: bool) -> StepValues:
+        """The values of all rows of ``call`` at once.
+
+        With ``norms``, batch norms take their statistics of each of the ``microbatches``, as pipelines do.
+        """
+        self._step.batched = tuple(axis is not None for axis in call.axes)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(restore_module(self._step))
+            stack.enter_context(_kept_generators())
+            stack.enter_context(torch.set_grad_enabled(bool(self._trained)))
+            if norms:
+                stack.enter_context(_NormsOfMicrobatches(microbatches))
+            replace_tensors(self._step, self._tensors)
+            output, _ = self._step.forward(*call.tree)  # without the hooks of every module
+            leaves = pytree.tree_leaves(output)
+            results = {k: x.detach() for k, x in enumerate(leaves) if isinstance(x, Tensor)}
+            if not self._trained:
+                return StepValues(results)
+            found = torch.autograd.grad(leaves[0], list(self._trained.values()), allow_unused=True)
+        gradients = {
+            fqn: gradient.to_dense() if gradient.is_sparse else gradient
+            for fqn, gradient in zip(self._trained, found, strict=True)
+            if gradient is not None
+        }
+        return StepValues(results, gradients)
+
+
+@contextlib.contextmanager
+def _kept_generators() -> Iterator[None]:
+    state = random.getstate()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+class _NormsOfMicrobatches(TorchFunctionMode):
+    """Lets batch norms in training mode take their statistics of each microbatch."""
+
+    def __init__(self, microbatches: Sequence[int]) -> None:
+        super().__init__()
+        self._microbatches = microbatches
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        named = dict(zip(_BATCH_NORM_ARGUMENTS, args, strict=False)) | kwargs
+        x, rows = named.pop("input"), sum(self._microbatches)
+        if not named.get("training") or x.shape[0] % rows:
+            return func(*args, **kwargs)
+        parts = x.split([size * (x.shape[0] // rows) for size in self._microbatches])
+        return torch.cat([F.batch_norm(part, **named) for part in parts])
+
+
+_BATCH_NORM_ARGUMENTS = (
+    *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+)

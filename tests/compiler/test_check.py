@@ -1,0 +1,220 @@
+"""The first step of a kind of call beside the model in eager torch: wrong steps stop, right ones pass."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipec
+from pipec.capture.batch import rules
+from pipec.capture.batch.dependence import PerRow, Whole
+from pipec.compiler.check.draws import FixedDraws
+from pipec.errors import PipecWarning, UnequalStepError
+
+WIDTH = 6
+
+
+class Model(nn.Module):
+    """Two layers, and between them what a case is about."""
+
+    def __init__(self, inner: Callable[..., Tensor], *modules: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner, self.parts = inner, nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.first(x)), self.last, *self.parts)
+
+
+class _Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+def hooked(h: Tensor, last: nn.Module) -> Tensor:
+    h.register_hook(lambda gradient: gradient / gradient.norm())
+    out: Tensor = last(h)
+    return out
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target[:, None]).square().mean()
+
+
+def over_selected(of: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda y, target: of(y[target > 0])
+
+
+Case = tuple[Callable[..., Tensor], Callable[[], list[nn.Module]], Callable[[Tensor, Tensor], Tensor]]
+
+
+def case(
+    inner: Callable[..., Tensor] = lambda h, last: last(h),
+    modules: Callable[[], list[nn.Module]] = list,
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_of,
+) -> Case:
+    return inner, modules, loss
+
+
+UNEQUAL: dict[str, Case] = {
+    "rows as a factor": case(lambda h, last: last(h * h.shape[0])),
+    "a bound of random numbers": case(lambda h, last: last(h * torch.rand(len(h), 1) * len(h))),
+    "a norm over rows": case(lambda h, last: last(nn.InstanceNorm1d(16)(h.t()).t())),
+    "frequencies of a table": case(
+        lambda h, last, table: last(h + table((h[:, 0] * 9).long() % 5)),
+        lambda: [nn.Embedding(5, WIDTH, scale_grad_by_freq=True)],
+    ),
+    "frequencies of bags": case(
+        lambda h, last, table: last(h + table((h[:, :2] * 9).long() % 5)),
+        lambda: [nn.EmbeddingBag(5, WIDTH, scale_grad_by_freq=True, mode="sum")],
+    ),
+    "a backward of weights alone": case(lambda h, last: F.linear(h, _Clamped.apply(last.weight))),
+    "a hook": case(hooked),
+    "ones like selected rows": case(loss=over_selected(lambda s: s.sum() / torch.ones_like(s).sum())),
+}
+"""What no rule refuses, or none did."""
+
+RIGHT: dict[str, Case] = {
+    "dropout": case(lambda h, last, drop: last(drop(h)), lambda: [nn.Dropout(0.5)]),
+    "random masks": case(lambda h, last: last(h * (torch.rand_like(h) > 0.3))),
+    "noise": case(lambda h, last: last(h + torch.randn_like(h))),
+    "batch norm": case(lambda h, last, norm: last(norm(h)), lambda: [nn.BatchNorm1d(WIDTH)]),
+    "attention with dropout": case(
+        lambda h, last: last(
+            F.scaled_dot_product_attention(*[h[:, None, None]] * 3, dropout_p=0.2).flatten(1)
+        )
+    ),
+    "a recurrent layer with dropout": case(
+        lambda h, last, lstm: last(lstm(h[:, None])[0][:, 0]),
+        lambda: [nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True)],
+    ),
+    "a tail": case(loss=lambda y, target: (y @ y.T).logsumexp(1).mean() + target.sum() * 0),
+    "a tail of selected rows": case(loss=lambda y, target: y.square().mean(1).topk(4).values.mean()),
+    "a gradient of zero": case(lambda h, last: last(h) * 0 + h),
+    "tables": case(
+        lambda h, last, table: last(h + table((h[:, 0] * 9).long() % 5)), lambda: [nn.Embedding(5, WIDTH)]
+    ),
+}
+
+
+def step(case: Case, **options: Any) -> tuple[pipec.Pipeline, Tensor, nn.Module]:
+    """A step of 16 rows, and the model as it was before."""
+    inner, modules, loss = case
+    torch.manual_seed(0)
+    with _double():
+        model = Model(inner, *modules())
+        before = copy.deepcopy(model)
+        pipe = pipec.compile(model, 2, loss_fn=loss, **{"microbatches": 4, **options})
+        return pipe, pipe.step(*batch(), target=torch.linspace(-1, 1, 16)), before
+
+
+def batch() -> tuple[Tensor, ...]:
+    return (torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
+
+
+@contextmanager
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_a_step_that_is_not_the_models_is_stopped(name: str) -> None:
+    with pytest.raises(UnequalStepError, match="microbatches"):
+        step(UNEQUAL[name])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_passes(name: str) -> None:
+    pipe, _, _ = step(RIGHT[name])
+    assert "agree to" in pipe.plan.checked
+
+
+def test_without_microbatches_the_step_has_one() -> None:
+    with pytest.warns(PipecWarning, match="one microbatch"):
+        pipe, loss, before = step(UNEQUAL["rows as a factor"], microbatches=None, dynamic=False)
+    with torch.no_grad():
+        torch.testing.assert_close(loss, loss_of(before(*batch()), torch.linspace(-1, 1, 16).double()))
+    assert pipe.plan.num_microbatches == 1
+
+
+def test_a_user_may_leave_the_check_out() -> None:
+    pipe, _, _ = step(UNEQUAL["rows as a factor"], check="off")
+    assert pipe.plan.checked == ""
+
+
+def test_what_is_unproven_is_a_warning_only_without_a_check(said: list[str]) -> None:
+    step(UNEQUAL["a backward of weights alone"], check="off")
+    assert any("nothing proves" in each for each in said)
+
+
+def test_the_check_changes_nothing() -> None:
+    """Neither buffers nor attributes nor generators nor gradients."""
+
+    def counting(h: Tensor, last: nn.Module, norm: nn.Module) -> Tensor:
+        out: Tensor = last(norm(h))
+        return out
+
+    inner = case(counting, lambda: [nn.BatchNorm1d(WIDTH)])
+    left = []
+    for check in ("first", "off"):
+        random.seed(0)
+        pipe, loss, _ = step(inner, check=check)
+        state = [torch.get_rng_state(), *pipe.unsplit_model.state_dict().values(), loss]
+        left.append([*state, *(p.grad for p in pipe.unsplit_model.parameters())])
+    assert all(map(torch.equal, *left))
+
+
+WRONG_RULES = {
+    "mean": case(lambda h, last: last(h - h.mean(0))),
+    "_softmax": case(lambda h, last: last(h.softmax(0))),
+    "cumsum": case(lambda h, last: last(h.cumsum(0))),
+    "flip": case(lambda h, last: last(h * h.flip(0))),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RULES)
+def test_a_wrong_rule_is_found(name: str) -> None:
+    """Each says that rows do not mix."""
+    wrong = {"mean": Whole()}.get(name, PerRow(0))
+    with mock.patch.dict(rules.RULES, {name: lambda call: wrong}), pytest.raises(UnequalStepError):
+        step(WRONG_RULES[name])
+
+
+DRAWS: dict[str, Callable[[], Tensor]] = {
+    "dropout": lambda: F.dropout(torch.ones(3, 4), 0.5),
+    "bernoulli": lambda: torch.full((3, 4), 0.7).bernoulli(),
+    "bernoulli_": lambda: torch.empty(3, 4).bernoulli_(0.2),
+    "randint": lambda: torch.randint(7, (3, 4)),
+    "randperm": lambda: torch.randperm(5),
+    "normal_": lambda: torch.empty(3, 4).normal_(2.0, 3.0),
+    "normal": lambda: torch.normal(torch.zeros(3), torch.ones(3)),
+    "uniform_": lambda: torch.empty(3).uniform_(-1, 1),
+    "exponential_": lambda: torch.empty(3).exponential_(),
+    "multinomial": lambda: torch.tensor([[0.1, 0.7, 0.2]]).multinomial(2),
+    "random_": lambda: torch.empty(3).random_(4),
+    "rrelu": lambda: F.rrelu(torch.randn(0), training=True),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_are_the_same_each_time(name: str) -> None:
+    with FixedDraws() as draws:
+        one, other = DRAWS[name](), DRAWS[name]()
+    assert torch.equal(one, other)
+    assert bool(draws.unknown) == (name == "rrelu")

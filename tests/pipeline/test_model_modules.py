@@ -1,0 +1,173 @@
+"""Loops over the modules of a pipeline act on the model's own modules."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from worker_processes import run_ranks
+
+import pipec
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.0)
+        self.last = nn.Linear(8, 5)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.first(x)).relu())
+        return F.cross_entropy(self.last(hidden) * self.scale, y)
+
+
+def freeze_norms(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eval()
+
+
+def set_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 1.0
+
+
+def initialise(model: nn.Module) -> None:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+            nn.init.zeros_(module.bias)
+
+    model.apply(fill)
+
+
+def initialise_by_name(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if name == "last":
+            nn.init.normal_(module.weight)
+
+
+def initialise_children(model: nn.Module) -> None:
+    for child in model.children():
+        if type(child) is nn.Linear:
+            child.weight.data.normal_()
+
+
+def set_root_attribute(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "scale"):
+            module.scale = 3.0
+
+
+def assign_attribute(model: nn.Module) -> None:
+    model.scale = 3.0
+
+
+def reach_submodule(model: nn.Module) -> None:
+    model.get_submodule("drop").p = 1.0
+    model.first.weight.requires_grad_(False)
+
+
+def hook(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, given, output: output * 2)
+
+
+def replace_submodule(model: nn.Module) -> None:
+    model.drop = nn.Dropout(1.0)
+
+
+CHANGES = (
+    freeze_norms,
+    set_dropout,
+    initialise,
+    initialise_by_name,
+    initialise_children,
+    set_root_attribute,
+    assign_attribute,
+    reach_submodule,
+    hook,
+    replace_submodule,
+)
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["pipeline", "module"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_loop_over_modules_acts_on_the_model(change: Callable[[nn.Module], None], as_module: bool) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    freeze_norms(model)
+    eager, pipe = copy.deepcopy(model), pipec.compile(model, devices=2, microbatches=4)
+    changed = pipe.as_module() if as_module else pipe
+    for _ in range(2):  # before the first call, and after it
+        x, y = torch.randn(16, 6, dtype=torch.float64), torch.randint(5, (16,))
+        for each in (changed, eager):
+            torch.manual_seed(1)
+            change(each)
+            each.zero_grad()
+        loss = eager(x, y)
+        loss.backward()
+        assert torch.allclose(pipe.step(x, y), loss.detach())
+        for name, parameter in eager.named_parameters():
+            found = pipe.get_parameter(name).grad
+            assert (found is None) == (parameter.grad is None), name
+            assert found is None or torch.allclose(found, parameter.grad), name
+
+
+def test_groups_by_class_have_the_pipelines_parameters() -> None:
+    pipe = pipec.compile(Net(), devices=2, microbatches=4)
+    linears = [each for each in pipe.modules() if isinstance(each, nn.Linear)]
+    assert {id(x) for each in linears for x in each.parameters()} < {id(x) for x in pipe.parameters()}
+    assert [name for name, _ in pipe.named_children()] == ["first", "norm", "drop", "last"]
+
+
+def test_the_models_own_train_decides_which_modules_train() -> None:
+    class Frozen(Net):
+        def train(self, mode: bool = True) -> nn.Module:
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+    pipe = pipec.compile(Frozen(), devices=2)
+    assert pipe.train() is pipe
+    assert not pipe.norm.training
+    assert pipe.last.training
+
+
+SCRIPT = """
+import torch, pipec
+from torch import nn
+torch.manual_seed(0)
+x, y = torch.randn(8, 6), torch.randn(8, 3)
+net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+pipe = pipec.compile(net, devices=2, loss_fn=nn.functional.mse_loss, microbatches=2, timeout=20.0)
+pipe.step(x, target=y)
+for module in pipe.modules():
+    if isinstance(module, nn.Dropout):
+        module.p = 0.0
+print(float(pipe.step(x, target=y)).hex())
+try:
+    pipe.apply(lambda each: nn.init.normal_(each.weight) if isinstance(each, nn.Linear) else None)
+except pipec.InputError as error:
+    print(str(error).split(":")[0])
+"""
+
+
+@pytest.mark.slow
+def test_ranks_change_modules_alike_and_initialise_no_absent_weight(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    alone, first, second = (
+        [line for line in each.splitlines() if not line.startswith("pipec: ")]
+        for each in (*run_ranks(script, 0, tmp_path), *run_ranks(script, 2, tmp_path))
+    )
+    assert first == [alone[0], "normal_ cannot use 2.weight"]
+    assert second == [alone[0], "normal_ cannot use 0.weight"]
