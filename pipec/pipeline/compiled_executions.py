@@ -381,7 +381,8 @@ class CompiledExecutions(Executions):
         whole = call if self.batch != "local" else None
         signature = CaptureSignature(key, self.compiler.cache.version(key, whole))
         values = variable_values(key.variables, call.leaves)
-        found = self.compiler.cache.find(signature, self._rows_to_compile(rows), call)
+        size = rows[0] if len(rows) == 1 else self._rows_to_compile(rows)
+        found = self.compiler.cache.find(signature, size, call)
         if found is not None and len(rows) > 1:
             self._require_one_graph(found, signature, rows, values)
         groups = None if found is None else [(made.number, sizes) for made, sizes in found]
@@ -417,7 +418,7 @@ class CompiledExecutions(Executions):
             groups,
             decision.seed,
             peek_seed()[1],
-            (self.replica, self.num_replicas),
+            (self.replica, self.num_replicas) if len(decision.rows) > 1 else (0, 1),
             model_call=call,
             fingerprint=fingerprint,
             signature=signature,

@@ -230,8 +230,9 @@ class Executions:
     def train(self, call: Call, on_started: OnStarted | None = None) -> Any:
         """Make a step, and count it. Returns what ``loss`` does."""
         leaves_gradients = self.steps.updates is None and self.agreement.is_distributed
-        parameters = self.tensors.names.parameters.values() if leaves_gradients else ()
-        unmark(parameters)
+        parameters = self.tensors.names.parameters.values()
+        if leaves_gradients:
+            unmark(parameters)
         loss = self.loss(call, on_started)
         if leaves_gradients and self.tensors.are_spread:
             mark(parameters)
@@ -240,14 +241,15 @@ class Executions:
 
     def loss(self, call: Call, on_started: OnStarted | None = None) -> Any:
         """The loss of a step, and if it was requested, the model's output. The logs are kept."""
-        results, plan = self.run(call, on_started), call.first.artifact.plan
+        first = call.first
+        results, plan = self.run(call, on_started), first.artifact.plan
         self.steps.logs = {
             name: results[kept] for name, kept in zip(plan.log_names, plan.outputs[1:], strict=False)
         }
         loss = results["loss"]
         if not call.request.outputs:
             return loss
-        return loss, _output_of(call.first, results, plan.outputs[1 + len(plan.log_names) :])
+        return loss, _output_of(first, results, plan.outputs[1 + len(plan.log_names) :])
 
     def output(self, call: Call) -> Any:
         """The model's output."""
@@ -266,7 +268,8 @@ class Executions:
 
     def _run_groups(self, call: Call) -> Mapping[str, Tensor]:
         executions = [self.execution(compiled.artifact) for compiled, _ in call.groups]
-        plan, axes, steps = call.first.artifact.plan, call.first.axes, self.steps
+        first, steps = call.first, self.steps
+        plan, axes = first.artifact.plan, first.axes
         if len(call.groups) > 1 and plan.sync_spec.may_skip_step:
             raise InputError(
                 "the microbatches of the batch have two sizes, and each needs a graph of its own, because "
