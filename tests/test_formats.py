@@ -18,6 +18,7 @@ from torch import nn
 import pipec
 from pipec.artifact.artifact import CHECKSUMS
 from pipec.checkpoint.manifest import checksum_of, read_manifest, write_manifest
+from pipec.checkpoint.plain_values import read, written
 from pipec.cost.profile import load_profile
 from pipec.errors import ArtifactError, CheckpointError, InputError, PipecError, PlanError
 from pipec.hardware.topology import read_topology
@@ -144,10 +145,10 @@ UNKNOWN: dict[str, tuple[str, tuple[str, str], type[PipecError], str]] = {
         "has format 'pipec artifact 99', this version reads 'pipec artifact 7'",
     ),
     "checkpoint": (
-        "checkpoint/checkpoint.json",
-        ('"pipec checkpoint 2"', '"pipec checkpoint 99"'),
+        "checkpoint/checkpoint.pt",
+        ("pipec checkpoint 3", "pipec checkpoint 99"),
         CheckpointError,
-        "has format 'pipec checkpoint 99', and this version of pipec reads 'pipec checkpoint 2'; load",
+        "has format 'pipec checkpoint 99', and this version of pipec reads 'pipec checkpoint 3'; load",
     ),
     "profile.json": (
         "profile.json",
@@ -176,9 +177,15 @@ def test_an_unknown_version_is_refused_and_named(name: str, tmp_path: Path) -> N
     edited, (old, new), error, message = UNKNOWN[name]
     last = FORMATS / VERSIONS[-1]
     shutil.copytree(last, tmp_path, dirs_exist_ok=True)
-    text = (tmp_path / edited).read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    (tmp_path / edited).write_text(text.replace(old, new), encoding="utf-8")
+    path = tmp_path / edited
+    if path.suffix == ".pt":
+        values = read(path.read_bytes())
+        assert values["format"] == old
+        path.write_bytes(written({**values, "format": new}))
+    else:
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new), encoding="utf-8")
     before, after = (checksum_of(folder / edited).sha256 for folder in (last, tmp_path))
     for sums in tmp_path.glob(f"artifact/{CHECKSUMS}"):
         sums.write_text(sums.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")

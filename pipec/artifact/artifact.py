@@ -8,6 +8,7 @@ A saved artifact is a folder::
     rank_0.txt ...        programs
     constants.safetensors tensors that the model created outside its parameters and buffers, if any
     tensors.safetensors   parameters and buffers, if requested
+    eval_step, forward    folders as this one for evaluations, if any were compiled; without tensors
 
 Reading an artifact unpickles nothing. Before any of its code runs, a missing or changed file, another
 format, and a plan that contradicts itself or its files are refused. This does not protect against people who
@@ -24,8 +25,9 @@ import re
 import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors
@@ -34,7 +36,7 @@ from torch import Tensor
 
 from pipec.artifact.plan_rules import check_plan, check_tensors
 from pipec.errors import ArtifactError
-from pipec.ir import Plan, Program
+from pipec.ir import Mode, Plan, Program
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.json_form import dump_json, parse_json
 from pipec.ir.text_format import format_program, parse_program
@@ -50,6 +52,10 @@ CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
 )
 
 
+MODE_FOLDERS = {Mode.LOSS: "eval_step", Mode.FORWARD: "forward"}
+"""Where a saved artifact has those of evaluations."""
+
+
 @dataclass(frozen=True, eq=False)
 class Artifact:
     """``sources[stage]`` and ``programs[rank]``; ``constants`` are named as buffers are.
@@ -57,8 +63,8 @@ class Artifact:
     ``representative_programs`` are those of the ranks that represent all, to predict a step. If there are
     more ranks, ``make_programs`` makes the programs of all when they are first needed. ``options`` records
     those of ``pipec.compile``, as plain values and names; nothing is made of them. ``ties`` maps the other
-    names of a tied tensor to its first, and ``unsaved`` buffers are in no state dict; a saved artifact has
-    both.
+    names of a tied tensor to its first, and ``unsaved`` buffers are in no state dict. ``output_spec`` and
+    ``axes`` are those of a ``CompiledArtifact``. A saved artifact has these.
     An artifact equals only itself, so that it can be the key of a cache.
     """
 
@@ -70,6 +76,8 @@ class Artifact:
     make_programs: Callable[[], Sequence[Program]] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     unsaved: Sequence[str] = ()
+    output_spec: str | None = None
+    axes: Mapping[str, BatchAxis] = field(default_factory=dict)
 
     @functools.cached_property
     def programs(self) -> Sequence[Program]:
@@ -105,6 +113,17 @@ class CompiledArtifact:
     axes: Mapping[str, BatchAxis]
     number: int = field(default_factory=itertools.count().__next__)
 
+    def as_saved(self, ties: Mapping[str, str], unsaved: Sequence[str]) -> Artifact:
+        """The artifact with what a reader needs. Raises NotImplementedError for unknown structures."""
+        spec = None if self.output_spec is None else pytree.dump_structure(self.output_spec)
+        return replace(self.artifact, ties=ties, unsaved=unsaved, output_spec=spec, axes=self.axes)
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> "CompiledArtifact":
+        """A saved artifact."""
+        spec = None if artifact.output_spec is None else pytree.load_structure(artifact.output_spec)
+        return cls(artifact, spec, artifact.axes)
+
 
 MicrobatchGroups = list[tuple[CompiledArtifact, list[int]]]
 """The artifact of each group of consecutive microbatches of a call, and the sizes of the microbatches."""
@@ -117,6 +136,8 @@ class _Header:
     options: Mapping[str, Any] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
     unsaved: Sequence[str] = ()
+    output_spec: str | None = None
+    axes: Mapping[str, BatchAxis] = field(default_factory=dict)
 
 
 def load_stage_module(stage: int, source: str) -> types.ModuleType:
@@ -135,19 +156,31 @@ def load_stage_module(stage: int, source: str) -> types.ModuleType:
     return module
 
 
-def write_artifact(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+def write_artifact(
+    artifact: Artifact,
+    directory: Path,
+    tensors: Mapping[str, Tensor] | None = None,
+    others: Mapping[str, Artifact] = MappingProxyType({}),
+) -> None:
     """Write the artifact, whole or not at all. It replaces an artifact at the same place.
+
+    ``others`` are written to folders of these names inside of it.
 
     Raises:
         ArtifactError: the directory has other contents, or cannot be written.
     """
     try:
-        _replace(artifact, directory, tensors)
+        _replace(artifact, directory, tensors, others)
     except (OSError, ValueError) as error:  # ValueError for a name that no file can have
         raise ArtifactError(f"{directory} cannot be written: {error}") from error
 
 
-def _replace(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None) -> None:
+def _replace(
+    artifact: Artifact,
+    directory: Path,
+    tensors: Mapping[str, Tensor] | None,
+    others: Mapping[str, Artifact],
+) -> None:
     if directory.exists() and any(directory.iterdir()) and not (directory / PLAN).exists():
         raise ArtifactError(
             f"{directory} is not empty and has no {PLAN}, so it is not an artifact of pipec; "
@@ -158,6 +191,9 @@ def _replace(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] 
         written = Path(scratch) / "artifact"
         written.mkdir()
         _write_files(artifact, written, tensors)
+        for name, other in others.items():
+            (written / name).mkdir()
+            _write_files(other, written / name, None)
         if directory.exists():
             _exchange(written, directory)
         else:
@@ -189,7 +225,8 @@ def _write_files(artifact: Artifact, directory: Path, tensors: Mapping[str, Tens
             safetensors.torch.save_file(
                 {k: v.detach().cpu().contiguous() for k, v in values.items()}, directory / name
             )
-    header = _Header(FORMAT, artifact.plan, artifact.options, artifact.ties, artifact.unsaved)
+    own = {name: getattr(artifact, name) for name in ("plan", "options", *_SAVED)}
+    header = _Header(FORMAT, **own)
     (directory / PLAN).write_text(dump_json(header, indent=1), encoding="utf-8")
     sums = [f"{_digest(file.read_bytes())}  {file.name}\n" for file in sorted(directory.iterdir())]
     (directory / CHECKSUMS).write_text("".join(sums))
@@ -224,8 +261,11 @@ def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
     constants = _read_tensors(directory / CONSTANTS) if CONSTANTS in present else {}
     tensors = _read_tensors(directory / TENSORS) if TENSORS in present else {}
     check_tensors(plan, {**tensors, **constants}, directory)
-    ties, unsaved = header.ties, header.unsaved
-    return Artifact(plan, sources, programs, constants, header.options, None, ties, unsaved), tensors
+    saved = {name: getattr(header, name) for name in _SAVED}
+    return Artifact(plan, sources, programs, constants, header.options, **saved), tensors
+
+
+_SAVED = ("ties", "unsaved", "output_spec", "axes")
 
 
 def _check_sums(directory: Path) -> set[str]:

@@ -1,7 +1,7 @@
 """Checkpoints to and from folders of ``torch.distributed.checkpoint``, by one process, tensor by tensor.
 
 Such a folder has a model's tensors under ``model``, and an optimizer's, as that library's ``get_state_dict``
-returns them, under ``optim``. The rest of a checkpoint of pipec is stored as one text, ``pipec.metadata``, so
+returns them, under ``optim``. The rest of a checkpoint of pipec is stored as one file, ``pipec.metadata``, so
 that it can be converted back.
 """
 
@@ -25,16 +25,15 @@ from pipec.checkpoint.file_layout import (
     write_tensors,
 )
 from pipec.checkpoint.hugging_face import INDEX, weight_files
-from pipec.checkpoint.json_values import decode_value, encode_value
 from pipec.checkpoint.manifest import check_file, read_manifest
 from pipec.checkpoint.metadata import (
     METADATA_FILE,
     CheckpointMetadata,
-    RandomStates,
     parse_metadata,
     read_metadata,
 )
 from pipec.checkpoint.optimizer_state import OptimizerState, ParamGroup, tensor_names
+from pipec.checkpoint.plain_values import plain
 from pipec.checkpoint.safetensors_files import TensorFiles
 from pipec.checkpoint.shards import SavedTensor
 from pipec.checkpoint.staging_directory import StagingDirectory, find_checkpoint, require_replaceable
@@ -99,18 +98,15 @@ def open_checkpoint(place: Path) -> tuple[CheckpointMetadata, TensorFiles, Tenso
 def _exported(source: Path, target: Path) -> Conversion:
     metadata, weights, state = open_checkpoint(source)
     tied = {other: weights[first] for other, first in (metadata.ties or {}).items()}
-    nested: dict[str, Any] = {"model": dict(weights) | tied, "pipec": {"metadata": metadata.text().decode()}}
+    nested: dict[str, Any] = {"model": dict(weights) | tied, "pipec": {"metadata": metadata.file()}}
     if metadata.optimizer is not None:
         nested["optim"] = {
             "state": {
-                name: {
-                    key: state[x] if isinstance(x, str) else decode_value(x[0]) for key, x in entries.items()
-                }
+                name: {key: state[x] if isinstance(x, str) else x[0] for key, x in entries.items()}
                 for name, entries in metadata.optimizer.state.items()
             },
             "param_groups": [
-                {**decode_value(group.hyperparameters), "params": list(group.names)}
-                for group in metadata.optimizer.groups
+                {**group.hyperparameters, "params": list(group.names)} for group in metadata.optimizer.groups
             ],
         }
     with _staged(target) as partial, warnings.catch_warnings():
@@ -145,7 +141,7 @@ def _imported(
                 for each in every:
                     yield file, each, folder.tensor(names[each.name])
 
-    texts = {METADATA_FILE: metadata.text(), INDEX: weight_index(files["model"])}
+    texts = {METADATA_FILE: metadata.file(), INDEX: weight_index(files["model"])}
     with _staged(target) as partial:
         writers = open_writers(partial, files["model"] | files["optimizer"])
         try:
@@ -175,7 +171,7 @@ class _Contents:
     weights: dict[str, str]
     state: dict[str, dict[str, str]]
     groups: dict[int, dict[str, str]]
-    text: str | None
+    file: bytes | None
     skipped_entries: list[str]
 
     @classmethod
@@ -196,7 +192,7 @@ class _Contents:
                         "return; save the optimizer's state with it, and do not flatten it"
                     )
                 case "pipec", "metadata":
-                    made = replace(made, text=folder.value(entry))
+                    made = replace(made, file=folder.value(entry))
                 case _:
                     made.skipped_entries.append(entry)
         if not made.weights:
@@ -208,12 +204,12 @@ class _Contents:
         return made
 
     def metadata(self, optimizer: str | None, num_steps: int | None) -> CheckpointMetadata:
-        if self.text is not None:
+        if self.file is not None:
             if optimizer is not None or num_steps is not None:
                 raise InputError(
                     "the folder was converted from a checkpoint, and has its optimizer and steps"
                 )
-            return parse_metadata(self.text.encode(), self.folder.directory)
+            return parse_metadata(self.file, self.folder.directory)
         if self.groups and optimizer is None:
             raise InputError(
                 f"{self.folder.directory} has the state of an optimizer, but not the optimizer's class; pass "
@@ -222,7 +218,7 @@ class _Contents:
         if optimizer is not None and not self.groups:
             raise InputError(f"{self.folder.directory} has no state of an optimizer; leave out --optimizer")
         state = None if optimizer is None else self._optimizer(optimizer)
-        return CheckpointMetadata(num_steps or 0, None, None, RandomStates([], []), state, [], [], None)
+        return CheckpointMetadata(num_steps or 0, None, None, [], state, [], [], None)
 
     def _optimizer(self, kind: str) -> OptimizerState:
         groups = []
@@ -230,12 +226,10 @@ class _Contents:
             values = {key: self._value(entry) for key, entry in entries.items()}
             names = tuple(values.pop("params", ()))
             values.pop("param_names", None)
-            groups.append(ParamGroup(kind, names, encode_value(values, "a group of the optimizer")))
+            groups.append(ParamGroup(kind, names, plain(values, "a group of the optimizer")))
         state: dict[str, dict[str, list[Any] | str]] = {
             name: {
-                key: f"{name}/{key}"
-                if entry in self.folder.specs
-                else [encode_value(self._value(entry), key)]
+                key: f"{name}/{key}" if entry in self.folder.specs else [plain(self._value(entry), key)]
                 for key, entry in entries.items()
             }
             for name, entries in self.state.items()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipec.checkpoint.json_values import decode_value, encode_value
+from pipec.checkpoint.plain_values import describe, plain
 from pipec.checkpoint.safetensors_files import tensor_spec
 from pipec.checkpoint.shards import TensorShard, unsharded
 from pipec.errors import CheckpointError, InputError
@@ -27,7 +27,7 @@ Optimizers = PipelineOptimizer | Sequence[Optimizer]
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """A parameter group: the class of its optimizer, its parameters, and the encoded hyperparameters."""
+    """A parameter group: the class of its optimizer, its parameters, and the plain hyperparameters."""
 
     optimizer: str
     names: tuple[str, ...]
@@ -68,7 +68,7 @@ def param_groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[Pa
             "from the current parameters of the model that was compiled"
         )
     return [
-        ParamGroup(kind, tuple(own), encode_value(hyperparameters(group), f"group {index} of the optimizer"))
+        ParamGroup(kind, tuple(own), plain(hyperparameters(group), f"group {index} of the optimizer"))
         for index, (kind, own, group) in enumerate(zip(kinds, found, groups, strict=True))
     ]
 
@@ -85,7 +85,7 @@ def state_shards(
             if type(key) is not str:
                 raise InputError(f"the optimizer's state of {name} has the key {key!r}; expected text")
             if not isinstance(value, Tensor):
-                entries[key] = [encode_value(value, f"{key} of {name} in the optimizer")]
+                entries[key] = [plain(value, f"{key} of {name} in the optimizer")]
                 continue
             entries[key] = stored = f"{name}/{key}"
             tensors.append(_part(stored, value, part.piece, shapes[name]))
@@ -123,7 +123,7 @@ def merge_states(every: Sequence[OptimizerState], order: Sequence[str]) -> Optim
     """
     first = every[0]
     for rank, each in enumerate(every):
-        ours, theirs = ([(g.optimizer, g.hyperparameters) for g in x.groups] for x in (first, each))
+        ours, theirs = ([(g.optimizer, describe(g.hyperparameters)) for g in x.groups] for x in (first, each))
         if ours != theirs:
             raise InputError(
                 f"the optimizer of rank {rank} has other groups than rank 0's: {_format_groups(each.groups)} "
@@ -189,7 +189,7 @@ def _state_dict(saved: OptimizerState, tensors: Mapping[str, Tensor]) -> dict[st
         "state": {numbers[name]: _entries(saved, name, tensors) for name in saved.state},
         "param_groups": [
             {
-                **decode_value(group.hyperparameters),
+                **group.hyperparameters,
                 "params": [numbers[name] for name in group.names],
                 "param_names": list(group.names),
             }
@@ -200,7 +200,7 @@ def _state_dict(saved: OptimizerState, tensors: Mapping[str, Tensor]) -> dict[st
 
 def _entries(saved: OptimizerState, name: str, tensors: Mapping[str, Tensor]) -> ParameterState:
     return {
-        key: tensors[found] if isinstance(found, str) else decode_value(found[0])
+        key: tensors[found] if isinstance(found, str) else found[0]
         for key, found in saved.state[name].items()
     }
 
@@ -224,7 +224,7 @@ def _load_one(
                 state[number] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entries}
     keys = ("params", "param_names")
     written = [
-        {**{key: numbered[key] for key in keys if key in numbered}, **decode_value(group.hyperparameters)}
+        {**{key: numbered[key] for key in keys if key in numbered}, **group.hyperparameters}
         for group, numbered in zip(groups, own, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": written})

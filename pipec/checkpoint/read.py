@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.checkpoint.hugging_face import weight_files
-from pipec.checkpoint.json_values import decode_value
 from pipec.checkpoint.manifest import MANIFEST, Manifest, check_file, read_manifest
-from pipec.checkpoint.metadata import METADATA_FILE, CheckpointMetadata, read_metadata, scheduler_class_name
+from pipec.checkpoint.metadata import (
+    METADATA_FILE,
+    CheckpointMetadata,
+    read_metadata,
+    restore_random_state,
+    scheduler_class_name,
+)
 from pipec.checkpoint.optimizer_state import (
     OptimizerState,
     load_state,
@@ -22,6 +26,7 @@ from pipec.checkpoint.optimizer_state import (
     require_same_groups,
     tensor_names,
 )
+from pipec.checkpoint.plain_values import as_text, from_text
 from pipec.checkpoint.safetensors_files import TensorFiles, TensorSpec
 from pipec.checkpoint.staging_directory import find_checkpoint
 from pipec.checkpoint.training_state import PROFILE, TrainingState
@@ -54,11 +59,11 @@ def load(directory: Path, training: TrainingState) -> tuple[CheckpointMetadata, 
     require_equal(digests, f"the checkpoint {directory}", "let every rank see the same folder")
     opened: list[OpenedCheckpoint] = []
 
-    def check() -> Any:
+    def check() -> str:
         opened.append(_open(place, digests[0]))
         return _check(opened[0], training, place)
 
-    every = [parse_state(each) for each in call_on_all_ranks(ranks, activity, check)]
+    every = [parse_state(from_text(each)) for each in call_on_all_ranks(ranks, activity, check)]
     (checkpoint,) = opened
     metadata = checkpoint.metadata
     if metadata.optimizer is not None:
@@ -72,8 +77,8 @@ def load(directory: Path, training: TrainingState) -> tuple[CheckpointMetadata, 
             assert training.optimizers is not None
             load_state(training.optimizers, metadata.optimizer, checkpoint.state, training.names)
         for scheduler, saved in zip(training.schedulers, metadata.schedulers, strict=True):
-            scheduler.load_state_dict(decode_value(saved.state))
-        metadata.random.restore(ranks.world.rank, ranks.world.size)
+            scheduler.load_state_dict(saved.state)
+        restore_random_state(metadata.random, ranks.world.rank, ranks.world.size)
 
     call_on_all_ranks(ranks, f"{activity}, part of which may have been loaded,", change)
     return metadata, checkpoint.digest
@@ -166,8 +171,8 @@ def _open_weights(place: Path) -> TensorFiles:
     return opened
 
 
-def _check(opened: OpenedCheckpoint, training: TrainingState, place: Path) -> Any:
-    """Check that a checkpoint fits the training; returns the groups of this process's optimizers."""
+def _check(opened: OpenedCheckpoint, training: TrainingState, place: Path) -> str:
+    """Check that a checkpoint fits the training; returns the groups of this process's optimizers, as text."""
     metadata = opened.metadata
     if metadata.ties is None:
         kinds = _without_equal(opened.weights, training, place)
@@ -182,7 +187,7 @@ def _check(opened: OpenedCheckpoint, training: TrainingState, place: Path) -> An
             f"{place}: {format_names(strange)} is in {METADATA_FILE} or the files, not both"
         )
     groups = [] if training.optimizers is None else param_groups_of(training.optimizers, training.names)
-    return asdict(OptimizerState(groups))
+    return as_text(asdict(OptimizerState(groups)))
 
 
 def _require_ties(

@@ -7,7 +7,6 @@ classes of that library. The files that it refers to were written by ``torch.sav
 
 import io
 import pickle
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipec.checkpoint.plain_values import refusal
 from pipec.checkpoint.safetensors_files import TensorSpec, tensor_spec
 from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError
 
@@ -118,9 +118,7 @@ class TorchCheckpoint:
                 section: Any = _Section(file, place.offset, place.length)
                 return torch.load(section, map_location="cpu", weights_only=True)
         except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            strange = re.search(r"GLOBAL (\S+)", str(error))
-            reason = f"it names {strange[1]}, which is not run" if strange else str(error).partition("\n")[0]
-            raise CheckpointError(f"{path}: {name} cannot be read: {reason}") from error
+            raise CheckpointError(f"{path}: {name} cannot be read: {refusal(error)}") from error
 
 
 class _Section(io.RawIOBase):

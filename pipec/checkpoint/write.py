@@ -1,8 +1,6 @@
 """Writing a checkpoint: every process writes its part of the tensors, and rank 0 the rest."""
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -22,20 +20,18 @@ from pipec.checkpoint.file_layout import (
     write_tensors,
 )
 from pipec.checkpoint.hugging_face import index_name, write_config
-from pipec.checkpoint.json_values import encode_value
 from pipec.checkpoint.manifest import FileChecksum
 from pipec.checkpoint.metadata import (
     METADATA_FILE,
     CheckpointMetadata,
-    RandomStates,
     SchedulerState,
-    random_state,
+    plain_position,
 )
 from pipec.checkpoint.optimizer_state import merge_states, parse_state, state_shards
+from pipec.checkpoint.plain_values import as_text, describe, from_text, plain
 from pipec.checkpoint.safetensors_files import TensorWriter
 from pipec.checkpoint.shards import SavedTensor, TensorShard, assign_writers, gather_shards
 from pipec.checkpoint.staging_directory import StagingDirectory, require_replaceable
-from pipec.checkpoint.stream_positions import encode_position
 from pipec.checkpoint.training_state import PROFILE, TrainingState
 from pipec.errors import InputError
 from pipec.runtime.step.ranks import BackgroundRanks
@@ -106,7 +102,7 @@ class CheckpointDraft:
         self._place = StagingDirectory(directory)
         self._activity = f"saving to {directory}"
         self._texts = {
-            METADATA_FILE: metadata.text(),
+            METADATA_FILE: metadata.file(),
             index_name(training.model): weight_index(self._files["model"]),
         }
 
@@ -185,24 +181,27 @@ def _document(training: TrainingState, extra: Any) -> tuple[CheckpointMetadata, 
     """The metadata, equal on all processes, and this process's tensors of the optimizers' state."""
     state: list[TensorShard] = []
 
-    def describe() -> dict[str, Any]:
+    def describe_own() -> str:
         nonlocal state
         training.require_memory()
         optimizer = None
         if training.optimizers is not None:
             optimizer, state = state_shards(training.optimizers, training.names, training.shapes)
-        return {
-            "random": random_state(),
-            "optimizer": None if optimizer is None else asdict(optimizer),
-            "schedulers": [asdict(SchedulerState.of(each)) for each in training.schedulers],
-            "position": encode_position(training.position),
-            "extra": _digest(encode_value(extra, "extra")),
-        }
+        return as_text(
+            {
+                "random": torch.get_rng_state(),
+                "optimizer": None if optimizer is None else asdict(optimizer),
+                "schedulers": [asdict(SchedulerState.of(each)) for each in training.schedulers],
+                "position": plain_position(training.position),
+                "extra": describe(plain(extra, "extra")),
+            }
+        )
 
-    every = call_on_all_ranks(training.ranks, "describing the training", describe)
+    texts = call_on_all_ranks(training.ranks, "describing the training", describe_own)
+    every = [from_text(each) for each in texts]
     require_equal([each["extra"] for each in every], "extra", "pass the same value on every rank")
-    schedulers = [each["schedulers"] for each in every]
-    require_equal(schedulers, "the scheduler", "let the same schedulers step on every rank")
+    described = [describe(each["schedulers"]) for each in every]
+    require_equal(described, "the scheduler", "let the same schedulers step on every rank")
     found = [parse_state(each["optimizer"]) for each in every if each["optimizer"] is not None]
     if found and len(found) < len(every):
         raise InputError("some ranks passed an optimizer and others did not; pass it on every rank")
@@ -212,16 +211,12 @@ def _document(training: TrainingState, extra: Any) -> tuple[CheckpointMetadata, 
             training.num_steps,
             dict(training.ties),
             list(training.frozen),
-            RandomStates.of([each["random"] for each in every]),
+            [each["random"] for each in every],
             optimizer,
-            [SchedulerState(**each) for each in schedulers[0]],
+            [SchedulerState(**each) for each in every[0]["schedulers"]],
             [each["position"] for each in every[: training.num_replicas]],
-            encode_value(extra, "extra"),
+            plain(extra, "extra"),
             training.loss_scale,
         ),
         state,
     )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

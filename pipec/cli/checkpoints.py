@@ -71,7 +71,7 @@ def _rest(metadata: "CheckpointMetadata") -> dict[str, Any]:
             for group in groups
         ],
         "schedulers": [each.class_name for each in metadata.schedulers],
-        "ranks": len(metadata.random.of_rank),
+        "ranks": len(metadata.random),
         "position": [each.num_batches for each in metadata.stream_positions()],
         "has_extra": metadata.extra is not None,
     }

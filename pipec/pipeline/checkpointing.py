@@ -108,7 +108,7 @@ class Checkpoints:
         if self._steps.updates is not None:
             self._steps.updates.drop_gradients()
             self._follow_loss_scale(metadata.loss_scale)
-        return metadata.value_of_extra()
+        return metadata.extra
 
     def save_pretrained(self, directory: str | Path) -> None:
         """As ``Pipeline.save_pretrained``."""

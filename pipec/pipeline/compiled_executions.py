@@ -115,6 +115,7 @@ class CompiledExecutions(Executions):
         self._checked_calls = CallCache()
         self._batch_axis_is_known = False
         self._made: dict[int, CompiledArtifact] = {}
+        self._last_made: dict[Mode, int] = {}
         self._valid_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
         self._has_looked_for_parts = False
         self._snapshot = ModelSnapshot(compiler.model)
@@ -225,7 +226,9 @@ class CompiledExecutions(Executions):
             self.agreement.exit_on_signal(self.drain)
             self._adopt_model_changes(self.snapshot())
             call = self.check_call(request.mode, arguments)
-            return self._run_here(request, call, refuses_mixed_rows)
+            fingerprint = self._fingerprint(request.mode, self._snapshot)
+            decision, signature = self._decide(request, call, fingerprint, (call.batch_size,))
+            return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
         call, refusal = ModelCall((), {}), None
         if self.batch != "rank0" or self.ranks.world.rank == 0:
             try:
@@ -234,12 +237,6 @@ class CompiledExecutions(Executions):
             except PipecError as error:
                 refusal = error
         return self._agree_across_ranks(request, call, refusal, refuses_mixed_rows)
-
-    def _run_here(self, request: CallRequest, call: ModelCall, refuses_mixed_rows: bool) -> CompiledCall:
-        """The call of a process that runs all ranks."""
-        fingerprint = self._fingerprint(request.mode, self._snapshot)
-        decision, signature = self._decide(request, call, fingerprint, (call.batch_size,))
-        return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
 
     def _agree_across_ranks(
         self, request: CallRequest, call: ModelCall, refusal: PipecError | None, refuses_mixed_rows: bool
@@ -398,8 +395,9 @@ class CompiledExecutions(Executions):
         whole = call if self.batch != "local" else None
         signature = CaptureSignature(key, self.compiler.cache.version(key, whole))
         values = variable_values(key.variables, call.leaves)
-        found = self.compiler.cache.find(signature, self._rows_to_compile(rows), call)
-        if found is not None:
+        size = rows[0] if len(rows) == 1 else self._rows_to_compile(rows)
+        found = self.compiler.cache.find(signature, size, call)
+        if found is not None and len(rows) > 1:
             self._require_one_graph(found, signature, rows, values)
         groups = None if found is None else [(made.number, sizes) for made, sizes in found]
         return _Decision(peek_seed()[0], rows, values, groups), signature
@@ -434,7 +432,7 @@ class CompiledExecutions(Executions):
             groups,
             decision.seed,
             peek_seed()[1],
-            (self.replica, self.num_replicas),
+            (self.replica, self.num_replicas) if len(decision.rows) > 1 else (0, 1),
             model_call=call,
             fingerprint=fingerprint,
             signature=signature,
@@ -460,8 +458,6 @@ class CompiledExecutions(Executions):
         self, groups: MicrobatchGroups, signature: CaptureSignature, rows: Sequence[int], values: Sizes
     ) -> None:
         """Refuse parts of a batch whose microbatches have sizes that one graph cannot serve."""
-        if len(rows) == 1:
-            return
         compiled, _ = groups[0]
         distinct = frozenset(replica_microbatch_sizes(rows, compiled.artifact.plan.num_microbatches)) - {0}
         served = compiled.number, distinct, tuple(values.values())
@@ -489,7 +485,8 @@ class CompiledExecutions(Executions):
             with materialized(tensors.values()):
                 groups = self.compiler.compile(signature, whole, change, refuses_mixed_rows, call, unknown)
                 read = self.compiler.cache.read(signature)
-            self._require_one_graph(groups, signature, decision.rows, decision.values)
+            if len(decision.rows) > 1:
+                self._require_one_graph(groups, signature, decision.rows, decision.values)
             self.variables.note(call, mode, groups[0][0].artifact.plan.fixed_sizes)
             self.compiler.cache.add(signature, rows, groups)
             kept = [made.number for made in self.compiler.cache.compiled]
@@ -502,8 +499,16 @@ class CompiledExecutions(Executions):
         self._checked_calls.clear()
         made = self._made | {compiled.number: compiled for compiled, _ in groups}
         self._made = {number: made[number] for number in kept}
+        if len(groups) == 1:
+            self._last_made[request.mode] = groups[0][0].number
         self.keep([each.artifact for each in self._made.values()])
         return [(compiled.number, sizes) for compiled, sizes in groups]
+
+    def saved(self) -> dict[Mode, CompiledArtifact]:
+        last = {mode: self._made.get(number) for mode, number in self._last_made.items()}
+        made = {mode: each for mode, each in last.items() if each is not None and mode is not Mode.TRAIN}
+        trained = [each for each in self._made.values() if each.artifact is self.trained]
+        return made | {Mode.TRAIN: trained[0] if trained else CompiledArtifact(self.artifact, None, {})}
 
     def matching(self, first: Call, arguments: CallArguments) -> Call | None:
         assert isinstance(first, CompiledCall)
@@ -605,7 +610,9 @@ class CompiledExecutions(Executions):
         check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
         refuse_active_mode()
         key, leaves = CallKey.of(self.compiler.model, args, kwargs, target, mode is Mode.FORWARD)
-        if mode is Mode.TRAIN and (key is None or any(map(_requires_grad, leaves))):
+        if mode is Mode.TRAIN and (
+            key is None or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        ):
             refuse_input_gradients(ModelCall(args, kwargs, target))
         cached = self._checked_calls.get(key) if key else None
         if cached is None:
@@ -638,10 +645,6 @@ def _form(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
     splits = call.split, call.ambiguous_leaves
     return *splits, call.strided, call.keyword_order, call.marked, call.repeated
-
-
-def _requires_grad(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 _TRAINED, _ROWS = 0, 1

@@ -4,14 +4,15 @@ import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from pipec.artifact.artifact import Artifact
+from pipec.artifact.artifact import MODE_FOLDERS, Artifact
 from pipec.artifact.verification import read_verified
 from pipec.errors import InputError
-from pipec.ir import SyncSpec, Value
+from pipec.ir import Mode, SyncSpec, Value
 from pipec.ir.argument_checks import (
     DEVICES,
     KERNELS,
@@ -64,6 +65,11 @@ def load(
     """
     check_arguments(LOAD, locals())
     artifact, tensors = read_verified(Path(directory))
+    evaluations = {
+        mode: read_verified(Path(directory) / folder)[0]
+        for mode, folder in MODE_FOLDERS.items()
+        if (Path(directory) / folder).exists()
+    }
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout, kernels)
     if ranks.count != num_ranks:
@@ -73,7 +79,7 @@ def load(
         )
     check_sync_spec(artifact.plan.sync_spec, optimizer, clip_grad_norm)
     require_source(kernels, artifact.plan)
-    return pipeline_of(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight)
+    return pipeline_of(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight, evaluations)
 
 
 LOAD = {
@@ -95,9 +101,10 @@ def pipeline_of(
     optimizer: Factory | None = None,
     max_norm: float | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
+    evaluations: Mapping[Mode, Artifact] = MappingProxyType({}),
 ) -> Pipeline:
-    """A pipeline that runs the artifact, with these tensors."""
-    plan = artifact.plan
+    """A pipeline that runs the artifact, and those of evaluations, with these tensors."""
+    plan, artifacts = artifact.plan, {Mode.TRAIN: artifact, **evaluations}
     names = _tensors_of(artifact, tensors, ranks)
     loss_scale, updates = LossScale() if plan.sync_spec.has_loss_scale else None, None
     if optimizer is not None:
@@ -110,7 +117,7 @@ def pipeline_of(
             else "the artifact was compiled without a function as microbatch_weight, and takes none; "
             "leave it out"
         )
-    executions = functools.partial(GivenExecutions, artifact=artifact, microbatch_weight=microbatch_weight)
+    executions = functools.partial(GivenExecutions, artifacts=artifacts, microbatch_weight=microbatch_weight)
     return Pipeline(names, ranks, updates, executions)
 
 

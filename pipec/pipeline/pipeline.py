@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 import time
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipec.artifact.artifact import Artifact, write_artifact
+from pipec.artifact.artifact import MODE_FOLDERS, Artifact, write_artifact
 from pipec.checkpoint.all_ranks import call_on_rank_0
+from pipec.console import notice
 from pipec.errors import InputError
 from pipec.ir import Mode, Program, RankMemory
 from pipec.ir.argument_checks import check_arguments
@@ -178,7 +178,6 @@ class Pipeline(ConvertedModule):
             ExecutionError, TransportError: a rank failed.
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
-        refuse_wrappers()
         request = CallRequest("step", Mode.TRAIN, True) if outputs else STEP
         call = self._executions.agree(request, CallArguments(args, kwargs, target))
         self._stream.leave_last()
@@ -371,7 +370,7 @@ class Pipeline(ConvertedModule):
         check_arguments(METHOD_ARGUMENTS, locals())
         model = self._executions.model
         if model is None:
-            self._executions.require_mode(mode)
+            self._executions.set_mode(mode)
             return self
         if not mode and self.training:
             self._modes_before_eval = {each: each.training for each in model.modules()}
@@ -384,8 +383,7 @@ class Pipeline(ConvertedModule):
         executions = self.__dict__.get("_executions")
         if executions is None:
             return True
-        model = executions.model
-        training: bool = executions.artifact.plan.training if model is None else model.training
+        training: bool = executions.training
         return training
 
     @training.setter
@@ -994,19 +992,23 @@ class Pipeline(ConvertedModule):
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
 
+        These are what ``step`` runs, and what the last ``eval_step`` and call have run, if there were any.
         With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
         rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all, and returns once
         the directory is complete.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         values = self._gather("save", self._tensors.names.unique(), all_ranks=False) if tensors else None
-        names = self._tensors.names
-        artifact = dataclasses.replace(
-            self._artifact,
-            ties={name: first for name, first in names.canonical.items() if name != first},
-            unsaved=sorted(names.buffers.keys() - names.persistent),
-        )
-        write = functools.partial(write_artifact, artifact, Path(directory), values)
+        names, saved = self._tensors.names, {}
+        ties = {name: first for name, first in names.canonical.items() if name != first}
+        for mode, compiled in self._executions.saved().items():
+            try:
+                saved[mode] = compiled.as_saved(ties, sorted(names.buffers.keys() - names.persistent))
+            except NotImplementedError as error:
+                notice(f"the artifact is without the {mode} that was compiled: {error}")
+        artifact = saved.pop(Mode.TRAIN)
+        others = {MODE_FOLDERS[mode]: other for mode, other in saved.items()}
+        write = functools.partial(write_artifact, artifact, Path(directory), values, others)
         if tensors and self.ranks.world.is_distributed:
             call_on_rank_0(self.ranks, f"saving to {directory}", write)
         elif self.ranks.world.rank == 0:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
-from pipec.capture.model_loss import LossPath, with_loss
 from pipec.console import warn
 from pipec.errors import InputError
 from pipec.runtime.held_gradients import HeldGradients
@@ -25,6 +24,7 @@ from pipec.torch_compat import pytree
 from pipec.torch_compat.run_time import ConvertedModule, share_registries
 
 if TYPE_CHECKING:
+    from pipec.capture.model_loss import LossPath
     from pipec.pipeline.pipeline import Pipeline
 
 
@@ -39,7 +39,9 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
     _pipe: "Pipeline"
     _model: nn.Module
 
-    def __init__(self, pipe: "Pipeline", model: nn.Module, outputs: bool, loss_path: LossPath | None) -> None:
+    def __init__(
+        self, pipe: "Pipeline", model: nn.Module, outputs: bool, loss_path: "LossPath | None"
+    ) -> None:
         super().__init__()
         self._outputs, self._loss_path = outputs, loss_path
         self._anchor = torch.zeros((), requires_grad=True)
@@ -72,11 +74,11 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         if not self._outputs:
             return committing
         output = self._explaining(output, _LOSS_OUTSIDE)
-        return (
-            (committing, output)
-            if self._pipe.has_loss_fn
-            else with_loss(output, self._loss_path, loss, committing)
-        )
+        if self._pipe.has_loss_fn:
+            return committing, output
+        from pipec.capture.model_loss import with_loss  # which a saved artifact does without
+
+        return with_loss(output, self._loss_path, loss, committing)
 
     def _step(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[Tensor, Any], "StepGradients"]:
         """Loss and output of a step, and its gradients, which are not in ``.grad``."""
@@ -187,7 +189,7 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
 
 
 def make_module(
-    pipe: "Pipeline", model: nn.Module, outputs: bool, loss_path: LossPath | None
+    pipe: "Pipeline", model: nn.Module, outputs: bool, loss_path: "LossPath | None"
 ) -> PipelineModule:
     """The module of a pipeline. Its class has the signature of the model's, which loops look up."""
     if pipe.has_loss_fn:

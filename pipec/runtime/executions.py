@@ -176,8 +176,17 @@ class Executions:
     def adopt_model_changes(self) -> None:
         """Take over tensors that the model was given."""
 
-    def require_mode(self, training: bool) -> None:
-        """Raise InputError if there is no code for this mode."""
+    def saved(self) -> dict[Mode, CompiledArtifact]:
+        """What a saved artifact holds: what runs a step, and evaluations that were compiled."""
+        raise NotImplementedError
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return True if self.model is None else self.model.training
+
+    def set_mode(self, training: bool) -> None:
+        """Run in this mode. Raises InputError if there is no code for it."""
 
     def copied(self, model: nn.Module) -> "MakeExecutions":
         """Makes the executions of a copy of the model."""
@@ -218,37 +227,40 @@ class Executions:
         self.steps.count(found, self.trained)
         return result.loss
 
-    def train(self, call: Call, on_started: OnStarted = nothing) -> Any:
+    def train(self, call: Call, on_started: OnStarted | None = None) -> Any:
         """Make a step, and count it. Returns what ``loss`` does."""
         leaves_gradients = self.steps.updates is None and self.agreement.is_distributed
-        parameters = self.tensors.names.parameters.values() if leaves_gradients else ()
-        unmark(parameters)
+        parameters = self.tensors.names.parameters.values()
+        if leaves_gradients:
+            unmark(parameters)
         loss = self.loss(call, on_started)
         if leaves_gradients and self.tensors.are_spread:
             mark(parameters)
         self.steps.count(self.execution(call.first.artifact).non_finite, self.trained)
         return loss
 
-    def loss(self, call: Call, on_started: OnStarted = nothing) -> Any:
+    def loss(self, call: Call, on_started: OnStarted | None = None) -> Any:
         """The loss of a step, and if it was requested, the model's output. The logs are kept."""
-        results, plan = self.run(call, on_started), call.first.artifact.plan
+        first = call.first
+        results, plan = self.run(call, on_started), first.artifact.plan
         self.steps.logs = {
             name: results[kept] for name, kept in zip(plan.log_names, plan.outputs[1:], strict=False)
         }
         loss = results["loss"]
         if not call.request.outputs:
             return loss
-        return loss, _output_of(call.first, results, plan.outputs[1 + len(plan.log_names) :])
+        return loss, _output_of(first, results, plan.outputs[1 + len(plan.log_names) :])
 
     def output(self, call: Call) -> Any:
         """The model's output."""
         return _output_of(call.first, self.run(call), call.first.artifact.plan.outputs)
 
-    def run(self, call: Call, on_started: OnStarted = nothing) -> Mapping[str, Tensor]:
+    def run(self, call: Call, on_started: OnStarted | None = None) -> Mapping[str, Tensor]:
         """The results of a call, by their names in the plan."""
         if any(compiled.artifact.has_random_operators for compiled, _ in call.groups):
             advance_default_generator(call.generator_after)
-        on_started()
+        if on_started is not None:
+            on_started()
         if call.request.mode is Mode.TRAIN:
             return self._run_groups(call)
         with self.unsharded([compiled.artifact.plan for compiled, _ in call.groups]):
@@ -256,7 +268,8 @@ class Executions:
 
     def _run_groups(self, call: Call) -> Mapping[str, Tensor]:
         executions = [self.execution(compiled.artifact) for compiled, _ in call.groups]
-        plan, axes, steps = call.first.artifact.plan, call.first.axes, self.steps
+        first, steps = call.first, self.steps
+        plan, axes = first.artifact.plan, first.axes
         if len(call.groups) > 1 and plan.sync_spec.may_skip_step:
             raise InputError(
                 "the microbatches of the batch have two sizes, and each needs a graph of its own, because "

@@ -1,6 +1,6 @@
 """The executions of a saved artifact: no model and no compiler, only the plan, the code and the programs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,79 +39,120 @@ class Leaves(CallArguments):
 
 
 class GivenExecutions(Executions):
-    """Makes the steps of an artifact, for arguments of the shapes that it was compiled for."""
+    """Runs the artifacts of a folder, for arguments of the shapes that they were compiled for."""
 
     def __init__(
         self,
         tensors: Tensors,
         agreement: CallAgreement,
         steps: StepState,
-        artifact: Artifact,
+        artifacts: Mapping[Mode, Artifact],
         microbatch_weight: MicrobatchWeight | None,
     ) -> None:
-        self._plan = artifact.plan
-        super().__init__(tensors, agreement, steps, microbatch_weight or self._plan.microbatch_weight)
-        self.trained = artifact
-        self._compiled = CompiledArtifact(artifact, None, {})
-        self.has_target = any(path.startswith("target") for path in self._plan.arguments)
-        tensors.owner_ranks = owner_ranks(self._plan)
+        self._given = {mode: CompiledArtifact.of(each) for mode, each in artifacts.items()}
+        self.trained = artifacts[Mode.TRAIN]
+        weight = microbatch_weight or self.trained.plan.microbatch_weight
+        super().__init__(tensors, agreement, steps, weight)
+        self.trained, self._training = artifacts[Mode.TRAIN], artifacts[Mode.TRAIN].plan.training
+        self.has_target = any(path.startswith("target") for path in self.trained.plan.arguments)
+        owners = [owner_ranks(each.plan) for each in artifacts.values()]
+        tensors.owner_ranks = {
+            fqn: tuple(dict.fromkeys(rank for own in owners for rank in own.get(fqn, ())))
+            for fqn in dict.fromkeys(name for own in owners for name in own)
+        }
+
+    def saved(self) -> dict[Mode, CompiledArtifact]:
+        return self._given
+
+    @property
+    def training(self) -> bool:
+        return self._training
+
+    def set_mode(self, training: bool) -> None:
+        if training not in {each.artifact.plan.training for each in self._given.values()}:
+            made, call = ("evaluation", "train") if training else ("training", "eval")
+            raise InputError(
+                f"this artifact holds the step of a model in {made} mode, and no other code. Call {call}() "
+                "on the pipeline of pipec.compile, then prepare(...) or eval_step(...), and save(...)"
+            )
+        self._training = training
+
+    def _chosen(self, request: CallRequest) -> CompiledArtifact:
+        """What runs a call. Raises InputError if it was not saved, or for the other mode of the model."""
+        given = self._given.get(request.mode)
+        plan = None if given is None else given.artifact.plan
+        if given is None or (request.outputs and plan and len(plan.outputs) == 1 + len(plan.log_names)):
+            raise InputError(
+                f"{request.name} was called, but this artifact holds no code for it; call that, or "
+                f"prepare(...) for a step, on the pipeline of pipec.compile, and then save(...)"
+            )
+        if given.artifact.plan.training != self._training:
+            made, now = (
+                ("training", "evaluation") if given.artifact.plan.training else ("evaluation", "training")
+            )
+            raise InputError(
+                f"{request.name} was called in {now} mode, but the artifact holds its code for {made} mode; "
+                f"call {'train' if given.artifact.plan.training else 'eval'}() before"
+            )
+        return given
 
     def agree(self, request: CallRequest, arguments: CallArguments) -> Call:
-        """The step that all ranks make. Raises InputError if the arguments are not those of the artifact."""
-        if request.mode is not Mode.TRAIN or request.outputs:
-            raise InputError(
-                f"{request.name} was called, but this artifact holds a step without outputs, and no other "
-                "code; call what pipec.compile returns"
-            )
-        call = self._checked(arguments)
+        """The call that all ranks make. Raises InputError if the arguments are not those of the artifact."""
+        call = self._checked(request, arguments)
         self.drain()
         if not self.agreement.is_distributed:
             self.agreement.exit_on_signal(self.drain)
             return call
-        description = self._described(call) | self.agreement.describe_updates()
-        answer = self.agreement.require_same_call("step", description, lambda _: call.seed)
+        description = self._described(call)
+        if request.mode is Mode.TRAIN:
+            description |= self.agreement.describe_updates()
+        answer = self.agreement.require_same_call(request.name, description, lambda _: call.seed)
         self.agreement.exit_on_signal(self.drain, answer)
         return replace(call, seed=answer.value)
 
-    def require_mode(self, training: bool) -> None:
-        if training != self._plan.training:
-            made, call = ("training", "eval") if self._plan.training else ("evaluation", "train")
-            raise InputError(
-                f"this artifact holds the step of a model in {made} mode, and no other code. Call {call}() "
-                "on the pipeline of pipec.compile, then prepare(...) and save(...)"
-            )
-
     def matching(self, first: Call, arguments: CallArguments) -> Call | None:
-        call = self._checked(arguments)
+        call = self._checked(STEP, arguments)
         is_equal = (call.groups, call.values) == (first.groups, first.values)
         return replace(call, seed=first.seed) if is_equal else None
 
     def describe_batch(self, arguments: CallArguments) -> CallDescription:
-        return self._described(self._checked(arguments))
+        return self._described(self._checked(STEP, arguments))
 
     def _described(self, call: Call) -> CallDescription:
-        return {given.path: describe_leaf(_leaf(given, call.leaves)) for given in self._plan.inputs}
+        return {
+            given.path: describe_leaf(_leaf(given, call.leaves)) for given in call.first.artifact.plan.inputs
+        }
 
-    def _checked(self, arguments: CallArguments) -> Call:
+    def _checked(self, request: CallRequest, arguments: CallArguments) -> Call:
         """The call. Raises InputError if the arguments are not those of the artifact."""
+        given = self._chosen(request)
         if isinstance(arguments, Leaves):
-            return self._check_call(arguments.args, lambda leaves: (leaves, {}, None))
+            return self._check_call(request, given, arguments.args, lambda leaves: (leaves, {}, None))
         kwargs = dict(sorted(arguments.kwargs.items()))
         tree = {"args": arguments.args, "kwargs": kwargs, "target": arguments.target}
         found, structure = pytree.tree_flatten_with_path(tree)
         paths = [leaf_path(keys) for keys, _ in found]
-        if paths != list(self._plan.arguments):
+        expected = given.artifact.plan.arguments
+        if paths != list(expected):
             raise InputError(
-                f"step was given {_listed(paths)}; this artifact was made for "
-                f"{_listed(self._plan.arguments)}. Pass the same, by position or by name as there"
+                f"{request.method} was given {_listed(paths)}; this artifact was made for "
+                f"{_listed(expected)}. Pass the same, by position or by name as there"
             )
         return self._check_call(
+            request,
+            given,
             [leaf for _, leaf in found],
             lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
         )
 
-    def _check_call(self, leaves: Sequence[Any], unflatten_call: UnflattenCall) -> Call:
-        plan = self._plan
+    def _check_call(
+        self,
+        request: CallRequest,
+        given: CompiledArtifact,
+        leaves: Sequence[Any],
+        unflatten_call: UnflattenCall,
+    ) -> Call:
+        plan = given.artifact.plan
         if plan.repeated not in (None, repeated_tensors(leaves)):
             same = [f"{plan.arguments[k]} is {plan.arguments[first]}" for k, first in plan.repeated]
             raise InputError(
@@ -123,8 +164,8 @@ class GivenExecutions(Executions):
         leaves = [_rows_in_front(plan, k, as_contiguous(leaf), rows) for k, leaf in enumerate(leaves)]
         sizes = split_sizes(rows, plan.num_microbatches)
         values = _values(plan, leaves)
-        for given in plan.inputs:
-            _check(given, leaves, {"b": rows, **values}, plan.batch_axes[given.position])
+        for leaf in plan.inputs:
+            _check(leaf, leaves, {"b": rows, **values}, plan.batch_axes[leaf.position])
         distinct = {*sizes} - {0}
         if not plan.dynamic_batch and distinct != {plan.microbatch_size}:
             raise InputError(
@@ -135,8 +176,8 @@ class GivenExecutions(Executions):
         _check_guards(plan, distinct, values)
         if plan.model_collectives:
             require_equal_rows(sizes)
-        groups = [(self._compiled, sizes)]
-        return Call(STEP, leaves, unflatten_call, plan.batch_axes, rows, values, groups, *peek_seed())
+        groups = [(given, sizes)]
+        return Call(request, leaves, unflatten_call, plan.batch_axes, rows, values, groups, *peek_seed())
 
 
 def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:

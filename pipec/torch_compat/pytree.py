@@ -11,6 +11,8 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_flatten
 
 __all__ = [
     "TreeSpec",
+    "dump_structure",
+    "load_structure",
     "register_pytree_node",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -53,3 +55,14 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 def tree_map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree: Any) -> Any:
     """The same where a leaf is of a class, or one of some; the other leaves stay."""
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
+
+
+def dump_structure(structure: TreeSpec) -> str:
+    """The structure as text. Raises NotImplementedError if it has classes that torch cannot name."""
+    text: str = _pytree.treespec_dumps(structure)  # type: ignore[arg-type]
+    return text
+
+
+def load_structure(text: str) -> TreeSpec:
+    """The structure that ``dump_structure`` returned."""
+    return _pytree.treespec_loads(text)

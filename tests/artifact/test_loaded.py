@@ -55,9 +55,12 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda p: p.step(), r"step was given target; this artifact was made for args\[0\], target"),
         (lambda p: p.source(2), "there is no stage 2: the pipeline has stages 0 to 1"),
         (lambda p: p.as_module(), "a loaded artifact has no model"),
-        (lambda p: p(X), "forward was called, but this artifact holds a step without outputs"),
-        (lambda p: p.eval_step(X, target=Y), "eval_step was called, but this artifact holds a step"),
-        (lambda p: p.step(X, target=Y, outputs=True), "step with outputs was called, but this artifact"),
+        (lambda p: p(X), "forward was called, but this artifact holds no code for it"),
+        (lambda p: p.eval_step(X, target=Y), "eval_step was called, but this artifact holds no code"),
+        (
+            lambda p: p.step(X, target=Y, outputs=True),
+            "step with outputs was called, but this artifact holds no",
+        ),
         (lambda p: p.join(), "the pipeline has batch=.same.; pass"),
     ],
     ids=[
@@ -276,3 +279,27 @@ def test_a_loaded_artifact_saves_and_resumes_as_the_pipeline_does(tmp_path: Path
     assert losses == losses[:1] * 5
     assert loaded.state_dict().keys() == pipe.state_dict().keys()
     assert loaded.num_steps == resumed.num_steps == 2
+
+
+def test_a_loaded_artifact_evaluates_what_was_evaluated_before(tmp_path: Path) -> None:
+    pipe = compiled(dynamic=True)
+    pipe.eval()
+    expected = pipe.eval_step(X, target=Y), pipe(X[:6])
+    pipe.train()
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved")
+    with pytest.raises(InputError, match=r"eval_step was called in training mode, but the artifact holds"):
+        loaded.eval_step(X, target=Y)
+    loaded.eval()
+    assert torch.equal(loaded.eval_step(X, target=Y), expected[0])
+    assert torch.equal(loaded(X[:6]), expected[1])
+    with pytest.raises(
+        InputError, match=r"step was called in evaluation mode, but the artifact holds its co"
+    ):
+        loaded.step(X, target=Y)
+    loaded.train()
+    assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
+    loaded.save(tmp_path / "again", tensors=True)
+    again, files = pipec.load(tmp_path / "again").eval(), sorted(tmp_path.glob("again/*/plan.json"))
+    assert [file.parent.name for file in files] == ["eval_step", "forward"]
+    assert torch.equal(again.eval_step(X, target=Y), loaded.eval().eval_step(X, target=Y))

@@ -113,7 +113,7 @@ def test_there_and_back_is_the_same_training(run: Run, saved: Path, tmp_path: Pa
     losses = run.train(3, 5)
     run.load(saved)
     assert run.train(3, 5) == losses
-    assert (tmp_path / "back" / "checkpoint.json").read_bytes() == (saved / "checkpoint.json").read_bytes()
+    assert (tmp_path / "back" / "checkpoint.pt").read_bytes() == (saved / "checkpoint.pt").read_bytes()
 
 
 def test_tied_weights_that_differ_are_refused(run: Run, tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ def test_what_is_in_a_checkpoint(run: Run, saved: Path, tmp_path: Path) -> None:
     assert [group["optimizer"] for group in facts["groups"]] == ["AdamW"] * 2
     assert f"{saved} is valid, after {facts['num_steps']} steps" in cli("show", saved)
     assert "is neither a checkpoint of pipec" in " ".join(cli("show", tmp_path, status=1).split())
-    content = bytearray((saved / "checkpoint.json").read_bytes())
+    content = bytearray((saved / "checkpoint.pt").read_bytes())
     content[100] ^= 1
-    (saved / "checkpoint.json").write_bytes(content)
+    (saved / "checkpoint.pt").write_bytes(content)
     for arguments in (("show", saved), ("convert", saved, tmp_path / "other")):
-        assert "checkpoint.json is not what was written" in " ".join(cli(*arguments, status=1).split())
+        assert "checkpoint.pt is not what was written" in " ".join(cli(*arguments, status=1).split())
     assert not (tmp_path / "other").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious").touch()

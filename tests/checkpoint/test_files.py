@@ -99,8 +99,8 @@ def test_no_checkpoint_and_a_foreign_folder(run: Run, tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.checkpoint.metadata.FORMAT", "pipec checkpoint 3")
-    with pytest.raises(pipec.CheckpointError, match="has format 'pipec checkpoint 2', and this version"):
+    monkeypatch.setattr("pipec.checkpoint.metadata.FORMAT", "pipec checkpoint 4")
+    with pytest.raises(pipec.CheckpointError, match="has format 'pipec checkpoint 3', and this version"):
         run.load(saved)
 
 

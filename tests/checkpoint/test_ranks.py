@@ -128,7 +128,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         attempt("optimizer", lambda: own.pipe.save_checkpoint(here / "saved", **given))
         print(sorted(path.name for path in here.glob("*saved*")))
         if rank == 1:
-            (here / "saved" / "checkpoint.json").write_text("{}")
+            (here / "saved" / "checkpoint.pt").write_text("{}")
         torch.distributed.barrier()
         before = {name: x.clone() for name, x in run.pipe.local_state_dict().items()}
         attempt("damaged", lambda: run.load(here / "saved"))
@@ -147,7 +147,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         assert mine[6].startswith("how InputError True the ranks do not make the same calls")
         assert mine[7].startswith("optimizer InputError True some ranks passed an optimizer")
         assert mine[8] == "['saved']"
-        assert "/saved/checkpoint.json has 2 bytes, not the" in mine[-3]
+        assert "/saved/checkpoint.pt has 2 bytes, not the" in mine[-3]
         assert mine[-2:] == ["True", "True"]
 
 

@@ -22,6 +22,7 @@ from torch import nn
 import pipec
 from pipec.api_arguments import parse_bytes
 from pipec.artifact.verification import read_verified
+from pipec.checkpoint import plain_values
 from pipec.checkpoint.convert import convert, open_checkpoint
 from pipec.checkpoint.manifest import checksum_of, write_manifest
 from pipec.cli.target import load_example
@@ -73,9 +74,11 @@ def damaged(draw: st.DrawFn, text: bytes) -> bytes:
 
 
 @st.composite
-def rewritten(draw: st.DrawFn, text: bytes) -> bytes:
-    """JSON that parses, with something else in one or two places."""
-    facts = json.loads(text)
+def rewritten(
+    draw: st.DrawFn, text: bytes, loads: Any = json.loads, dumps: Callable[[Any], bytes] | None = None
+) -> bytes:
+    """JSON, or what ``loads`` reads, that parses, with something else in one or two places."""
+    facts = loads(text)
     for _ in range(draw(st.integers(1, 2))):
         node, steps = facts, draw(st.integers(1, 7))
         for _ in range(steps):
@@ -92,7 +95,7 @@ def rewritten(draw: st.DrawFn, text: bytes) -> bytes:
                 node.append(copy.deepcopy(node[0])) if draw(st.booleans()) else node.pop()
             else:
                 node.pop(draw(st.sampled_from(list(node))))
-    return json.dumps(facts, indent=1).encode()
+    return dumps(facts) if dumps is not None else json.dumps(facts, indent=1).encode()
 
 
 _VALUES = [
@@ -183,9 +186,10 @@ def test_a_checkpoint_with_new_sums_is_refused_or_as_good(
     for left in (place, converted):
         shutil.rmtree(left, ignore_errors=True)
     shutil.copytree(whole, place)
-    file = place / data.draw(st.sampled_from(["manifest.json", "checkpoint.json", "checkpoint.json"]))
+    file = place / data.draw(st.sampled_from(["manifest.json", "checkpoint.pt", "checkpoint.pt"]))
     text = file.read_bytes()
-    file.write_bytes(data.draw(damaged(text) | rewritten(text)))
+    forms = (plain_values.read, plain_values.written) if file.suffix == ".pt" else ()
+    file.write_bytes(data.draw(damaged(text) | rewritten(text, *forms)))
     manifest = place / "manifest.json"
     if file != manifest:
         sums = {name: checksum_of(place / name) for name in json.loads(manifest.read_bytes())["files"]}
