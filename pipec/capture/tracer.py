@@ -218,7 +218,8 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
                 waiting.insert(0, (name, symbolic))
                 errors.clear()
     assert dry_run is not None
-    raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
+    is_part = request.call.batch_size < request.whole_batch.batch_size
+    raise capture_error(errors, dry_run, tracer.refused_branch, is_part) from errors[0]
 
 
 def _refuse_cumulative_norms(model: nn.Module) -> None:

@@ -37,6 +37,7 @@ from pipec.compiler.infeasible import require_memory
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.tail_costs import tail_costs
+from pipec.errors import FailingModelError, PipecError
 from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
@@ -117,7 +118,14 @@ def _capture_first(
 ) -> tuple[TrainingGraph, Candidate, Sequence[int]]:
     """The graph of the first microbatch, the candidate that it allows, and the counts to try."""
     counts = candidate.counts(request.batch)
-    graph = _graph_of(request, candidate, split_sizes(request.batch, counts[0]))
+    try:
+        graph = _graph_of(request, candidate, split_sizes(request.batch, counts[0]))
+    except FailingModelError as failure:
+        if counts[0] == 1 or not _may_take_whole_batch(candidate):
+            raise
+        graph = _capture_whole(request, candidate, failure)
+        whole = replace(candidate, num_microbatches=1) if request.trains else candidate
+        return graph, _restricted_by(graph, whole), [1]
     candidate = _restricted_by(graph, candidate)
     counts = candidate.counts(request.batch)
     if _takes_whole_batch(request, candidate, graph):
@@ -153,12 +161,29 @@ def _restricted_by(graph: TrainingGraph, candidate: Candidate) -> Candidate:
     return candidate
 
 
+def _may_take_whole_batch(candidate: Candidate) -> bool:
+    """Whether the batch may be one microbatch: the user has asked for no other number, nor for replicas."""
+    return candidate.num_microbatches is None and candidate.policy.replicas == 1
+
+
+def _capture_whole(
+    request: CompileRequest, candidate: Candidate, failure: FailingModelError
+) -> TrainingGraph:
+    """The graph of the whole batch, for a model that fails on fewer rows, as with an adjacency matrix."""
+    try:
+        graph = _graph_of(request, candidate, [request.batch])
+    except PipecError:
+        raise failure from None
+    request.compiler.warn(f"a step has one microbatch, the whole batch: with fewer rows, {failure.what}")
+    return graph
+
+
 def _takes_whole_batch(request: CompileRequest, candidate: Candidate, graph: TrainingGraph) -> bool:
     """Whether the batch must be one microbatch, because its rows depend on one another; warns if so.
 
     False if the user asked for several microbatches or replicas: ``require_independent_rows`` refuses then.
     """
-    if request.refuses_mixed_rows or candidate.num_microbatches is not None or candidate.policy.replicas != 1:
+    if request.refuses_mixed_rows or not _may_take_whole_batch(candidate):
         return False
     findings = request.findings(graph)
     if dependence := findings.mixed_rows or findings.output:
