@@ -143,14 +143,15 @@ def capture_error(
         )
     if model_raised(first):
         first = next(filter(is_data_dependent_error, failures), first)
-    line = _line_of(first) or _line_of(last) or (_line_of(raised) if raised is not None else None)
+    known = _line_of(first) or _line_of(last)
+    line = known or (_line_of(raised) if raised is not None else None)
     where = f"\n  at {line}" if line else ""
     if model_raised(first):
         return CaptureError(
             f"{owner} fails while it is traced{where}\n  {error_summary(last)}\n{TRACES_DIFFERENTLY}"
         )
     reason = reason_of(first) + (f" Here {refused_branch}." if refused_branch else "")
-    found = f"{reason}\n{_innermost(first) or (line.text if line else '')}"
+    found = f"{reason}\n{_innermost(first) or (line.text if line and not known else '')}"
     advice = next(text for pattern, text in ADVICE if re.search(pattern, found))
     tried = "\n  ".join(dict.fromkeys(error_summary(failure) for failure in failures if failure is not first))
     return CaptureError(

@@ -103,7 +103,7 @@ class ModuleLoss(_Loss):
     def __iter__(self) -> Any:
         if self.dim() == 0:
             raise InputError(_LOSS_ALONE)
-        return super().__iter__()
+        return super().__iter__()  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no {name}: {_LOSS_ALONE}")

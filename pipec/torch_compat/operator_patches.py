@@ -89,7 +89,8 @@ def _covariance(
     product = centred @ (centred if weights is None else centred * weights).t().conj()
     left = count - lost
     left = left.clamp_min(0) if isinstance(left, torch.Tensor) else torch.sym_max(left, 0)
-    return (product / left).squeeze()
+    covariance: torch.Tensor = product / left
+    return covariance.squeeze()
 
 
 @contextlib.contextmanager
@@ -104,7 +105,7 @@ def inlined_reentrant_checkpoints() -> Iterator[None]:
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             return function(*args)
 
-    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign, assignment]
+    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
     try:
         yield
     finally:
