@@ -9,11 +9,12 @@ from torch import Tensor
 
 from pipec.capture.batch_inputs import observed_splits
 from pipec.capture.model_call import ModelCall
+from pipec.capture.number_lists import Arguments, lists_as_tensors
 from pipec.capture.sequence_first import sequence_first_spec
 from pipec.compiler.compile_cache import CompiledArtifact, MicrobatchGroups
 from pipec.compiler.compiler import Compiler
 from pipec.console import logger
-from pipec.errors import CaptureError, InputError, MixedRowsError, TargetRowsError
+from pipec.errors import CaptureError, FailingModelError, InputError, MixedRowsError, TargetRowsError
 from pipec.graph import PlainValues
 from pipec.ir import Mode
 from pipec.ir.batch_split import replica_microbatch_sizes, require_equal_rows, variable_values
@@ -55,9 +56,40 @@ class CompiledCalls:
         self._compiler, self._context, self._linked = compiler, context, linked
         self._owned, self._agreement, self._microbatch_weight = owned, agreement, microbatch_weight
         self._batch_axis_is_known = False
+        self._takes_lists: bool | None = None
         self._checked_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
 
     def agree(
+        self, request: CallRequest, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> CollectiveCall:
+        """The call that all ranks make, with its batch dimension found, and lists of a number for each row.
+
+        If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
+        """
+        given = Arguments(args, kwargs, target)
+        may_convert = self._agreement.batch == "same" and self._takes_lists is not True
+        tensors = lists_as_tensors(given) if may_convert else None
+        if tensors is None:
+            return self._agree_on_axis(request, *given)
+        if self._takes_lists is False:
+            return self._agree_on_axis(request, *tensors)
+        try:
+            collective_call = self._agree_on_axis(request, *given)
+            self.compiled(collective_call)
+        except (InputError, CaptureError) as failure:
+            self._agreement.checked_calls.clear()
+            self._takes_lists = False
+            try:
+                collective_call = self._agree_on_axis(request, *tensors)
+                self.compiled(collective_call)
+            except (FailingModelError, CaptureError):
+                self._takes_lists = None
+                raise failure from None
+        else:
+            self._takes_lists = True
+        return collective_call
+
+    def _agree_on_axis(
         self, request: CallRequest, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> CollectiveCall:
         """The call that all ranks make, with its batch dimension found.

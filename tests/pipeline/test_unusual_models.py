@@ -246,3 +246,78 @@ def test_an_adjacency_matrix_is_refused_in_several_microbatches_with_the_remedy(
     check_step(GraphNet().double(), (x, adjacency, y), microbatches=1)
     with pytest.raises(InputError, match=r"(?s)fails on these arguments(?!.*microbatch)"):
         pipec.compile(GraphNet().double(), devices=2, microbatches=1).step(x, adjacency[:, 1:], y)
+
+
+# lists of a number for each row
+
+
+class Speech(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, labels: Tensor, lengths: Any, label_lengths: Any) -> Tensor:
+        scores = self.last(self.first(x).relu()).log_softmax(-1)
+        return F.ctc_loss(scores.transpose(0, 1), labels, lengths, label_lengths)
+
+
+def speech() -> tuple[Tensor, Tensor, list[int], list[int]]:
+    torch.manual_seed(1)
+    lengths, label_lengths = torch.randint(9, 13, (16,)), torch.randint(2, 5, (16,))
+    x = torch.randn(16, 12, 6, dtype=torch.float64)
+    return x, torch.randint(1, 5, (16, 4)), lengths.tolist(), label_lengths.tolist()
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lengths_may_be_lists(kind: type) -> None:
+    x, labels, lengths, label_lengths = speech()
+    model = Speech().double()
+    eager = copy.deepcopy(model)
+    batched = {"labels": 0, "lengths": 0, "label_lengths": 0}
+    pipe = pipec.compile(model, devices=2, microbatches=4, batched=batched)
+    for order in (1, -1):
+        args = x, labels, kind(lengths[::order]), kind(label_lengths[::order])
+        pipe.zero_grad()
+        eager.zero_grad()
+        loss = eager(*args)
+        loss.backward()
+        assert torch.allclose(pipe.step(*args), loss.detach(), rtol=1e-12)
+        for parameter, expected in zip(pipe.parameters(), eager.parameters(), strict=True):
+            assert torch.allclose(parameter.grad, expected.grad, rtol=1e-9)
+
+
+def test_a_target_may_hold_lists() -> None:
+    x, labels, lengths, label_lengths = speech()
+    model = nn.Linear(6, 5).double()
+
+    def loss_fn(output: Tensor, target: dict[str, Any]) -> Tensor:
+        scores = output.log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, target["labels"], target["lengths"], target["label_lengths"])
+
+    target = {"labels": labels, "lengths": lengths, "label_lengths": label_lengths}
+    loss = loss_fn(model(x), target)
+    pipe = pipec.compile(model, devices=1, microbatches=4, loss_fn=loss_fn)
+    assert torch.allclose(pipe.step(x, target=target), loss.detach(), rtol=1e-12)
+
+
+def test_a_list_that_the_model_takes_stays_a_list() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor, y: Tensor, powers: list[int]) -> Tensor:
+            assert isinstance(powers, list)
+            return F.cross_entropy(self.layer(x) * sum(powers), y)
+
+    check_step(Scaled().double(), (*batch(), [*range(16)]))
+
+
+def test_what_fails_with_lists_and_with_tensors_says_why_with_lists() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+            raise ValueError(f"cannot take a {type(lengths).__name__}")
+
+    with pytest.raises(InputError, match="cannot take a list"):
+        pipec.compile(Failing(), devices=1, microbatches=4).step(batch()[0], [*range(16)])
