@@ -7,9 +7,10 @@ microbatch are its *size*.
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
 from pipec.capture.autocast import autocast, refuse_float16_weights
 from pipec.capture.graph_symbols import SpecializedVariableError
@@ -132,7 +133,7 @@ def _capture_first(
         counts = [1]
         candidate = replace(candidate, num_microbatches=1) if request.trains else candidate
     elif counts[0] > 1:
-        require_independent_rows(request.findings(graph), counts[0])
+        require_independent_rows(request.findings(graph), counts[0], _options(candidate))
     sizes = split_sizes(request.batch, counts[0])
     if not graph.is_valid_for(sizes[0], request.values):
         graph = _graph_of(request, candidate, sizes)
@@ -329,6 +330,11 @@ def _generate(request: CompileRequest, choice: _Choice) -> CompiledCall:
     return CompiledCall(groups, candidate, CompiledGraphs(tuple(graphs), artifacts))
 
 
+def _options(candidate: Candidate) -> Mapping[str, Any]:
+    """The options of the pipeline, with the replicas that follow from them."""
+    return {**candidate.options.recorded, "replicas": candidate.policy.replicas}
+
+
 def _check_microbatches(
     request: CompileRequest, candidate: Candidate, graph: TrainingGraph, sizes: Sequence[int]
 ) -> None:
@@ -346,7 +352,7 @@ def _check_microbatches(
     compiler.warn(changed_buffer_warning(graph, compiler.model, count))
     if count > 1:
         require_concatenable_outputs(graph)
-        require_independent_rows(request.findings(graph), count)
+        require_independent_rows(request.findings(graph), count, _options(candidate))
         if compiler.settings.requires_proof:
             require_proved_loss(graph.findings)
         for warning in batch_warnings(graph.findings):

@@ -197,6 +197,17 @@ class LoadedPipeline(PipelineBase):
 
     load_checkpoint = save_checkpoint
 
+    def modules(self) -> NoReturn:
+        """Refuse: what is changed in modules would change no stage."""
+        raise InputError(
+            "a loaded artifact has the code of its stages, and no modules of the model to set up or look at: "
+            "change the model, and compile and save it again. Parameters are in named_parameters()"
+        )
+
+    def apply(self, fn: object) -> NoReturn:
+        """Refuse, as ``modules``."""
+        self.modules()
+
 
 class _ArtifactCalls:
     """Makes the steps of an artifact, for arguments of the shapes that it was compiled for."""

@@ -328,7 +328,10 @@ class PipelineBase(ConvertedModule):
             updates = self._context.updates
             if updates is None or not updates.sharded_names:
                 return state
-            return {name: x if is_absent(x) else x.detach().clone() for name, x in state.items()}
+            return {
+                name: x.detach().clone() if isinstance(x, Tensor) and not is_absent(x) else x
+                for name, x in state.items()
+            }
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Give the tensors on the meta device memory on ``device``. Others keep their values, and move there.

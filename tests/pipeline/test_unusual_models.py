@@ -321,3 +321,38 @@ def test_what_fails_with_lists_and_with_tensors_says_why_with_lists() -> None:
 
     with pytest.raises(InputError, match="cannot take a list"):
         pipec.compile(Failing(), devices=1, microbatches=4).step(batch()[0], [*range(16)])
+
+
+# remedies
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last((hidden - hidden.mean(0)).relu())
+
+
+@pytest.mark.parametrize(
+    ("options", "offered", "left_out"),
+    [
+        ({}, "with microbatches=1; .*name the dimension.*microbatch_weight", "no replicas"),
+        ({"devices": 4, "replicas": 2}, "with microbatches=1 and no replicas;", ""),
+        ({"devices": 2, "stages": 1}, "with microbatches=1 and no replicas;", ""),
+        ({"batched": {"x": 0}}, "see that batched names the dimension", "name the dimension"),
+    ],
+    ids=["plain", "replicas", "stages", "batched"],
+)
+def test_remedies_are_those_that_are_not_taken_yet(
+    options: dict[str, Any], offered: str, left_out: str
+) -> None:
+    given = {"devices": 2, "microbatches": 4} | options
+    pipe = pipec.compile(Mixing().double(), loss_fn=F.cross_entropy, **given)
+    x, y = batch()
+    with pytest.raises(InputError, match=offered) as error:
+        pipe.step(x, target=y)
+    assert not left_out or left_out not in str(error.value)
