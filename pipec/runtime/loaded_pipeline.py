@@ -197,7 +197,7 @@ class LoadedPipeline(PipelineBase):
 
     load_checkpoint = save_checkpoint
 
-    def modules(self) -> NoReturn:
+    def modules(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse: what is changed in modules would change no stage."""
         raise InputError(
             "a loaded artifact has the code of its stages, and no modules of the model to set up or look at: "
