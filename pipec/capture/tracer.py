@@ -68,8 +68,7 @@ from pipec.torch_compat.operator_patches import (
     bound_ctc_loss_workspace,
     inlined_reentrant_checkpoints,
     skip_distribution_validation,
-    trace_covariance,
-    trace_recurrent_networks,
+    traced_otherwise,
 )
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 from pipec.torch_compat.unsupported import raise_if_unsupported
@@ -141,9 +140,8 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(lazy_graph_modules())
         stack.enter_context(cached_size_arithmetic())
         stack.enter_context(skip_distribution_validation())
-        stack.enter_context(trace_recurrent_networks(recurrent_network))
+        stack.enter_context(traced_otherwise(recurrent_network))
         stack.enter_context(bound_ctc_loss_workspace())
-        stack.enter_context(trace_covariance())
         stack.enter_context(inlined_reentrant_checkpoints())
         stack.enter_context(ignored_cudnn_flags())
         stack.enter_context(_without_fused_attention(step))
@@ -215,13 +213,17 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
                 waiting.insert(0, (name, symbolic))
                 errors.clear()
     assert dry_run is not None
-    raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
+    is_part = request.call.batch_size < request.whole_batch.batch_size
+    raise capture_error(errors, dry_run, tracer.refused_branch, is_part) from errors[0]
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _refuse_cumulative_norms(model: nn.Module) -> None:
     """Refuse batch norms whose statistics are means over all batches, whose number is in a tensor."""
     for path, module in model.named_modules():
-        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        is_norm = isinstance(module, _BATCH_NORMS)
         if is_norm and module.training and module.track_running_stats and module.momentum is None:
             raise CaptureError(
                 f"{path or 'the model'} is a {type(module).__name__}(momentum=None): its statistics are the "

@@ -26,12 +26,20 @@ from pipec.capture.batch_inputs import (
 from pipec.capture.call_cache import CallCache, CallKey
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
+from pipec.capture.number_lists import Arguments, lists_as_tensors
 from pipec.capture.sequence_first import sequence_first_spec
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
 from pipec.compiler.compiler import Compiler
 from pipec.console import logger, warn
-from pipec.errors import CaptureError, InputError, MixedRowsError, PipecError, TargetRowsError
+from pipec.errors import (
+    CaptureError,
+    FailingModelError,
+    InputError,
+    MixedRowsError,
+    PipecError,
+    TargetRowsError,
+)
 from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, same_objects, torch_values
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import (
@@ -114,6 +122,7 @@ class CompiledExecutions(Executions):
         self._plain_values: dict[Mode, PlainValues] = {}
         self._checked_calls = CallCache()
         self._batch_axis_is_known = False
+        self._takes_lists: bool | None = None
         self._made: dict[int, CompiledArtifact] = {}
         self._last_made: dict[Mode, int] = {}
         self._valid_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
@@ -163,6 +172,32 @@ class CompiledExecutions(Executions):
         return make
 
     def agree(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
+        """The call that all ranks make, with its batch dimension found, and lists of a number for each row.
+
+        If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
+        """
+        may_convert = self.batch == "same" and self._takes_lists is not True
+        given = Arguments(arguments.args, dict(arguments.kwargs), arguments.target)
+        tensors = lists_as_tensors(given) if may_convert else None
+        if tensors is None:
+            return self._agree_on_axis(request, arguments)
+        converted = CallArguments(*tensors)
+        if self._takes_lists is False:
+            return self._agree_on_axis(request, converted)
+        try:
+            call = self._agree_on_axis(request, arguments)
+        except (InputError, CaptureError) as failure:
+            self._checked_calls.clear()
+            self._takes_lists = False
+            try:
+                return self._agree_on_axis(request, converted)
+            except (FailingModelError, CaptureError):
+                self._takes_lists = None
+                raise failure from None
+        self._takes_lists = True
+        return call
+
+    def _agree_on_axis(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
         """The call that all ranks make, with its batch dimension found.
 
         It is dimension 0, unless the user says otherwise, or rows along dimension 0 depend on one another and
