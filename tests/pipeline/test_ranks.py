@@ -127,8 +127,8 @@ def train(fails):
 
 
 ON_TWO_HOSTS = """
-import pipec.runtime.messages.host_sockets
-pipec.runtime.messages.host_sockets._is_possible = lambda: False  # as on hosts, which share no memory
+import pipec.runtime.messages.shared_memory
+pipec.runtime.messages.shared_memory._host = lambda: ""  # as on hosts, which share no memory
 """
 
 

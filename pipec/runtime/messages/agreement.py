@@ -2,8 +2,8 @@
 
 All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
 digest of the arguments, and some numbers, such as rank 0's seed. Only if digests differ do they also
-exchange the descriptions themselves. These bytes go over a socket between ranks of one host, otherwise over
-the heartbeat connections: a rank waits for one that is between two calls as long as that one lives.
+exchange the descriptions themselves. These bytes go over the connections to rank 0: a rank waits for one
+that is between two calls as long as that one lives.
 """
 
 import contextlib
@@ -26,9 +26,8 @@ from pipec.errors import InputError, TransportError
 from pipec.runtime.messages.call_description import CallDescription, full_digest
 from pipec.runtime.messages.connections import Connections
 from pipec.runtime.messages.distributed_transport import DistributedTransport
-from pipec.runtime.processes.packets import PacketKind
+from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
-from pipec.runtime.processes.whereabouts import note_call
 
 S = TypeVar("S")
 
@@ -75,9 +74,7 @@ class Agreement:
         self._transport = transport
         self._timeout = timeout
         self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
-        self._same_host = transport.connect_same_host()
         self._channels = {peer: transport.channel(peer, PacketKind.CALL) for peer in self._peers}
-        self._fastest_channels: dict[int, Channel] = {**self._channels, **self._same_host}
         self._announcements = {peer: transport.channel(peer, PacketKind.ANNOUNCEMENT) for peer in self._peers}
         self._gloo = (
             transport.gloo_connections()
@@ -101,10 +98,9 @@ class Agreement:
             InputError: the descriptions differ. Every rank raises it, and stays usable.
             TransportError: some rank does not call this.
         """
-        note_call()
         padding = [0] * (_MAX_REPLY_VALUES - len(reply_values))
         own = _ROW.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *reply_values, *padding)
-        rows = [[*_ROW.unpack(row)] for row in self._start_exchange(self._fastest_channels, activity, own)()]
+        rows = [[*_ROW.unpack(row)] for row in self._start_exchange(self._channels, activity, own)()]
         is_required = any(row[2] == CallRole.REQUIRED for row in rows)
         compared = [row[:2] for row in rows if is_required or row[2] != CallRole.JOINED]
         if any(each != compared[0] for each in compared):
@@ -123,8 +119,7 @@ class Agreement:
 
     def hosts(self) -> list[int]:
         """The host of each rank, on every rank: the lowest rank with which it can share memory."""
-        own = min([self._transport.rank, *self._same_host])
-        return [int(text) for text in self._transport.all_gather_text(str(own))]
+        return self._transport.hosts
 
     def all_gather_flags(self, own: Sequence[bool]) -> list[list[bool]]:
         """The flags of each rank, on every rank."""

@@ -57,9 +57,6 @@ class Connections(Protocol):
     def receive_result(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """As ``receive``, for messages awaited after all others."""
 
-    def synchronize(self, work: Work) -> None:
-        """Wait on the host until a message is complete, so that its memory is free."""
-
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Connect groups for collectives. Every rank calls this with the same groups."""
 
@@ -122,9 +119,6 @@ class GlooConnections:
 
     def receive_result(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         return self.receive(tensor, peer, tag)
-
-    def synchronize(self, work: Work) -> None:
-        """Do nothing: a gloo message is complete when it has been waited for."""
 
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         for ranks in sorted({*groups} - self._groups.keys()):
