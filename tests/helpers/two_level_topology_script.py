@@ -1,7 +1,7 @@
 """Started on four ranks by a test: data parallelism on what the topology says are two hosts of two devices.
 
-Each rank prints, by the level of sharding, its losses, the bytes of its buckets and as on how many hosts they
-are summed, the bytes that its program sends to each rank, and all that it really sends in one step.
+Each rank prints, by the level of sharding, its losses, the bytes of its buckets, the bytes that its program
+sends to each rank, and all that it really sends in one step.
 """
 
 import functools
@@ -72,7 +72,6 @@ def facts(
             sends[each.peer] += sum(value_bytes(value, {"b": ROWS // RANKS}) for value in each.link.values)
     return {
         "losses": losses,
-        "hosts": [bucket.num_hosts for bucket in own],
         "bytes": sum(value_bytes(value, {}) for bucket in own for value in bucket.parameters),
         "sends": sends,
         "sent": dict(SENT),

@@ -118,6 +118,13 @@ def test_a_script_that_ends_is_a_failure_only_for_who_needs_it(three: list[Star]
     assert reason in error_of(lambda: left[1].receive(0 if leaver else 2, TEXT))
 
 
+def test_scripts_that_end_at_the_same_time_take_nobody_for_dead() -> None:
+    for _ in range(20):
+        for three in connected(3):
+            together([each.close for each in three])
+            assert [each._failure for each in three] == [None] * 3
+
+
 def test_the_first_failure_is_everybodys(three: list[Star]) -> None:
     three[1].fail("the backward is broken")
     expected = "rank 1: the backward is broken"

@@ -328,7 +328,7 @@ class Star:
         for connection in self._connections.values():
             connection.send(encode_packet(PacketKind.CLEAN_CLOSE, self.rank))
             connection.end_sending()
-        deadline = self._loop.time() + _JOIN_SECONDS / 2  # a peer that closes too has read everything
+        deadline = self._loop.time() + _JOIN_SECONDS / 4  # a peer that closes too has read everything
         while self._loop.time() < deadline and not all(x.is_over for x in self._connections.values()):
             await asyncio.sleep(_FLUSH_SECONDS)
         for connection in self._connections.values():
@@ -406,7 +406,9 @@ class Star:
             self._connections[target].send(encode_packet(kind, source, payload))
 
     def _end(self, rank: int) -> None:
-        """Note that a rank's connection has ended, and tell the others."""
+        """Note that a rank's connection has ended, and tell the others, unless this one closes too."""
+        if self._closing.is_set():
+            return
         if self._judge.end(rank):
             self._set_ended(f"rank {rank}: its script ended, or freed its pipeline, before this call")
         else:
