@@ -225,7 +225,7 @@ def test_strangers_are_not_let_in(three: list[Star]) -> None:
 
 def test_a_rank_cannot_be_replaced_by_another_with_the_secret(three: list[Star]) -> None:
     assert three[0]._server is not None
-    address = star.Address(("127.0.0.1",), three[0]._server.getsockname()[1], three[0]._secret)
+    address = rendezvous.Address(("127.0.0.1",), three[0]._server.getsockname()[1], three[0]._secret)
     with pytest.raises(OSError, match="another process listens"):
         address.connect(1)
     assert together([partial(gathered, each, b"x") for each in three]) == [[b"x"] * 3] * 3
@@ -243,14 +243,14 @@ def test_a_listener_without_the_secret_is_not_taken_for_rank_0(three: list[Star]
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        address = star.Address(("127.0.0.1",), server.getsockname()[1], b"secret")
+        address = rendezvous.Address(("127.0.0.1",), server.getsockname()[1], b"secret")
         with pytest.raises(OSError, match="another process listens"):
             address.connect(1)
         thread.join()
 
 
 def test_a_secret_is_not_printed() -> None:
-    assert "secret" not in repr(star.Address(("here",), 1, b"secret"))
+    assert "secret" not in repr(rendezvous.Address(("here",), 1, b"secret"))
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
@@ -325,7 +325,7 @@ def test_a_rank_0_that_died_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store, each = HashStore(), Star(1, 2, LONG)
-    store.set("address", star.Address(("127.0.0.1",), port, b"secret").to_text())
+    store.set("address", rendezvous.Address(("127.0.0.1",), port, b"secret").to_text())
     error = error_of(lambda: rendezvous.connect(each, store, LONG))
     assert f"rank 1 cannot reach rank 0 at port {port} of 127.0.0.1: its process died" in error
     each.close()
@@ -374,7 +374,7 @@ def test_ranks_that_were_started_again_do_not_meet_those_before(monkeypatch: pyt
             each.close()
             assert part.add("members", 1) <= 2  # as torch counts those of a process group
     with socket.create_server(("127.0.0.1", 0)) as server:
-        of_the_dead = star.Address(("127.0.0.1",), server.getsockname()[1], b"secret")
+        of_the_dead = rendezvous.Address(("127.0.0.1",), server.getsockname()[1], b"secret")
     store.set("pipec/0/address", of_the_dead.to_text())
     for each, _ in together([partial(meet_late, rank) for rank in (0, 1)]):
         each.close()

@@ -1,13 +1,17 @@
 """Connects the processes of a pipeline, which find rank 0 through torch's store."""
 
+import contextlib
 import functools
+import json
 import os
+import resource
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -16,7 +20,7 @@ from torch.distributed import PrefixStore, Store
 
 from pipec.errors import InputError, TransportError
 from pipec.runtime.processes.launch import World
-from pipec.runtime.processes.star import Address, PacketKind, Star
+from pipec.runtime.processes.star import PacketKind, Star, close_in_forks, greet
 
 T = TypeVar("T")
 
@@ -55,8 +59,9 @@ def connect(star: Star, store: Store, timeout: float) -> None:
     """
     query = functools.partial(_query_store, star=star, timeout=timeout)
     if star.rank == 0:
-        address = star.listen().to_text()
-        query(lambda: store.set(_ADDRESS, address))
+        server, address = _listen(star.num_ranks)
+        star.accept(server, address.secret)
+        query(lambda: store.set(_ADDRESS, address.to_text()))
         star.wait_for_all()
         query(lambda: store.delete_key(_ADDRESS))
         return
@@ -65,7 +70,7 @@ def connect(star: Star, store: Store, timeout: float) -> None:
         found = query(lambda: store.get(_ADDRESS).decode() if store.check([_ADDRESS]) else "")
         if found not in ("", tried):
             try:
-                return star.connect(Address.parse(found))
+                return _connect(star, Address.parse(found))
             except TransportError as error:
                 restarted = time.monotonic() + _RESTART_SECONDS * _agent_has_store()
                 tried, refused, deadline = found, error, min(deadline, restarted)
@@ -77,6 +82,78 @@ def connect(star: Star, store: Store, timeout: float) -> None:
                 "not started, died or hangs before it makes its pipeline"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _connect(star: Star, address: "Address") -> None:
+    """Connect to rank 0. Raises TransportError if its process cannot be reached."""
+    try:
+        star.follow(0, address.connect(star.rank))
+    except OSError as error:  # TimeoutError is one
+        what = "is stopped" if isinstance(error, TimeoutError) else "died"
+        raise TransportError(
+            f"rank {star.rank} cannot reach rank 0 at {address}: its process {what}, or the network between "
+            f"them is closed ({str(error) or type(error).__name__})"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Address:
+    """A port of rank 0, which may be reached at ``hosts``; both ends of a connection prove the ``secret``."""
+
+    hosts: tuple[str, ...]
+    port: int
+    secret: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"port {self.port} of {' or '.join(self.hosts)}"
+
+    def to_text(self) -> str:
+        return json.dumps([self.hosts, self.port, self.secret.hex()])
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        hosts, port, secret = json.loads(text)
+        return cls(tuple(hosts), port, bytes.fromhex(secret))
+
+    def connect(self, rank: int) -> socket.socket:
+        """Connect to the first host that knows the secret. Raises OSError without one."""
+        errors: list[OSError] = []
+        for host in self.hosts:
+            try:
+                connection = socket.create_connection((host, self.port), _CONNECT_SECONDS)
+            except OSError as error:
+                errors.append(error)
+                continue
+            try:
+                greet(connection, rank, self.secret)
+            except OSError as error:
+                errors.append(error)
+                connection.close()
+                continue
+            return connection
+        raise errors[-1]
+
+
+def _listen(num_ranks: int) -> tuple[socket.socket, Address]:
+    """A socket that the other ranks can connect to, and its address."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = soft + num_ranks if hard == resource.RLIM_INFINITY else min(soft + num_ranks, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    server = socket.create_server(("", 0), family=family, backlog=max(num_ranks, 128), dualstack_ipv6=ipv6)
+    server.setblocking(False)
+    close_in_forks(server)
+    hosts = dict.fromkeys([os.environ.get("MASTER_ADDR") or "127.0.0.1", _default_host()])
+    return server, Address(tuple(hosts), server.getsockname()[1], secrets.token_bytes(32))
+
+
+def _default_host() -> str:
+    """The address from which packets leave to other networks. Connecting UDP sends nothing."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737): it takes the default route
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
 
 
 def call_with_timeout(call: Callable[[], T], seconds: float, check: Callable[[], object] = lambda: None) -> T:
@@ -178,6 +255,7 @@ def _store_owner() -> str:
 
 _ADDRESS = "address"
 _POLL_SECONDS = 0.05
+_CONNECT_SECONDS = 5.0
 _RESTART_SECONDS = 30.0
 """Seconds in which rank 0 of this start replaces an address of an earlier start."""
 

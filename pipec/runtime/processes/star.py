@@ -19,7 +19,6 @@ import contextlib
 import hmac
 import json
 import os
-import resource
 import secrets
 import signal
 import socket
@@ -32,7 +31,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
@@ -79,7 +78,7 @@ class WaitScope:
 class Star:
     """The connection of one rank. The thread calls ``on_failure`` once the pipeline cannot go on.
 
-    Rank 0 calls ``listen`` and then ``wait_for_all``; the others call ``connect`` with its address.
+    Rank 0 calls ``accept`` and then ``wait_for_all``; the others greet it and ``follow`` rank 0.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
@@ -105,12 +104,10 @@ class Star:
 
     # How ranks find each other.
 
-    def listen(self) -> "Address":
-        """Accept the other ranks from now on; returns the address for their ``connect``."""
-        self._server, address = _listen(self.num_ranks)
-        self._secret = address.secret
+    def accept(self, server: socket.socket, secret: bytes) -> None:
+        """Let the other ranks, which know the secret, connect from now on."""
+        self._server, self._secret = server, secret
         self._loop.call_soon_threadsafe(lambda: self._start(self._accept()))
-        return address
 
     def wait_for_all(self) -> None:
         """Wait on rank 0 until every rank is connected. Raises TransportError, which names missing ranks."""
@@ -127,17 +124,20 @@ class Star:
                     raise TransportError(reason)
                 self._changed.wait(_POLL_SECONDS)
 
-    def connect(self, address: "Address") -> None:
-        """Connect to rank 0. Raises TransportError if its process cannot be reached."""
-        try:
-            connection = address.connect(self.rank)
-        except OSError as error:  # TimeoutError is one
-            what = "is stopped" if isinstance(error, TimeoutError) else "died"
-            raise TransportError(
-                f"rank {self.rank} cannot reach rank 0 at {address}: its process {what}, or the network "
-                f"between them is closed ({str(error) or type(error).__name__})"
-            ) from None
-        self._follow(0, connection)
+    def follow(self, rank: int, connection: socket.socket, answer: bytes = b"") -> None:
+        """Read a rank's packets from now on. On rank 0, it first gets the ``answer`` to its greeting."""
+        followed = _Connection(
+            self._loop, connection, lambda *x: self._take(rank, *x), lambda: self._end(rank)
+        )
+        with self._changed:
+            if answer:
+                followed.send(answer)
+                if self._failure is not None:
+                    followed.send(encode_packet(PacketKind.FAILURE, 0, self._failure.encode()))
+            self._connections[rank] = followed
+            self._judge.join(rank)
+            self._changed.notify_all()
+        self._loop.call_soon_threadsafe(followed.start)
 
     # Texts.
 
@@ -352,7 +352,7 @@ class Star:
         """Follow a connection whose greeting has the secret; close that of a stranger."""
         try:
             greeting = b""
-            async with asyncio.timeout(_CONNECT_SECONDS):
+            async with asyncio.timeout(_GREETING_SECONDS):
                 while len(greeting) < _GREETING.size:
                     part = await self._loop.sock_recv(connection, _GREETING.size - len(greeting))
                     if not part:
@@ -365,22 +365,7 @@ class Star:
         except (OSError, EOFError):  # TimeoutError is an OSError
             connection.close()
             return
-        self._follow(rank, connection, _proof(self._secret, b"rank 0", rank, nonce))
-
-    def _follow(self, rank: int, connection: socket.socket, answer: bytes = b"") -> None:
-        """Read a rank's packets from now on. On rank 0, it first gets the ``answer`` to its greeting."""
-        followed = _Connection(
-            self._loop, connection, lambda *x: self._take(rank, *x), lambda: self._end(rank)
-        )
-        with self._changed:
-            if answer:
-                followed.send(answer)
-                if self._failure is not None:
-                    followed.send(encode_packet(PacketKind.FAILURE, 0, self._failure.encode()))
-            self._connections[rank] = followed
-            self._judge.join(rank)
-            self._changed.notify_all()
-        self._loop.call_soon_threadsafe(followed.start)
+        self.follow(rank, connection, _proof(self._secret, b"rank 0", rank, nonce))
 
     def _take(self, rank: int, kind: PacketKind, other: int, payload: bytes) -> None:
         """Take a packet that arrived from ``rank``, for or from the ``other`` one."""
@@ -395,15 +380,12 @@ class Star:
             case PacketKind.ENDED:
                 self._set_ended(payload.decode())
             case _ if self.rank == 0 and other != 0:
-                self._forward(rank, other, kind, payload)
+                if other in self._connections:
+                    self._connections[other].send(encode_packet(kind, rank, payload))
             case _:
                 with self._changed:
                     self._arrived[rank if self.rank == 0 else other, kind].append(payload)
                     self._changed.notify_all()
-
-    def _forward(self, source: int, target: int, kind: PacketKind, payload: bytes) -> None:
-        if target in self._connections:
-            self._connections[target].send(encode_packet(kind, source, payload))
 
     def _end(self, rank: int) -> None:
         """Note that a rank's connection has ended, and tell the others, unless this one closes too."""
@@ -528,7 +510,7 @@ _INSTALLED = (
 )
 
 
-# Sockets, packets and addresses.
+# Sockets and packets.
 
 
 class _Connection:
@@ -658,81 +640,23 @@ def _unpacked(packed: bytes) -> list[bytes]:
     return parts
 
 
-@dataclass(frozen=True)
-class Address:
-    """A port of rank 0, which may be reached at ``hosts``; both ends of a connection prove the ``secret``."""
-
-    hosts: tuple[str, ...]
-    port: int
-    secret: bytes = field(repr=False)
-
-    def __str__(self) -> str:
-        return f"port {self.port} of {' or '.join(self.hosts)}"
-
-    def to_text(self) -> str:
-        return json.dumps([self.hosts, self.port, self.secret.hex()])
-
-    @classmethod
-    def parse(cls, text: str) -> "Address":
-        hosts, port, secret = json.loads(text)
-        return cls(tuple(hosts), port, bytes.fromhex(secret))
-
-    def connect(self, rank: int) -> socket.socket:
-        """Connect to the first host that knows the secret. Raises OSError without one."""
-        errors: list[OSError] = []
-        for host in self.hosts:
-            try:
-                connection = socket.create_connection((host, self.port), _CONNECT_SECONDS)
-            except OSError as error:
-                errors.append(error)
-                continue
-            try:
-                self._greet(connection, rank)
-            except OSError as error:
-                errors.append(error)
-                connection.close()
-                continue
-            return connection
-        raise errors[-1]
-
-    def _greet(self, connection: socket.socket, rank: int) -> None:
-        nonce, answer = secrets.token_bytes(16), b""
-        expected = _proof(self.secret, b"rank 0", rank, nonce)
-        connection.sendall(_GREETING.pack(rank, nonce, _proof(self.secret, b"rank", rank, nonce)))
-        while part := connection.recv(len(expected) - len(answer)):
-            answer += part
-        if not hmac.compare_digest(answer, expected):
-            raise ConnectionRefusedError(f"another process listens at port {self.port}")
-
-
 _GREETING = struct.Struct("!I16s32s")
 """A rank, a nonce, and the proof that the rank knows the secret."""
 
 
+def greet(connection: socket.socket, rank: int, secret: bytes) -> None:
+    """Prove to rank 0 that this rank knows the secret. Raises OSError if the other end does not know it."""
+    nonce, answer = secrets.token_bytes(16), b""
+    expected = _proof(secret, b"rank 0", rank, nonce)
+    connection.sendall(_GREETING.pack(rank, nonce, _proof(secret, b"rank", rank, nonce)))
+    while part := connection.recv(len(expected) - len(answer)):
+        answer += part
+    if not hmac.compare_digest(answer, expected):
+        raise ConnectionRefusedError(f"another process listens at {connection.getpeername()}")
+
+
 def _proof(secret: bytes, role: bytes, rank: int, nonce: bytes) -> bytes:
     return hmac.digest(secret, struct.pack("!I", rank) + nonce + role, "sha256")
-
-
-def _listen(num_ranks: int) -> tuple[socket.socket, Address]:
-    """A socket that the other ranks can connect to, and its address."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = soft + num_ranks if hard == resource.RLIM_INFINITY else min(soft + num_ranks, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    ipv6 = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if ipv6 else socket.AF_INET
-    server = socket.create_server(("", 0), family=family, backlog=max(num_ranks, 128), dualstack_ipv6=ipv6)
-    server.setblocking(False)
-    close_in_forks(server)
-    hosts = dict.fromkeys([os.environ.get("MASTER_ADDR") or "127.0.0.1", _default_host()])
-    return server, Address(tuple(hosts), server.getsockname()[1], secrets.token_bytes(32))
-
-
-def _default_host() -> str:
-    """The address from which packets leave to other networks. Connecting UDP sends nothing."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737): it takes the default route
-        return str(probe.getsockname()[0])
-    return socket.gethostname()
 
 
 _LONGEST_INTERVAL = 1.0
@@ -740,7 +664,7 @@ _LONGEST_INTERVAL = 1.0
 
 _POLL_SECONDS = 0.1
 _FLUSH_SECONDS = 0.005
-_CONNECT_SECONDS = 5.0
+_GREETING_SECONDS = 5.0
 _JOIN_SECONDS = 2.0
 
 _ARRIVAL_SECONDS = 1.0
