@@ -5,9 +5,9 @@ needed. A pattern only orders the other tasks. A rank may let a task overtake a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pipec.schedules.search.greedy import list_scheduling
+from pipec.schedules.search.greedy import Rank, list_scheduling
 from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders
 
 
@@ -34,46 +34,27 @@ def follow_patterns(
     yet, if memory suffices for these as well.
     """
     starts = [0.0] * problem.first_weight_gradient
-    ranks = [
-        _Rank(problem, pattern[::-1], problem.memory_limits[rank], reach, starts)
-        for rank, pattern in enumerate(patterns)
-    ]
+    ranks = [_PatternRank(problem, rank, pattern, reach, starts) for rank, pattern in enumerate(patterns)]
     orders = list_scheduling(problem, ranks)
     return FollowedPatterns(orders, starts, max(rank.busy_until for rank in ranks)) if orders else None
 
 
-@dataclass
-class _Rank:
-    """A rank on its way. ``ahead`` are the remaining tasks of its pattern, the next one at the end."""
+class _PatternRank(Rank):
+    """A rank on its way. ``_ahead`` are the remaining tasks of its pattern, the next one at the end."""
 
-    problem: OrderingProblem
-    ahead: list[int]
-    limit: float
-    reach: int
-    starts: list[float]
-    order: list[int] = field(default_factory=list)
-    busy_until: float = 0.0
-    weights: list[int] = field(default_factory=list)
-    held: float = 0.0
-    forwards: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.forwards = sum(self._is_forward(task) for task in self.ahead)
+    def __init__(
+        self, problem: OrderingProblem, rank: int, pattern: Sequence[int], reach: int, starts: list[float]
+    ) -> None:
+        super().__init__(problem, problem.memory_limits[rank])
+        self._ahead, self._reach, self._starts = [*reversed(pattern)], reach, starts
+        self._forwards = sum(map(self._is_forward, pattern))
 
     def run(self, task: int, now: float) -> None:
-        """Append a task to the order; it ends at ``busy_until``."""
-        self.order.append(task)
-        self.busy_until = now + self.problem.seconds[task]
-        self.held += self.problem.memory_growth[task]
-        if self.weights and task == self.weights[0]:
-            self.weights.pop(0)
-            return
-        self.starts[task] = now
-        self.ahead.pop(self.ahead.index(task, max(0, len(self.ahead) - 1 - self.reach)))
-        if self._is_forward(task):
-            self.forwards -= 1
-        else:
-            self.weights.append(task + self.problem.first_input_gradient)
+        super().run(task, now)
+        if task < self.problem.first_weight_gradient:
+            self._starts[task] = now
+            self._ahead.pop(self._ahead.index(task, max(0, len(self._ahead) - 1 - self._reach)))
+            self._forwards -= self._is_forward(task)
 
     def choose(self, now: float, arrived: Sequence[float]) -> tuple[int, float]:
         """The first task within ``reach`` that can run, else a weight gradient.
@@ -83,12 +64,12 @@ class _Rank:
         growth, seconds = self.problem.memory_growth, self.problem.seconds
         held = self.held + sum(growth[weight] for weight in self.weights)
         highest, blocked = self.held, False
-        reached = self.ahead[-1 : -2 - self.reach : -1]
+        reached = self._ahead[-1 : -2 - self._reach : -1]
         for number, task in enumerate(reached):
             if self._is_forward(task):
                 fits, after = highest + growth[task] <= self.limit, growth[task]
             else:
-                fits = number == 0 or not self.forwards
+                fits = number == 0 or not self._forwards
                 after = growth[task] + growth[task + self.problem.first_input_gradient]
             if arrived[task] <= now:
                 if fits:

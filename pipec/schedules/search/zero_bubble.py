@@ -23,11 +23,7 @@ from pipec.schedules.search.ordering_problem import (
 from pipec.schedules.search.reorder import Score, reorder, score
 from pipec.schedules.search.workload import Workload
 
-_FILLS = (0.0, 0.75)
 _PATIENCES = (0.0, 0.5, 1.0)
-_FEW_TASKS = 4000
-"""Of so few tasks, more policies are tried."""
-
 _EFFORT = 160_000
 """Tasks to time while single ones are moved."""
 
@@ -105,11 +101,7 @@ def _score(problem: OrderingProblem, orders: TaskOrders, by_span: bool) -> Score
 
 
 def _policies(problem: OrderingProblem) -> Iterator[GreedyPolicy]:
-    """Every combination of some fills and patiences, with the warmup of ZB-H2, or of 1F1B, or any.
-
-    The warmup of 1F1B begins with as many microbatches as fit. If there are few tasks, also policies that run
-    forwards first, which are better where memory is short.
-    """
+    """Every patience with the warmup of ZB-H2, with that of 1F1B for as many microbatches as fit, or any."""
     p, m, stages = problem.num_ranks, problem.num_microbatches, range(problem.num_stages)
     held = [max(0.0, problem.memory_growth[stage * m]) for stage in stages]
     most = int(min(m, min(problem.memory_limits) / (max(held) or 1.0)))
@@ -118,6 +110,5 @@ def _policies(problem: OrderingProblem) -> Iterator[GreedyPolicy]:
         tuple(max(1, round(most * (1 - stage / len(stages)))) for stage in stages),
         (m,) * len(stages),
     )
-    preferences = (False, True) if len(problem.producer) <= _FEW_TASKS else (False,)
-    for first, max_in_flight, fill, patience in product(preferences, warmups, _FILLS, _PATIENCES):
-        yield GreedyPolicy(fill, patience, first, max_in_flight)
+    for max_in_flight, patience in product(warmups, _PATIENCES):
+        yield GreedyPolicy(patience, max_in_flight)
