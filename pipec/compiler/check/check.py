@@ -13,7 +13,14 @@ from torch import Tensor, fx
 from pipec.capture.autocast import autocast
 from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import TracedStep, model_names, named_tensors
-from pipec.compiler.check.compare import Agreement, Differences, agreement, differences, tolerance_of
+from pipec.compiler.check.compare import (
+    TOLERANCES,
+    Agreement,
+    Differences,
+    agreement,
+    differences,
+    tolerance_of,
+)
 from pipec.compiler.check.draws import FixedDraws
 from pipec.compiler.check.locate import first_difference
 from pipec.compiler.check.split_run import SplitRun
@@ -228,7 +235,8 @@ def _explained(
     graph, rows = request.graph, sum(sizes)
     if len(sizes) == 1:
         return CheckResult(sizes, agrees, is_of_capture=True)
-    if not graph.is_valid_for(rows, request.values) or request.microbatch_weight:
+    of_microbatches = request.microbatch_weight or graph.findings.num_batch_norms
+    if of_microbatches or not graph.is_valid_for(rows, request.values):
         return CheckResult(sizes, agrees)
     if not compared(split.run(call, [rows]), wanted).is_equal:
         return CheckResult(sizes, agrees, is_of_capture=True)
@@ -289,7 +297,8 @@ class _Tensors:
 
     @classmethod
     def of(cls, request: CheckRequest, rounded: bool = False) -> "_Tensors":
-        """With ``rounded``, each element of a parameter is moved by about half of its last bit."""
+        """With ``rounded``, parameters are rounded once more, to the coarsest dtype of the step."""
+        eps = max((torch.finfo(x).eps for x in _dtypes(request.graph) if x in TOLERANCES), default=0.0)
         fqns, _ = model_names(request.step, request.canonical)
         parameters = {id(each) for each in request.step.parameters()}
         by_fqn, replaced, trained = dict[str, Tensor](), dict[int, Tensor](), dict[str, Tensor]()
@@ -299,7 +308,7 @@ class _Tensors:
             is_own = is_parameter and not is_unknown and tensor.device.type == request.device.type
             if id(tensor) not in replaced and (rounded or not is_own):
                 values = _drawn(fqn, tensor, request.device) if is_unknown else tensor.detach().clone()
-                values = _rounded(values) if rounded and is_parameter else values
+                values = _rounded(values, eps) if rounded and is_parameter else values
                 replaced[id(tensor)] = values.to(request.device).requires_grad_(tensor.requires_grad)
             used = replaced.get(id(tensor), tensor)
             if fqn not in by_fqn:
@@ -309,13 +318,13 @@ class _Tensors:
         return cls(by_fqn, replaced, trained)
 
 
-def _rounded(values: Tensor) -> Tensor:
-    """Each element moved up or down by half of its last bit, in turn."""
+def _rounded(values: Tensor, eps: float) -> Tensor:
+    """Each element moved by ``eps`` of its size, up or down in turn."""
     if not values.is_floating_point():
         return values
     signs = torch.ones(values.numel(), dtype=values.dtype, device=values.device)
     signs[::2] = -1
-    return values * (1 + signs.view(values.shape) * torch.finfo(values.dtype).eps)
+    return values * (1 + signs.view(values.shape) * max(eps, torch.finfo(values.dtype).eps))
 
 
 def _drawn(fqn: str, like: Tensor, device: torch.device) -> Tensor:

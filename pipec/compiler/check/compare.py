@@ -10,10 +10,10 @@ from torch import Tensor
 from pipec.compiler.check.unsplit_run import StepValues
 
 TOLERANCES: Mapping[torch.dtype, float] = {
-    torch.float64: 1e-6,
-    torch.float32: 5e-3,
-    torch.float16: 0.1,
-    torch.bfloat16: 0.2,
+    torch.float64: 1e-7,
+    torch.float32: 1e-3,
+    torch.float16: 0.05,
+    torch.bfloat16: 0.1,
 }
 """The largest relative difference that is taken for rounding, by the coarsest dtype of a step.
 
