@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pipec.ir import Instruction, Link, Op, Payload, Program, Value
 from pipec.runtime import DistributedTransport
-from pipec.runtime.messages import host_sockets
+from pipec.runtime.messages import shared_memory
 
 CPU = torch.device("cpu")
 ROWS = 4
@@ -110,7 +110,7 @@ class Pipec:
             )
             for rank in range(2)
         ]
-        with mock.patch.object(host_sockets, "_is_possible", return_value=shares):
+        with mock.patch.object(shared_memory, "_host", return_value="here" if shares else ""):
             transport.connect(programs, [], str(widths))
         receive, send = programs[transport.rank].instructions
         receiver, sizes = transport.receiver(receive, 1 - transport.rank), {"b": ROWS}

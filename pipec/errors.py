@@ -29,6 +29,17 @@ class InputError(PipecError, ValueError):
     """The arguments of a call are wrong: wrong shape, dtype, batch size, device count or name."""
 
 
+class FailingModelError(InputError):
+    """The model or the loss function fails on the arguments of a microbatch, as it would in eager torch.
+
+    ``what`` says where, and with which error.
+    """
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what}\n{remedy}".strip())
+        self.what = what
+
+
 class MixedRowsError(InputError):
     """Rows of the batch depend on each other, so microbatches would not give the batch's results."""
 

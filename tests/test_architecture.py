@@ -222,7 +222,7 @@ def test_a_rank_that_captures_nothing_loads_no_dynamo() -> None:
     ("module", "source", "offence"),
     [
         ("pipec.ir.text_format", "from pipec import console", "pipec.console"),
-        ("pipec.schedules.gpipe", "x = 1\nimport pipec.plan.build_plan", "pipec.plan.build_plan"),
+        ("pipec.schedules.named", "x = 1\nimport pipec.plan.build_plan", "pipec.plan.build_plan"),
         ("pipec.planner.search", "def f():\n    from pipec.passes import Pass", "pipec.passes.Pass"),
         ("pipec.runtime.processes.launch", "from ...passes import pass_dump", "pipec.passes.pass_dump"),
         ("pipec.viz.svg", "import pipec.programs.lower", "pipec.programs.lower"),

@@ -1,8 +1,7 @@
 """Decides which tensors of a call are split along the batch.
 
 A tensor with as many rows as the batch need not hold its rows: it may be a table, a mask of time by time, or
-a list of edges. This file decides what is certain. For the rest, ``tracer`` finds out whether the model
-needs the two sizes to be equal; if it does not, an error asks the user.
+a list of edges. This file decides what is certain. The rest is split, unless a check shows that it is whole.
 """
 
 import inspect
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pipec.capture.batched_option import (
@@ -21,12 +20,10 @@ from pipec.capture.batched_option import (
     argument_leaves,
     check_batch_size,
 )
-from pipec.capture.model_call import ModelCall, plain_name
-from pipec.capture.node_insertion import fake_value
+from pipec.capture.model_call import ModelCall
 from pipec.errors import InputError
 from pipec.ir.batch_axis import LEADING, BatchAxis
 from pipec.torch_compat import pytree
-from pipec.torch_compat.symbolic_numbers import formula
 
 
 def with_batch_axes(
@@ -167,32 +164,3 @@ def _is_certain(leaf: ArgumentLeaf, first: ArgumentLeaf) -> bool:
     beside = value.ndim > 1 and value.shape[:2] == tokens.shape[:2] and not tokens.is_floating_point()
     square = value.shape[:2] == (first.rows, first.rows)
     return beside and not value.is_floating_point() and (not square or value.dtype == tokens.dtype)
-
-
-def all_share_batch_symbol(module: fx.GraphModule, call: ModelCall) -> bool:
-    """Whether every tensor that may be split has the symbol of the batch. One that is not read has not.
-
-    Raises:
-        InputError: a tensor that is read has another number of rows, for all that the model does.
-    """
-    rows = {
-        plain_name(str(node.target)): _rows_of(node) for node in module.graph.find_nodes(op="placeholder")
-    }
-    named = zip(call.paths, call.batched, strict=True)
-    sure = [plain_name(path) for path, split in named if split and path not in call.ambiguous_leaves]
-    batch = next((rows[name] for name in sure if name in rows), None)
-    for path, argument in call.ambiguous_leaves.items():
-        if batch is not None and rows.get(plain_name(path), batch) != batch:
-            raise InputError(
-                f"{path} has as many rows as the batch, but the model does not need that: they may be other "
-                f"rows. Pass batched={{{argument!r}: None}} to pipec.compile if every microbatch needs all "
-                f"of it, or batched={{{argument!r}: 0}} if it is split into microbatches"
-            )
-    return batch is not None and all(plain_name(path) in rows for path in call.ambiguous_leaves)
-
-
-def _rows_of(argument: fx.Node) -> Any:
-    """The formula of dimension 0 of an argument of a captured graph, None if it has none."""
-    value = fake_value(argument)
-    size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
-    return formula(size)

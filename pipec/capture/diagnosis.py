@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pipec.capture.traced_step import TracedStep
-from pipec.errors import CaptureError, InputError, PipecError
+from pipec.errors import CaptureError, FailingModelError, PipecError
 from pipec.torch_compat.module_state import DryRun
 
 _TRACING = (
@@ -116,14 +116,16 @@ def is_library_file(file: str) -> bool:
     return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
 
 
-def capture_error(failures: Sequence[Exception], dry_run: DryRun, refused_branch: str = "") -> PipecError:
+def capture_error(
+    failures: Sequence[Exception], dry_run: DryRun, refused_branch: str = "", is_part: bool = True
+) -> PipecError:
     """The error to raise when every attempt to capture has failed, with ``failures`` in order.
 
-    It is an InputError if the model or the loss function itself fails on these arguments, as it then does
-    in the dry run too.
-    Else it is a CaptureError, which explains the first error and lists the others. Where the model fails only
-    for a front end that it goes another way for, it explains the first of those that need values, if any did.
-    ``refused_branch`` is why a branch on values was not followed one way.
+    It is a FailingModelError if the model or the loss function itself fails on these arguments, as it then
+    does in the dry run too. Else it is a CaptureError, which explains the first error and lists the others.
+    Where the model fails only for a front end that it goes another way for, it explains the first of those
+    that need values, if any did. ``refused_branch`` is why a branch on values was not followed one way.
+    ``is_part``: the arguments are those of a microbatch, and not the whole batch.
     """
     # loaded by now, with torch._dynamo
     from pipec.torch_compat.dynamo_front_end import is_data_dependent_error, model_raised, reason_of
@@ -134,22 +136,22 @@ def capture_error(failures: Sequence[Exception], dry_run: DryRun, refused_branch
     if raised is not None and dry_run.failed and _is_same_failure(first, raised):
         line = _line_of(raised) or _line_of(first)
         summary = error_summary(raised).replace("'FakeTensor'", "'Tensor'")
-        return InputError(
-            f"{owner} fails on these arguments"
-            + (f"\n  at {line}" if line else "")
-            + f"\n  {summary}\nSizes are those of one microbatch. "
-            + (_CHECK_TARGET if in_loss else "Check the arguments of step() against what the model expects.")
+        return FailingModelError(
+            f"{owner} fails on these arguments" + (f"\n  at {line}" if line else "") + f"\n  {summary}",
+            _SIZES * is_part
+            + (_CHECK_TARGET if in_loss else "Check the arguments of step() against what the model expects."),
         )
     if model_raised(first):
         first = next(filter(is_data_dependent_error, failures), first)
-    line = _line_of(first) or _line_of(last) or (_line_of(raised) if raised is not None else None)
+    known = _line_of(first) or _line_of(last)
+    line = known or (_line_of(raised) if raised is not None else None)
     where = f"\n  at {line}" if line else ""
     if model_raised(first):
         return CaptureError(
             f"{owner} fails while it is traced{where}\n  {error_summary(last)}\n{TRACES_DIFFERENTLY}"
         )
     reason = reason_of(first) + (f" Here {refused_branch}." if refused_branch else "")
-    found = f"{reason}\n{_innermost(first) or (line.text if line else '')}"
+    found = f"{reason}\n{_innermost(first) or (line.text if line and not known else '')}"
     advice = next(text for pattern, text in ADVICE if re.search(pattern, found))
     tried = "\n  ".join(dict.fromkeys(error_summary(failure) for failure in failures if failure is not first))
     return CaptureError(
@@ -158,6 +160,10 @@ def capture_error(failures: Sequence[Exception], dry_run: DryRun, refused_branch
     )
 
 
+_SIZES = (
+    "Sizes are those of one microbatch; if the model needs all rows at once, pass microbatches=1 to "
+    "pipec.compile. "
+)
 _CHECK_TARGET = "Check what the model returns, and the target of step(), against what loss_fn expects."
 
 

@@ -22,7 +22,6 @@ from pipec import ops
 from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
 from pipec.capture.attributes import readable_values
 from pipec.capture.batch import analyse_batch, batch_symbol_of
-from pipec.capture.batch_inputs import all_share_batch_symbol
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.capture_request import CaptureRequest
 from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
@@ -69,8 +68,7 @@ from pipec.torch_compat.operator_patches import (
     bound_ctc_loss_workspace,
     inlined_reentrant_checkpoints,
     skip_distribution_validation,
-    trace_covariance,
-    trace_recurrent_networks,
+    traced_otherwise,
 )
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 from pipec.torch_compat.unsupported import raise_if_unsupported
@@ -114,8 +112,6 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         generators = NonTorchGenerators(step)
         if model in _unusual_losses:
             tracer.dry_run()
-        if not request.symbolic and call.ambiguous_leaves:
-            tracer.trace_ambiguous_leaves()
         graph, failures = _first_success(tracer, request)
         generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
         read = step.batched, step.loss_path
@@ -144,9 +140,8 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(lazy_graph_modules())
         stack.enter_context(cached_size_arithmetic())
         stack.enter_context(skip_distribution_validation())
-        stack.enter_context(trace_recurrent_networks(recurrent_network))
+        stack.enter_context(traced_otherwise(recurrent_network))
         stack.enter_context(bound_ctc_loss_workspace())
-        stack.enter_context(trace_covariance())
         stack.enter_context(inlined_reentrant_checkpoints())
         stack.enter_context(ignored_cudnn_flags())
         stack.enter_context(_without_fused_attention(step))
@@ -218,13 +213,17 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
                 waiting.insert(0, (name, symbolic))
                 errors.clear()
     assert dry_run is not None
-    raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
+    is_part = request.call.batch_size < request.whole_batch.batch_size
+    raise capture_error(errors, dry_run, tracer.refused_branch, is_part) from errors[0]
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _refuse_cumulative_norms(model: nn.Module) -> None:
     """Refuse batch norms whose statistics are means over all batches, whose number is in a tensor."""
     for path, module in model.named_modules():
-        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        is_norm = isinstance(module, _BATCH_NORMS)
         if is_norm and module.training and module.track_running_stats and module.momentum is None:
             raise CaptureError(
                 f"{path or 'the model'} is a {type(module).__name__}(momentum=None): its statistics are the "
@@ -354,11 +353,9 @@ class _Tracer:
 
     def _trace_forward(self, front_end: FrontEnd, sample: ModelCall, symbolic: bool) -> CapturedGraph:
         is_dynamo = front_end is capture_with_dynamo
-        captured = self.trace_ambiguous_leaves() if symbolic and is_dynamo else None
-        if captured is None:
-            self._step.batched = tuple(sample.batched)
-            with self._branches.deciding(sample, symbolic):
-                captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
+        self._step.batched = tuple(sample.batched)
+        with self._branches.deciding(sample, symbolic):
+            captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
         if is_dynamo and self._request.has_loss and not returns_loss_first(captured):
             raise TypeError("the model returns an object that torch makes before it returns the loss")
         return captured
@@ -418,29 +415,6 @@ class _Tracer:
         split = [(leaf, 0) for leaf, split in zip(sample.leaves, sample.batched, strict=True) if split]
         variables = self._request.variables
         return split + [(sample.leaves[x.position], x.dim) for x in variables if x.dim is not None]
-
-    def trace_ambiguous_leaves(self) -> CapturedGraph | None:
-        """Find out whether the model requires the tensors that may be split to have the batch's rows.
-
-        They are traced with as many rows as the batch, but each with a symbol of its own; where the model
-        computes with both, the symbols become one. Returns what was traced; None if that is of no use.
-
-        Raises:
-            InputError: a tensor may be split or whole.
-        """
-        if not self._call.ambiguous_leaves:
-            return None
-        sample = self._sample()
-        named = zip(sample.paths, sample.batched, strict=True)
-        self._step.batched = tuple(split and path not in self._call.ambiguous_leaves for path, split in named)
-        try:
-            with self._branches.deciding(sample, symbolic=True):
-                captured = capture_with_dynamo(self._step, sample.tree, self._symbolic(sample))
-        except Exception as error:
-            raise_if_unsupported(error)
-            log.debug("nothing shows which tensors are split: %s", error_summary(error))
-            return None
-        return captured if all_share_batch_symbol(captured.module, self._call) else None
 
     def _analyse(
         self,

@@ -11,11 +11,15 @@ from typer.core import TyperCommand
 
 
 def command_variant(words: Sequence[str]) -> str:
-    """The variant that a command line selects. Its first word is ``schedule``; a target contains a colon."""
+    """The variant that a command line selects. Its first word is ``schedule``; a target contains a colon.
+
+    So may the path of a schedule in a text file.
+    """
     targets = (
         word
         for before, word in pairwise(words)
-        if ":" in word and not word.startswith("-") and before not in _PATH_OPTIONS
+        if ":" in word and not word.startswith("-") and not word.endswith(".txt")
+        if before not in _PATH_OPTIONS
     )
     return f"{words[0]} TARGET" if any(targets) else f"{words[0]} NAME"
 

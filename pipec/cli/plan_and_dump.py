@@ -39,7 +39,7 @@ def plan(
                 "the number of ranks is missing; give it with --devices, or a file with --topology"
             )
         devices = _num_devices(options["topology"])
-    is_static = not as_json and options["profile"] is None and options["microbatches"] is not None
+    is_static = options["profile"] is None and options["microbatches"] is not None
     pipe = compile_target(target, devices, options, calibrated=calibrate, dynamic=not is_static)
     if as_json:
         show_json(plan_summary(pipe.plan, pipe.plan.programs))

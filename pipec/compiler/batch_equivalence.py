@@ -1,11 +1,12 @@
 """Errors and warnings where microbatches are not, or may not be, equivalent to the whole batch."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from pipec.capture.model_call import ModelCall
 from pipec.compiler.check import CheckResult
 from pipec.errors import CaptureError, InputError, MixedRowsError, UnequalStepError
 from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer, is_collective
@@ -48,23 +49,39 @@ def several_rounds_warning(graph: TrainingGraph, replicas: object, num_microbatc
     )
 
 
-def require_independent_rows(findings: BatchFindings, num_microbatches: int) -> None:
-    """Raise MixedRowsError if rows in different microbatches depend on one another."""
+def require_independent_rows(
+    findings: BatchFindings, num_microbatches: int, options: Mapping[str, Any]
+) -> None:
+    """Raise MixedRowsError if rows in different microbatches depend on one another.
+
+    Its remedies are those that the ``options`` of the pipeline do not have already.
+    """
+    as_one = "microbatches=1" if options["replicas"] == 1 else "microbatches=1 and no replicas"
     if findings.mixed_rows:
+        remedies = [
+            f"compute the batch as one, with {as_one}",
+            "compute each row by itself, and reduce with sums and means over rows",
+            'name the dimension of the batch, as in batched={"x": 1}, if it is not the first'
+            if options.get("batched") is None
+            else "see that batched names the dimension of the batch, and arguments that are needed whole",
+            "draw random permutations outside, and pass the permuted rows",
+            "gather the rows of replicas with pipec.ops.all_gather",
+        ]
+        weight = (
+            ". If the mean over microbatches, each computed by itself, is what you want, pass "
+            'microbatch_weight="rows"'
+        )
         raise MixedRowsError(
             f"the loss of the batch cannot be computed from its {num_microbatches} microbatches, because "
-            f"rows depend on other rows:\n  {findings.mixed_rows}\n"
-            "Remedies: compute the batch as one, with microbatches=1; compute each row by itself, and reduce "
-            'with sums and means over rows; name the dimension of the batch, as in batched={"x": 1}, if it '
-            "is not the first; draw random permutations outside, and pass the permuted rows; gather the rows "
-            "of replicas with pipec.ops.all_gather. If the mean over microbatches, each computed by itself, "
-            'is what you want, pass microbatch_weight="rows"'
+            f"rows depend on other rows:\n  {findings.mixed_rows}\nRemedies: {'; '.join(remedies)}"
+            + weight
+            * (not options.get("microbatch_weight"))
         )
     if findings.output:
         raise MixedRowsError(
             "the model or loss_fn returns a value of all rows together, which cannot be computed from "
             f"{num_microbatches} microbatches:\n  {findings.output}\n"
-            "Return it for each row, or compile with microbatches=1"
+            f"Return it for each row, or compile with {as_one}"
         )
 
 
@@ -100,6 +117,22 @@ def refuse_difference(result: CheckResult) -> None:
         'with sums and means over rows; name the dimension of the batch, as in batched={"x": 1}, or the '
         'arguments that every microbatch needs whole, as in batched={"table": None}'
     )
+
+
+def refuse_unchecked_rows(result: CheckResult, call: ModelCall) -> None:
+    """Ask for the rows of tensors that may be whole, where no check has told.
+
+    Raises:
+        InputError: it names all of them.
+    """
+    if result.agreement is None and call.ambiguous_leaves:
+        names = dict.fromkeys(call.ambiguous_leaves.values())
+        split, whole = (", ".join(f"{name!r}: {word}" for name in names) for word in (0, None))
+        raise InputError(
+            f"{', '.join(call.ambiguous_leaves)} have as many rows as the batch, and may be other rows. No "
+            f"run could tell: {result.reason}. Pass batched={{{split}}} to pipec.compile for what is split, "
+            f"and batched={{{whole}}} for what every microbatch needs whole"
+        )
 
 
 def require_rows_for_norms(findings: BatchFindings, sizes: Sequence[int]) -> None:

@@ -7,9 +7,10 @@ microbatch are its *size*.
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
 from pipec.capture.autocast import autocast, refuse_float16_weights
 from pipec.capture.graph_symbols import SpecializedVariableError
@@ -23,6 +24,7 @@ from pipec.compiler.batch_equivalence import (
     changed_buffer_warning,
     has_model_collectives,
     refuse_difference,
+    refuse_unchecked_rows,
     require_concatenable_outputs,
     require_independent_graphs,
     require_independent_rows,
@@ -39,7 +41,7 @@ from pipec.compiler.compiler import Compiler
 from pipec.compiler.infeasible import require_memory
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
-from pipec.errors import UnequalStepError
+from pipec.errors import FailingModelError, PipecError, UnequalStepError
 from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import require_equal_rows, split_sizes, variable_values
@@ -113,7 +115,7 @@ def compile_call(request: CompileRequest) -> CompiledCall:
     try:
         return _compile(request, candidate)
     except UnequalStepError as error:
-        if not _may_take_whole_batch(request, candidate):
+        if request.refuses_mixed_rows or not _may_take_whole_batch(candidate):
             raise
         compiler.warn(f"a step has one microbatch, the whole batch: {str(error).splitlines()[1].strip()}")
         compiled = _compile(request, replace(candidate, num_microbatches=1))
@@ -136,14 +138,21 @@ def _capture_first(
 ) -> tuple[TrainingGraph, Candidate, Sequence[int]]:
     """The graph of the first microbatch, the candidate that it allows, and the counts to try."""
     counts = candidate.counts(request.batch)
-    graph = _graph_of(request, candidate, split_sizes(request.batch, counts[0]))
+    try:
+        graph = _graph_of(request, candidate, split_sizes(request.batch, counts[0]))
+    except FailingModelError as failure:
+        if counts[0] == 1 or not _may_take_whole_batch(candidate):
+            raise
+        graph = _capture_whole(request, candidate, failure)
+        whole = replace(candidate, num_microbatches=1) if request.trains else candidate
+        return graph, _restricted_by(graph, whole), [1]
     candidate = _restricted_by(graph, candidate)
     counts = candidate.counts(request.batch)
     if _takes_whole_batch(request, candidate, graph):
         counts = [1]
         candidate = replace(candidate, num_microbatches=1) if request.trains else candidate
     elif counts[0] > 1:
-        require_independent_rows(request.findings(graph), counts[0])
+        require_independent_rows(request.findings(graph), counts[0], _options(candidate))
     sizes = split_sizes(request.batch, counts[0])
     if not graph.is_valid_for(sizes[0], request.values):
         graph = _graph_of(request, candidate, sizes)
@@ -172,12 +181,29 @@ def _restricted_by(graph: TrainingGraph, candidate: Candidate) -> Candidate:
     return candidate
 
 
+def _may_take_whole_batch(candidate: Candidate) -> bool:
+    """Whether the batch may be one microbatch: the user has asked for no other number, nor for replicas."""
+    return candidate.num_microbatches is None and candidate.policy.replicas == 1
+
+
+def _capture_whole(
+    request: CompileRequest, candidate: Candidate, failure: FailingModelError
+) -> TrainingGraph:
+    """The graph of the whole batch, for a model that fails on fewer rows, as with an adjacency matrix."""
+    try:
+        graph = _graph_of(request, candidate, [request.batch])
+    except PipecError:
+        raise failure from None
+    request.compiler.warn(f"a step has one microbatch, the whole batch: with fewer rows, {failure.what}")
+    return graph
+
+
 def _takes_whole_batch(request: CompileRequest, candidate: Candidate, graph: TrainingGraph) -> bool:
     """Whether the batch must be one microbatch, because its rows depend on one another; warns if so.
 
     False if the user asked for several microbatches or replicas: ``require_independent_rows`` refuses then.
     """
-    if not _may_take_whole_batch(request, candidate):
+    if request.refuses_mixed_rows or not _may_take_whole_batch(candidate):
         return False
     findings = request.findings(graph)
     if dependence := findings.mixed_rows or findings.output:
@@ -185,12 +211,6 @@ def _takes_whole_batch(request: CompileRequest, candidate: Candidate, graph: Tra
             f"a step has one microbatch, the whole batch, for rows depend on other rows: {dependence}"
         )
     return bool(dependence)
-
-
-def _may_take_whole_batch(request: CompileRequest, candidate: Candidate) -> bool:
-    """Whether the batch may be one microbatch: the user asked neither for several nor for replicas."""
-    may_be_one = candidate.num_microbatches is None and candidate.policy.replicas == 1
-    return may_be_one and not request.refuses_mixed_rows
 
 
 def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]) -> TrainingGraph:
@@ -331,6 +351,11 @@ def _generate(request: CompileRequest, choice: _Choice) -> CompiledCall:
     return CompiledCall(groups, candidate, CompiledGraphs(tuple(graphs), artifacts))
 
 
+def _options(candidate: Candidate) -> Mapping[str, Any]:
+    """The options of the pipeline, with the replicas that follow from them."""
+    return {**candidate.options.recorded, "replicas": candidate.policy.replicas}
+
+
 def _refuse_microbatches(
     request: CompileRequest, candidate: Candidate, graph: TrainingGraph, sizes: Sequence[int]
 ) -> None:
@@ -348,7 +373,7 @@ def _refuse_microbatches(
     compiler.warn(changed_buffer_warning(graph, compiler.model, count))
     if count > 1:
         require_concatenable_outputs(graph)
-        require_independent_rows(request.findings(graph), count)
+        require_independent_rows(request.findings(graph), count, _options(candidate))
         if compiler.settings.requires_proof:
             require_proved_loss(graph.findings)
 
@@ -362,9 +387,13 @@ def _check(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -
     """
     compiler, key = request.compiler, request.key
     known = any(each.captured is staged.captured for each in request.known.graphs)
-    if not compiler.settings.checks or known:
-        return None
     call, settings = request.example or request.call, compiler.settings
+    if known:
+        return None
+    if not settings.checks:
+        if len(sizes) > 1:
+            refuse_unchecked_rows(CheckResult(reason='check is "off"'), call)
+        return None
     step = make_traced_step(
         CaptureRequest(
             compiler.model,
@@ -391,6 +420,8 @@ def _check(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -
             )
         )
     refuse_difference(result)
+    if len(sizes) > 1:
+        refuse_unchecked_rows(result, call)
     log.debug("%s", result)
     return result
 

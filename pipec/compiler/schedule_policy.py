@@ -230,7 +230,7 @@ class SchedulePolicy:
         )
 
 
-_MAX_RANKS_UNEQUAL = 1024
+_MAX_RANKS_UNEQUAL = 256
 """With more ranks, different numbers of replicas are not tried."""
 
 

@@ -7,9 +7,10 @@ direction.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import starmap
 
 from pipec.ir import HostCost
 
@@ -104,193 +105,73 @@ class DeviceModel:
 _KERNEL_LAUNCH_SECONDS = 5e-6
 """Host time of one eager operator on a GPU: the least time of an operator, however small."""
 
-DEVICES: Mapping[str, DeviceModel] = {
-    device.name: device
-    for device in (
-        DeviceModel(
-            name="cpu",
-            flops_per_second={"float64": 24e9, "float32": 48e9, "bfloat16": 24e9, "float16": 24e9},
-            memory_bytes_per_second=8e9,
-            launch_seconds=3e-5,
-            memory_bytes=16 * 10**9,
-            link=LinkModel(1e9, 1e-4),
-            source="conservative, for one core of a server CPU with AVX2; a launch as measured on one, with "
-            "the Python and the views around an operator; the link is gloo over loopback, and a copy to the "
-            "host reads and writes this memory; the host's time as of two processes on two cores",
-            host_link=LinkModel(4e9, 3e-5),
-            host=HostCost(call_seconds=1.2e-4, step_seconds=2e-3),
-        ),
-        DeviceModel(
-            name="v100",
-            flops_per_second={"float64": 7.8e12, "float32": 15.7e12, "float16": 125e12},
-            memory_bytes_per_second=0.9e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=32 * 10**9,
-            link=LinkModel(150e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA V100 datasheet (2020), V100 SXM2 32 GB",
-            host_link=PCIE_3,
-        ),
-        DeviceModel(
-            name="v100-16gb",
-            flops_per_second={"float64": 7.8e12, "float32": 15.7e12, "float16": 125e12},
-            memory_bytes_per_second=0.9e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=16 * 10**9,
-            link=LinkModel(150e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA V100 datasheet (2020), V100 SXM2 16 GB",
-            host_link=PCIE_3,
-        ),
-        DeviceModel(
-            name="v100-pcie",
-            flops_per_second={"float64": 7e12, "float32": 14e12, "float16": 112e12},
-            memory_bytes_per_second=0.9e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=32 * 10**9,
-            link=LinkModel(16e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA V100 datasheet (2020), V100 PCIe 32 GB; a link over PCIe 3.0 x16",
-            host_link=PCIE_3,
-        ),
-        DeviceModel(
-            name="v100-pcie-16gb",
-            flops_per_second={"float64": 7e12, "float32": 14e12, "float16": 112e12},
-            memory_bytes_per_second=0.9e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=16 * 10**9,
-            link=LinkModel(16e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA V100 datasheet (2020), V100 PCIe 16 GB; a link over PCIe 3.0 x16",
-            host_link=PCIE_3,
-        ),
-        DeviceModel(
-            name="a100",
-            flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
-            memory_bytes_per_second=2.039e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=80 * 10**9,
-            link=LinkModel(300e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA A100 datasheet (2021), A100 80GB SXM",
-            network_link=NETWORK_200,
-        ),
-        DeviceModel(
-            name="a100-40gb",
-            flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
-            memory_bytes_per_second=1.555e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=40 * 10**9,
-            link=LinkModel(300e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA A100 datasheet (2020), A100 40GB SXM",
-            network_link=NETWORK_200,
-        ),
-        DeviceModel(
-            name="a100-pcie",
-            flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
-            memory_bytes_per_second=1.935e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=80 * 10**9,
-            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA A100 datasheet (2021), A100 80GB PCIe; a link over PCIe 4.0 x16",
-        ),
-        DeviceModel(
-            name="a100-pcie-40gb",
-            flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
-            memory_bytes_per_second=1.555e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=40 * 10**9,
-            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA A100 datasheet (2020), A100 40GB PCIe; a link over PCIe 4.0 x16",
-        ),
-        DeviceModel(
-            name="h100",
-            flops_per_second={"float64": 34e12, "float32": 67e12, "bfloat16": 989e12, "float16": 989e12},
-            memory_bytes_per_second=3.35e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=80 * 10**9,
-            link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA H100 datasheet (2023), H100 SXM",
-            host_link=PCIE_5,
-            network_link=NETWORK_400,
-        ),
-        DeviceModel(
-            name="h100-pcie",
-            flops_per_second={"float64": 26e12, "float32": 51e12, "bfloat16": 756e12, "float16": 756e12},
-            memory_bytes_per_second=2.0e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=80 * 10**9,
-            link=LinkModel(64e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA H100 datasheet (2023), H100 PCIe; a link over PCIe 5.0 x16",
-            host_link=PCIE_5,
-        ),
-        DeviceModel(
-            name="h100-nvl",
-            flops_per_second={"float64": 30e12, "float32": 60e12, "bfloat16": 835e12, "float16": 835e12},
-            memory_bytes_per_second=3.9e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=94 * 10**9,
-            link=LinkModel(64e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA H100 datasheet (2024), H100 NVL; a link over PCIe 5.0 x16",
-            host_link=PCIE_5,
-        ),
-        DeviceModel(
-            name="gh200",
-            flops_per_second={"float64": 34e12, "float32": 67e12, "bfloat16": 990e12, "float16": 990e12},
-            memory_bytes_per_second=4.0e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=96 * 10**9,
-            link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA GH200 datasheet (2024), with 96 GB of HBM3; NVLink-C2C to its own CPU",
-            host_link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
-            network_link=NETWORK_400,
-        ),
-        DeviceModel(
-            name="h200",
-            flops_per_second={"float64": 34e12, "float32": 67e12, "bfloat16": 989e12, "float16": 989e12},
-            memory_bytes_per_second=4.8e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=141 * 10**9,
-            link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA H200 datasheet (2024), H200 SXM",
-            host_link=PCIE_5,
-            network_link=NETWORK_400,
-        ),
-        DeviceModel(
-            name="b200",
-            flops_per_second={"float64": 37e12, "float32": 75e12, "bfloat16": 2250e12, "float16": 2250e12},
-            memory_bytes_per_second=7.7e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=180 * 10**9,
-            link=LinkModel(900e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA Blackwell datasheet (2025), one GPU of an HGX B200",
-            host_link=PCIE_5,
-            network_link=NETWORK_400,
-        ),
-        DeviceModel(
-            name="l4",
-            flops_per_second={"float64": 0.47e12, "float32": 30.3e12, "bfloat16": 121e12, "float16": 121e12},
-            memory_bytes_per_second=0.3e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=24 * 10**9,
-            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA L4 datasheet (2023), PCIe 4.0 x16; float64 at the Ada rate of 1/64 of float32",
-        ),
-        DeviceModel(
-            name="l40s",
-            flops_per_second={"float64": 1.43e12, "float32": 91.6e12, "bfloat16": 362e12, "float16": 362e12},
-            memory_bytes_per_second=0.864e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=48 * 10**9,
-            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA L40S datasheet (2023), PCIe 4.0 x16; float64 at the Ada rate of 1/64 of float32",
-        ),
-        DeviceModel(
-            name="rtx-4090",
-            flops_per_second={"float64": 1.29e12, "float32": 82.6e12, "bfloat16": 165e12, "float16": 165e12},
-            memory_bytes_per_second=1.008e12,
-            launch_seconds=_KERNEL_LAUNCH_SECONDS,
-            memory_bytes=24 * 10**9,
-            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA Ada whitepaper (2023), half precision summed in float32; PCIe 4.0 x16",
-        ),
+_CPU = DeviceModel(
+    name="cpu",
+    flops_per_second={"float64": 24e9, "float32": 48e9, "bfloat16": 24e9, "float16": 24e9},
+    memory_bytes_per_second=8e9,
+    launch_seconds=3e-5,
+    memory_bytes=16 * 10**9,
+    link=LinkModel(1e9, 1e-4),
+    source="conservative, for one core of a server CPU with AVX2; a launch as measured on one, with "
+    "the Python and the views around an operator; the link is gloo over loopback, and a copy to the "
+    "host reads and writes this memory; the host's time as of two processes on two cores",
+    host_link=LinkModel(4e9, 3e-5),
+    host=HostCost(call_seconds=1.2e-4, step_seconds=2e-3),
+)
+
+_NETWORKS = {100: NETWORK_100, 200: NETWORK_200, 400: NETWORK_400}
+_ADA = "float64 at the Ada rate of 1/64 of float32"
+
+# TFLOP/s by dtype; GB/s and GB of memory; GB/s of the link and the host's link; Gbit/s of the network.
+_GPUS: Sequence[tuple[str, float, float, float, float, float, int, float, float, int, str]] = (
+    ("v100", 7.8, 15.7, 0, 125, 900, 32, 150, 16, 100, "V100 datasheet (2020), V100 SXM2 32 GB"),
+    ("v100-16gb", 7.8, 15.7, 0, 125, 900, 16, 150, 16, 100, "V100 datasheet (2020), V100 SXM2 16 GB"),
+    ("v100-pcie", 7, 14, 0, 112, 900, 32, 16, 16, 100, "V100 datasheet (2020), V100 PCIe 32 GB"),
+    ("v100-pcie-16gb", 7, 14, 0, 112, 900, 16, 16, 16, 100, "V100 datasheet (2020), V100 PCIe 16 GB"),
+    ("a100", 9.7, 19.5, 312, 312, 2039, 80, 300, 32, 200, "A100 datasheet (2021), A100 80GB SXM"),
+    ("a100-40gb", 9.7, 19.5, 312, 312, 1555, 40, 300, 32, 200, "A100 datasheet (2020), A100 40GB SXM"),
+    ("a100-pcie", 9.7, 19.5, 312, 312, 1935, 80, 32, 32, 100, "A100 datasheet (2021), A100 80GB PCIe"),
+    ("a100-pcie-40gb", 9.7, 19.5, 312, 312, 1555, 40, 32, 32, 100, "A100 datasheet (2020), A100 40GB PCIe"),
+    ("h100", 34, 67, 989, 989, 3350, 80, 450, 64, 400, "H100 datasheet (2023), H100 SXM"),
+    ("h100-pcie", 26, 51, 756, 756, 2000, 80, 64, 64, 100, "H100 datasheet (2023), H100 PCIe"),
+    ("h100-nvl", 30, 60, 835, 835, 3900, 94, 64, 64, 100, "H100 datasheet (2024), H100 NVL"),
+    ("gh200", 34, 67, 990, 990, 4000, 96, 450, 450, 400, "GH200 datasheet (2024), 96 GB of HBM3"),
+    ("h200", 34, 67, 989, 989, 4800, 141, 450, 64, 400, "H200 datasheet (2024), H200 SXM"),
+    ("b200", 37, 75, 2250, 2250, 7700, 180, 900, 64, 400, "Blackwell datasheet (2025), one of an HGX B200"),
+    ("l4", 0.47, 30.3, 121, 121, 300, 24, 32, 32, 100, f"L4 datasheet (2023); {_ADA}"),
+    ("l40s", 1.43, 91.6, 362, 362, 864, 48, 32, 32, 100, f"L40S datasheet (2023); {_ADA}"),
+    ("rtx-4090", 1.29, 82.6, 165, 165, 1008, 24, 32, 32, 100, "Ada whitepaper (2023)"),
+)
+
+
+def _gpu(
+    name: str,
+    float64: float,
+    float32: float,
+    bfloat16: float,
+    float16: float,
+    memory_rate: float,
+    memory: int,
+    link: float,
+    host_link: float,
+    network: int,
+    source: str,
+) -> DeviceModel:
+    rates = {"float64": float64, "float32": float32, "bfloat16": bfloat16, "float16": float16}
+    return DeviceModel(
+        name,
+        {dtype: rate * 1e12 for dtype, rate in rates.items() if rate},
+        memory_rate * 1e9,
+        _KERNEL_LAUNCH_SECONDS,
+        memory * 10**9,
+        LinkModel(link * 1e9, _GPU_LATENCY_SECONDS),
+        f"NVIDIA {source}{'; a link over PCIe x16' if link <= 64 else ''}",
+        LinkModel(host_link * 1e9, _GPU_LATENCY_SECONDS),
+        _NETWORKS[network],
     )
-}
+
+
+DEVICES: Mapping[str, DeviceModel] = {each.name: each for each in (_CPU, *starmap(_gpu, _GPUS))}
 """Known devices by short name."""
 
 

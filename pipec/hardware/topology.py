@@ -115,7 +115,7 @@ class Topology:
 
     @property
     def slowest_level(self) -> Level:
-        """The level whose links carry messages most slowly."""
+        """The level whose links have the lowest rate for messages, with the longest latency of any level."""
         return _slowest(self.levels)
 
     @property
@@ -187,7 +187,9 @@ def equal_devices(num_devices: int, link: LinkModel, memory_bytes: float = math.
 
 
 def _slowest(levels: Sequence[Level]) -> Level:
-    return min(levels, key=lambda level: level.message_link.bytes_per_second)
+    """The level that carries messages at the lowest rate, with the longest latency of all."""
+    slowest = min(levels, key=lambda level: level.message_link.bytes_per_second)
+    return replace(slowest, latency_seconds=max(level.latency_seconds for level in levels))
 
 
 def uniform_topology(
@@ -234,8 +236,8 @@ def _parse_topology(document: Mapping[str, Any]) -> Topology:
 
 
 def _check_level(index: int, level: Level) -> None:
-    if level.size < 1:
-        raise PlanError(f"level {index} joins {level.size} members: expected 1 or more")
+    if not isinstance(level.size, int) or level.size < 1:
+        raise PlanError(f"level {index} joins {level.size!r} members: expected a whole number, 1 or more")
     rate = level.message_link.bytes_per_second
     if not (rate > 0 and 0 <= level.latency_seconds < math.inf):
         raise PlanError(

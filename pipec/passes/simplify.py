@@ -27,6 +27,7 @@ from pipec.graph import (
     has_data_dependent_size,
     is_check,
     is_constant,
+    is_forward,
     is_tensor,
     storage_owner,
 )
@@ -71,7 +72,22 @@ class Simplify:
         for node in reversed(list(graph.nodes)):
             if not node.users and node.op == "call_function" and not is_check(node):
                 graph.module.graph.erase_node(node)
+        _join_backwards(graph.module.graph)
         return graph
+
+
+def _join_backwards(graph: fx.Graph) -> None:
+    """Let the backward of an operator of which nothing is left in the forward join the operator behind it.
+
+    The parameter that a custom function returned is then on the stage of its gradient.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function" and "operator" in node.meta]
+    computing = {node.meta["operator"] for node in calls if is_forward(node)}
+    for node in calls:
+        if not is_forward(node) and node.meta["operator"] not in computing:
+            sources = [x for x in node.all_input_nodes if x.op == "call_function" and not is_forward(x)]
+            behind = [x.meta["operator"] for x in sources if "operator" in x.meta]
+            node.meta["operator"] = min(behind, default=node.meta["operator"])
 
 
 def _normalize_arguments(node: fx.Node) -> None:

@@ -26,12 +26,20 @@ from pipec.capture.batch_inputs import (
 from pipec.capture.call_cache import CallCache, CallKey
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
+from pipec.capture.number_lists import Arguments, lists_as_tensors
 from pipec.capture.sequence_first import sequence_first_spec
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
 from pipec.compiler.compiler import Compiler
 from pipec.console import logger, warn
-from pipec.errors import CaptureError, InputError, MixedRowsError, PipecError, TargetRowsError
+from pipec.errors import (
+    CaptureError,
+    FailingModelError,
+    InputError,
+    MixedRowsError,
+    PipecError,
+    TargetRowsError,
+)
 from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, same_objects, torch_values
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import (
@@ -114,6 +122,7 @@ class CompiledExecutions(Executions):
         self._plain_values: dict[Mode, PlainValues] = {}
         self._checked_calls = CallCache()
         self._batch_axis_is_known = False
+        self._takes_lists: bool | None = None
         self._made: dict[int, CompiledArtifact] = {}
         self._last_made: dict[Mode, int] = {}
         self._valid_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
@@ -163,45 +172,85 @@ class CompiledExecutions(Executions):
         return make
 
     def agree(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
+        """The call that all ranks make, with its batch dimension found, and lists of a number for each row.
+
+        If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
+        """
+        may_convert = self.batch == "same" and self._takes_lists is not True
+        given = Arguments(arguments.args, dict(arguments.kwargs), arguments.target)
+        tensors = lists_as_tensors(given) if may_convert else None
+        if tensors is None:
+            return self._agree_on_axis(request, arguments)
+        converted = CallArguments(*tensors)
+        if self._takes_lists is False:
+            return self._agree_on_axis(request, converted)
+        try:
+            call = self._agree_on_axis(request, arguments)
+        except (InputError, CaptureError) as failure:
+            self._checked_calls.clear()
+            self._takes_lists = False
+            try:
+                return self._agree_on_axis(request, converted)
+            except (FailingModelError, CaptureError):
+                self._takes_lists = None
+                raise failure from None
+        self._takes_lists = True
+        return call
+
+    def _agree_on_axis(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
         """The call that all ranks make, with its batch dimension found.
 
         It is dimension 0, unless the user says otherwise, or rows along dimension 0 depend on one another and
-        are proved not to along dimension 1.
+        do not along dimension 1. Tensors with as many rows as the batch are split, unless that is wrong.
         """
         if self._batch_axis_is_known:
             return self._agree(request, arguments)
-        other = None
-        if self.batched is None and self.batch == "same":
-            other = sequence_first_spec(ModelCall(*arguments))
-        call = self._agree(request, arguments) if other is None else self._explore(request, arguments, other)
+        others = self._other_splits(request, arguments) if self.batch == "same" else []
+        call = self._explore(request, arguments, others) if others else self._agree(request, arguments)
         self._batch_axis_is_known = True
         return call
 
-    def _explore(self, request: CallRequest, arguments: CallArguments, other: BatchedOption) -> CompiledCall:
-        """The call with the batch in dimension 0, or else as ``other`` says."""
+    def _other_splits(self, request: CallRequest, arguments: CallArguments) -> list[BatchedOption]:
+        """What ``batched`` may be instead, the likelier first."""
+        others = list[BatchedOption]()
+        try:
+            unclear = self.check_call(request.mode, arguments).ambiguous_leaves
+        except PipecError:
+            unclear = {}
+        names = [*dict.fromkeys(unclear.values())]
+        for whole in dict.fromkeys([*((name,) for name in names[:_MAX_TRIED]), tuple(names)]):
+            others += [{**(self.batched or {}), **dict.fromkeys(whole)}] if whole else []
+        if self.batched is None and (other := sequence_first_spec(ModelCall(*arguments))) is not None:
+            others.append(other)
+        return others
+
+    def _explore(
+        self, request: CallRequest, arguments: CallArguments, others: Sequence[BatchedOption]
+    ) -> CompiledCall:
+        """The call split as it seems, or else as the first of ``others`` that computes each row by itself."""
+        given = self.batched
         try:
             return self._agree(request, arguments, refuses_mixed_rows=True)
-        except InputError as error:
-            if not isinstance(error, MixedRowsError | TargetRowsError):
-                raise
-            why, self.batched = error, other
-        self._checked_calls.clear()
-        try:
-            call = self._agree(request, arguments, refuses_mixed_rows=True)
-        except (InputError, CaptureError):
-            self.batched = None
+        except (InputError, CaptureError) as error:
+            why = error
+        for other in others:
+            may_be_right = isinstance(why, MixedRowsError | TargetRowsError) or None in other.values()
+            if not may_be_right:
+                continue
+            self.batched = other
             self._checked_calls.clear()
-            if isinstance(why, TargetRowsError):
-                raise why from None
-            return self._agree(request, arguments)
-        listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
-        logger.warning(
-            "the batch is dimension 1, along which no row depends on others: split with batched={%s}. "
-            "Dimension 0 is not: %s",
-            listed,
-            str(why).splitlines()[-2 if isinstance(why, MixedRowsError) else 0].strip(),
-        )
-        return call
+            try:
+                call = self._agree(request, arguments, refuses_mixed_rows=True)
+            except (InputError, CaptureError):
+                continue
+            listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
+            logger.warning("the batch is split with batched={%s}. Otherwise: %s", listed, _reason(why))
+            return call
+        self.batched = given
+        self._checked_calls.clear()
+        if not isinstance(why, MixedRowsError):
+            raise why from None
+        return self._agree(request, arguments)
 
     def _agree(
         self, request: CallRequest, arguments: CallArguments, refuses_mixed_rows: bool = False
@@ -698,3 +747,13 @@ def local_batch_advice() -> str:
         "rows, and what is not split is the same. See that every rank makes its part in the same way; say "
         "what is split with batched=... if the sizes do not tell it apart"
     )
+
+
+_MAX_TRIED = 6
+"""How many arguments are tried to be whole by themselves, before all of them are."""
+
+
+def _reason(error: PipecError) -> str:
+    """The line of an error that says what is wrong."""
+    lines = str(error).splitlines()
+    return lines[1 if isinstance(error, MixedRowsError) and len(lines) > 1 else 0].strip()

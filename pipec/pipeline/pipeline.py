@@ -131,11 +131,18 @@ class Pipeline(ConvertedModule):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply ``fn`` to every module of the model, as ``nn.Module.apply`` does."""
-        model = self._executions.model
-        if model is None:
-            return super().apply(fn)
-        model.apply(fn)
+        for module in self.modules():
+            fn(module)
         return self
+
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """The modules of the model. Raises InputError of a loaded artifact, which has none."""
+        if self._executions.model is None:
+            raise InputError(
+                "a loaded artifact has the code of its stages, and no modules of the model to set up or look "
+                "at: change the model, and compile and save it again. Parameters are in named_parameters()"
+            )
+        return super().modules(*args, **kwargs)
 
     @overload
     def step(
@@ -693,7 +700,10 @@ class Pipeline(ConvertedModule):
             updates = self._steps.updates
             if updates is None or not updates.sharded_names:
                 return state
-            return {name: x if is_absent(x) else x.detach().clone() for name, x in state.items()}
+            return {
+                name: x.detach().clone() if isinstance(x, Tensor) and not is_absent(x) else x
+                for name, x in state.items()
+            }
 
     @exclusive_call
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Tensor]:

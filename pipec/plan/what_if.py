@@ -12,13 +12,12 @@ import numpy as np
 
 from pipec.errors import InputError, PipecError
 from pipec.ir import Phase, Plan, Program, Schedule
-from pipec.plan.merge_stages import merge_stages
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import lower
 from pipec.programs.tail_order import ordered_for_tail
 from pipec.programs.verify import verify_step
 from pipec.schedules.chain_simulation import simulate_schedule
-from pipec.schedules.registry import SCHEDULES
+from pipec.schedules.named import SCHEDULES
 from pipec.schedules.search.workload import Workload
 from pipec.timeline.events import Timeline
 from pipec.timeline.grid import Axis, Grid
@@ -34,7 +33,7 @@ _FACTORS = (0.5, 0.8, 1.25, 2.0)
 
 
 def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline) -> Grid | None:
-    """The grid of a plan: other microbatches, orders and merged stages, other links and slower stages.
+    """The grid of a plan: other microbatches and orders, other links and slower stages.
 
     None for asynchronous schedules and for stages with replicas, whose steps depend on more.
     """
@@ -42,12 +41,10 @@ def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline)
         return None
     rows = plan.num_microbatches * plan.microbatch_size
     counts = [m for m in _around(plan.num_microbatches) if rows % m == 0]
-    ranks = [plan.num_ranks, *(plan.num_ranks // k for k in (2, 4) if plan.num_ranks % k == 0)]
     seconds = [sum(stage.cost.seconds.values()) for stage in plan.stages]
     axes = [
         Axis("microbatches", [str(m) for m in counts], counts),
         Axis("schedule", names := _orders(plan), names),
-        Axis("ranks", [str(n) for n in ranks], ranks),
         Axis.of_factors("seconds of messages", (0.25, 0.5, 2.0, 4.0)),
         *_slowed(seconds),
     ]
@@ -56,12 +53,9 @@ def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline)
 
     def play(chosen: Mapping[str, object]) -> Timeline:
         changed = _with_costs(plan, chosen)
-        number = int(str(chosen["ranks"]))
-        if number < plan.num_ranks:
-            changed = merge_stages(changed, plan.num_ranks // number)
-        elif changed.num_microbatches == plan.num_microbatches and chosen["schedule"] == plan.schedule:
+        if changed.num_microbatches == plan.num_microbatches and chosen["schedule"] == plan.schedule:
             return simulate_plan(changed, programs)
-        schedule = _fixed_order(str(chosen["schedule"]), number, changed.num_microbatches)
+        schedule = _fixed_order(str(chosen["schedule"]), plan.num_ranks, changed.num_microbatches)
         if schedule.placement != changed.placement:
             raise PipecError(f"{schedule.name} needs other stages")
         changed = replace(changed, schedule=schedule.name)
@@ -70,7 +64,6 @@ def what_if_of_plan(plan: Plan, programs: Sequence[Program], timeline: Timeline)
     notes = (
         f"The plan's costs ({plan.cost_source or 'given'}), played by the simulator that made the plan.",
         "With other microbatches, computes and messages take time in proportion to their rows.",
-        "On fewer ranks, neighbouring stages are merged; more ranks need another cut and were not simulated.",
         "Whether a choice fits in memory was not checked.",
     )
     return _filled(axes, play, timeline, notes)

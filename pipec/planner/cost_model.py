@@ -1,40 +1,38 @@
 """The seconds of a stage for a microbatch, from its operators, its replicas and its links.
 
-**PIPEC** models pipec's runtime. Sends are asynchronous and receives are posted one compute ahead, so
-communication overlaps compute. In the steady state a stage is therefore as slow as the slower of two things:
+Sends are asynchronous and receives are posted one compute ahead, so communication overlaps compute. In the
+steady state a stage is therefore as slow as the slower of two things:
 
 * *busy*: the forward and backward of its operators, and its share of the all-reduce of its parameters;
-* *link*: the values that cross its first downset, one message at a time. Links are full duplex: while the
+* *link*: the values that cross its first cut, one message at a time. Links are full duplex: while the
   activation of one microbatch goes forward, the gradient of another comes back. A value takes the longer of
-  these two messages. A value that several downsets separate from its reader is charged at each of them.
+  these two messages. A value that several cuts separate from its reader is charged at each of them.
 
 For example, a stage that computes for 5 ms, behind a value of which 3 ms go forward and 2 ms come back,
 takes 5 ms; behind one of 7 ms and 2 ms it takes 7 ms.
 
-A stage on m replicas handles m microbatches at a time. Its operators and its link take 1/m of the seconds
-for each microbatch. An all-reduce sends P parameter bytes over a link of B bytes per second in
-``passes * (m - 1) * P / (m * B)`` seconds. Published graphs are planned for PipeDream's asynchronous steps,
-in which m microbatches share an all-reduce; those of captured models for steps of which all microbatches do.
-Inside a group that is replicated itself these count as shared by the microbatches of all groups.
+A stage on m replicas handles m microbatches at a time, so its operators and its link take 1/m of the seconds
+for each microbatch. Gradients are summed within each group first, then between groups: at every level of the
+topology, r members sum P bytes over a link of B bytes per second in ``2 (r - 1) (P / (r B) + latency)``
+seconds, once a step or, without a flush, once for a microbatch of every replica.
 
-**PIPEDREAM** is the cost that PipeDream's published optimizer minimises (msr-fiddle/pipedream,
-optimizer_graph_hierarchical.py). It differs in two ways: activation and gradient share the link one after the
-other, and the all-reduce passes twice as often.
-
-**MAX_LOAD** is the cost that Tarnawski et al. minimise (NeurIPS 2020). Nothing overlaps: a stage takes the
-sum of its operators and of every value that it shares with other stages, each value once.
-
-In a hierarchy, a group of devices acts as one device of the level above. The group is busy as long as the
-slowest stage of the best pipeline inside it, and it pays for the links of its own level as a stage does. So
-the first stage inside a group has no link to pay for under PIPEC and PIPEDREAM. Under MAX_LOAD a stage also
-pays inside the group for values that leave the group, on their way to its border.
+A group of devices that is replicated holds a pipeline, and its replicas hold the same one. The groups share
+the link to the stage before.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipec.hardware.topology import Level
-from pipec.planner.operator_graph import Transfer
+from pipec.planner.operator_chain import OperatorChain
+from pipec.planner.placements import Placement
+
+Vector = NDArray[np.float64]
+Positions = NDArray[np.intp]
+"""Places between blocks where a stage may begin or end: position k is after the first k blocks."""
 
 
 def one_f_one_b(later_devices: int) -> int:
@@ -49,42 +47,89 @@ def one_f_one_b(later_devices: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The parameters in which the models above differ.
+    """``in_flight``: the microbatches in flight on a replica, a non-decreasing function of the later devices.
 
-    ``overlap``: communication overlaps compute. ``full_duplex``: activations and gradients overlap each
-    other. ``all_reduce_passes``: see above. ``first_shares_links``: the first stage of a group all-reduces
-    over as many links at a time as the level below has members. ``in_flight``: the microbatches in flight on
-    a replica, a non-decreasing function of the later devices for each replica. ``step_microbatches``: the
-    number of microbatches that share an all-reduce; None: one of each replica.
+    ``step_microbatches``: the number of microbatches that share an all-reduce; None: one of each replica.
     """
 
-    overlap: bool
-    full_duplex: bool
-    all_reduce_passes: float
-    first_shares_links: bool = False
     in_flight: Callable[[int], int] = one_f_one_b
     step_microbatches: int | None = None
 
-    def value_seconds(self, value: Transfer, level: Level) -> float:
-        """The seconds for which a value's activation and gradient occupy a link of ``level``."""
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The costs of stages of a chain. Columns are sums over the blocks before each position.
+
+    ``crossing[level, k]``: the seconds that the values across position k occupy a link of the level. The
+    methods take positions where stages begin and end, of shapes that numpy broadcasts.
+    """
+
+    model: CostModel
+    levels: Sequence[Level]
+    seconds: Vector
+    parameters: Vector
+    resident: Vector
+    saved: Vector
+    crossing: Vector
+
+    def stage_seconds(self, at: Placement, first: Positions, last: Positions) -> Vector:
+        """Seconds per microbatch, links included; infinite if a stage is empty or does not fit in memory."""
+        busy = (self.seconds[last] - self.seconds[first]) / at.rate + self._all_reduce(at, first, last)
+        seconds: Vector = np.maximum(busy, self.crossing[at.level, first] / at.links)
+        possible = first < last
+        if at.device.memory_bytes < np.inf:
+            possible = possible & (self.memory_bytes(at, first, last) <= at.device.memory_bytes)
+        return np.where(possible, seconds, np.inf)
+
+    def communication_seconds(self, at: Placement, first: Positions, last: Positions) -> Vector:
+        """Seconds per microbatch of the link and the all-reduce."""
+        spent: Vector = self.crossing[at.level, first] / at.links + self._all_reduce(at, first, last)
+        return spent
+
+    def memory_bytes(self, at: Placement, first: Positions, last: Positions) -> Vector:
+        saved = self.model.in_flight(at.later_devices) * (self.saved[last] - self.saved[first])
+        held: Vector = self.resident[last] - self.resident[first] + saved
+        return held
+
+    def _all_reduce(self, at: Placement, first: Positions, last: Positions) -> Vector:
+        if at.replicas == 1:
+            return np.zeros(())
+        parameters, each, latency = self.parameters[last] - self.parameters[first], 0.0, 0.0
+        for level, members in zip(self.levels, at.members, strict=True):
+            each += 2 * (members - 1) / (members * level.bytes_per_second)
+            latency += 2 * (members - 1) * level.latency_seconds
+        together = self.model.step_microbatches or at.replicas
+        seconds: Vector = (parameters * each + (parameters > 0) * latency) / together
+        return seconds
+
+    def at(self, positions: Positions) -> "StageCosts":
+        """The costs of stages between some positions alone."""
+        return replace(
+            self,
+            seconds=self.seconds[positions],
+            parameters=self.parameters[positions],
+            resident=self.resident[positions],
+            saved=self.saved[positions],
+            crossing=self.crossing[:, positions],
+        )
+
+
+def stage_costs(chain: OperatorChain, levels: Sequence[Level], model: CostModel) -> StageCosts:
+    def until(figures: Sequence[float]) -> Vector:
+        return np.concatenate([[0.0], np.cumsum(figures, dtype=np.float64)])
+
+    crossing = np.zeros((len(levels), len(chain.names) + 1))
+    for value in chain.transfers:
         sizes = [size for size in (value.forward_bytes, value.backward_bytes) if size]
-        messages = [level.message_link.seconds(size) for size in sizes]
-        return max(messages, default=0.0) if self.full_duplex else sum(messages)
-
-    def all_reduce_seconds_per_byte(self, replicas: int, bytes_per_second: float) -> float:
-        """Seconds per microbatch for each parameter byte of a stage, without latency."""
-        once = self.all_reduce_passes * (replicas - 1) / (replicas * bytes_per_second)
-        return once / (self.step_microbatches or replicas)
-
-    def all_reduce_latency(self, replicas: int, level: Level) -> float:
-        """Seconds per microbatch: a ring takes 2 (m - 1) steps."""
-        return 2 * (replicas - 1) * level.latency_seconds / (self.step_microbatches or replicas)
-
-    def links_of_first(self, levels: Sequence[Level], level: int) -> int:
-        """The number of links over which the first stage of a group all-reduces at a time."""
-        return levels[level - 1].size if self.first_shares_links and level > 0 else 1
-
-
-PIPEC = CostModel(overlap=True, full_duplex=True, all_reduce_passes=2)
-PIPEDREAM = CostModel(overlap=True, full_duplex=False, all_reduce_passes=4, first_shares_links=True)
-MAX_LOAD = CostModel(overlap=False, full_duplex=False, all_reduce_passes=2)
+        for k, level in enumerate(levels):
+            longest = max((level.message_link.seconds(size) for size in sizes), default=0.0)
+            crossing[k, value.first + 1 : value.last + 1] += longest
+    return StageCosts(
+        model,
+        levels,
+        until(chain.seconds),
+        until(chain.parameter_bytes),
+        until(chain.resident_bytes),
+        until(chain.saved_bytes),
+        crossing,
+    )

@@ -23,7 +23,7 @@ FORWARD_OUTPUT = (
 
 _SCALED = (
     "GradScaler cannot scale the loss of a pipeline, whose gradients are computed before: leave the scaler "
-    'out, and pass precision="fp16-mixed" with optimizer=... to pipec.compile, which scales and skips steps'
+    'out. With precision="fp16-mixed" and optimizer=..., pipec.compile scales the loss and skips steps'
 )
 
 
@@ -110,5 +110,5 @@ class ModuleLoss(_Loss):
 
 
 _LOSS_ALONE = (
-    "the module returns the loss alone in training; pipe.as_module(outputs=True) returns the rest, too"
+    "in training a module returns the loss alone; that of pipe.as_module(outputs=True) returns the rest, too"
 )

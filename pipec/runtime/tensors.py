@@ -116,6 +116,8 @@ class Tensors:
         """Move each tensor to the device of the stage that owns it, and release those of other processes."""
         unique = self.names.unique()
         there, first = tensor_devices(plan, self.ranks.devices), not self.owner_ranks
+        if first and self._world.is_distributed:
+            self._refuse_tensors_elsewhere(owner_ranks(plan))
         if self._world.is_distributed and (new := there.keys() - self.owner_ranks.keys()):
             converted = self._keep_owners(sorted(new & unique.keys())) if not first else set[str]()
             known = {
@@ -142,6 +144,21 @@ class Tensors:
             if home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
         self.needs_placement = False
+
+    def _refuse_tensors_elsewhere(self, needed: Mapping[str, Sequence[int]]) -> None:
+        """Refuse tensors that another pipeline has left on other ranks than this one needs, on all ranks."""
+        unique = {fqn: x for fqn, x in self.names.unique().items() if not is_unread(x)}
+        every = self.ranks.agreement.all_gather_flags([is_absent(x) for x in unique.values()])
+        for fqn, *absent in zip(unique, *every, strict=True):
+            if any(absent[rank] for rank in needed.get(fqn, ())):
+                held = tuple(rank for rank, gone in enumerate(absent) if not gone)
+                raise InputError(
+                    f"{fqn} belongs to another pipeline, too, whose stages have it on "
+                    f"{format_ranks(held)}, but the stages of this one need it on "
+                    f"{format_ranks(needed[fqn])}. Make one pipeline of both: of a module that has the two "
+                    "models, and whose forward is told by an argument which one to call; all its calls run "
+                    "on the same stages"
+                )
 
     def _keep_owners(self, names: Sequence[str]) -> set[str]:
         """Those of these new tensors that are absent on some ranks: the others own them still.

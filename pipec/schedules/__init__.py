@@ -14,20 +14,23 @@ from pipec.ir.columns import PHASE_CODE, ComputeColumns
 from pipec.programs.rank_memory import max_in_flight_of_order
 from pipec.schedules.asynchronous import ASYNCHRONOUS_SCHEDULES, AsynchronousSchedule
 from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
-from pipec.schedules.dualpipe_v import dualpipe_v
-from pipec.schedules.gpipe import gpipe
-from pipec.schedules.interleaved import interleaved_1f1b
-from pipec.schedules.looped_bfs import looped_bfs
-from pipec.schedules.one_f_one_b import one_f_one_b
+from pipec.schedules.named import (
+    LOOPED_SCHEDULES,
+    SCHEDULES,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from pipec.schedules.order_builder import linear_placement, loop_placement, remap_ranks, v_placement
-from pipec.schedules.registry import LOOPED_SCHEDULES, SCHEDULES
 from pipec.schedules.search.auto import auto, candidate_schedules, fixed_schedules
 from pipec.schedules.search.workload import Workload
 from pipec.schedules.search.zero_bubble import zb_1p, zb_2p
 from pipec.schedules.v_half_min import v_half, v_min
-from pipec.schedules.zb_h1 import zb_h1
-from pipec.schedules.zb_h2 import zb_h2
-from pipec.schedules.zb_v import zb_v
 
 ENTRY_POINTS = "pipec.schedules"
 """The entry-point group in which a package registers functions under the names of its schedules."""

@@ -1,4 +1,4 @@
-"""Helpers to write schedules: placements, and a builder for the order of one rank."""
+"""Helpers to write schedules: placements, and the order of a rank that runs a pattern."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,8 +10,15 @@ import numpy as np
 from pipec.ir import Compute, Phase, Placement, Schedule, count_ranks, one_rank_per_stage
 from pipec.ir.columns import PHASE_CODE, ComputeColumns, Ints
 
-StagePhase = tuple[Phase, int]
-"""A phase of a stage; with a microbatch it is a compute."""
+Pattern = Sequence[tuple[int, str]]
+"""How many times a rank runs which cells, such as ``(3, "F0 I1 W1")``."""
+
+_PHASES = {
+    "F": Phase.FORWARD,
+    "B": Phase.BACKWARD,
+    "I": Phase.BACKWARD_INPUT,
+    "W": Phase.BACKWARD_WEIGHT,
+}
 
 
 def linear_placement(num_ranks: int) -> Placement:
@@ -94,39 +101,23 @@ class LazyOrders(Sequence[ComputeColumns]):
         return repr(tuple(self))
 
 
-class OrderBuilder:
-    """The order of one rank under construction: each phase of a stage takes its next microbatch.
+def pattern_order(stages: Sequence[int], num_microbatches: int, pattern: Pattern) -> ComputeColumns:
+    """The order of a rank with these ``stages`` that runs a pattern.
 
-    A phase without microbatches left is skipped, so patterns may be repeated beyond the end.
+    Each phase of a stage takes its next microbatch. It is left out once it has none, so patterns may be
+    repeated beyond the end.
     """
-
-    def __init__(self, num_microbatches: int) -> None:
-        self._num_microbatches = num_microbatches
-        self._next: Counter[StagePhase] = Counter()
-        self._parts: list[Ints] = []
-
-    def run(self, times: int, *stage_phases: StagePhase) -> None:
-        """Append one compute of each of ``stage_phases``, ``times`` times over."""
-        times = max(times, 0)
-        part = np.empty((3, times, len(stage_phases)), np.int32)
-        places, steps = Counter[StagePhase](), Counter(stage_phases)
-        for column, (phase, stage) in enumerate(stage_phases):
-            kind = (phase, stage)
-            first = self._next[kind] + places[kind]
-            part[0, :, column], part[1, :, column] = PHASE_CODE[phase], stage
-            part[2, :, column] = first + steps[kind] * np.arange(times)
-            places[kind] += 1
-        for kind, step in steps.items():
-            self._next[kind] = min(self._next[kind] + step * times, self._num_microbatches)
+    parts, done = list[Ints](), Counter[str]()
+    for times, text in pattern:
+        cells, times = text.split(), max(times, 0)
+        part, places, steps = np.empty((3, times, len(cells)), np.int32), Counter[str](), Counter(cells)
+        for column, cell in enumerate(cells):
+            part[0, :, column] = PHASE_CODE[_PHASES[cell[0]]]
+            part[1, :, column] = stages[int(cell[1:] or 0)]
+            part[2, :, column] = done[cell] + places[cell] + steps[cell] * np.arange(times)
+            places[cell] += 1
+        for cell, step in steps.items():
+            done[cell] = min(done[cell] + step * times, num_microbatches)
         computes = part.reshape(3, -1)
-        self._parts.append(computes[:, computes[2] < self._num_microbatches])
-
-    def finish(self, *stage_phases: StagePhase) -> None:
-        """Append the remaining computes of each of ``stage_phases``, one phase after the other."""
-        for kind in stage_phases:
-            self.run(self._num_microbatches - self._next[kind], kind)
-
-    @property
-    def computes(self) -> ComputeColumns:
-        """The order."""
-        return ComputeColumns(np.concatenate(self._parts, axis=1))
+        parts.append(computes[:, computes[2] < num_microbatches])
+    return ComputeColumns(np.concatenate(parts, axis=1))

@@ -7,13 +7,12 @@ else can run. A forward, or a backward once the forwards are done, may overtake 
 cannot run yet, if that keeps the peak. The best of a few reaches is chosen, for phases of equal length.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 from pipec.ir import Schedule
 from pipec.schedules.order_builder import v_placement
-from pipec.schedules.search.greedy import list_scheduling
 from pipec.schedules.search.ordering_problem import OrderingProblem, make_ordering_problem
+from pipec.schedules.search.patterns import follow_patterns
 from pipec.schedules.search.workload import Workload
 
 _PERIOD = 6
@@ -58,16 +57,16 @@ def patterns_within_peak(num_ranks: int, num_microbatches: int, peak: int) -> It
     for slots in (_half_slots, _min_slots):
         patterns = _patterns(problem, slots)
         for reach in (*_REACHES, _LONG_REACH):
-            found = _squeeze("v", problem, patterns, reach)
+            found = follow_patterns(problem, patterns, reach)
             if found:
-                yield found[1]
+                yield problem.schedule("v", found.orders)
 
 
 def _best(name: str, num_ranks: int, num_microbatches: int, slots: Slots, peak: int) -> Schedule:
     problem = _unit_problem(num_ranks, num_microbatches, 2 * peak)
     patterns = _patterns(problem, slots)
-    found = filter(None, (_squeeze(name, problem, patterns, reach) for reach in _REACHES))
-    return min(found, key=lambda each: each[0])[1]
+    found = filter(None, (follow_patterns(problem, patterns, reach) for reach in _REACHES))
+    return problem.schedule(name, min(found, key=lambda each: each.makespan).orders)
 
 
 def _unit_problem(num_ranks: int, num_microbatches: int, peak: int) -> OrderingProblem:
@@ -91,70 +90,3 @@ def _patterns(problem: OrderingProblem, slots: Slots) -> list[list[int]]:
         return [task for _, task in sorted(tasks)]
 
     return [pattern(rank) for rank in range(p)]
-
-
-def _squeeze(
-    name: str, problem: OrderingProblem, patterns: list[list[int]], reach: int
-) -> tuple[float, Schedule] | None:
-    """The time that the tasks take and the schedule; None if the ranks deadlock."""
-    ranks = [
-        _Rank(problem, list(reversed(pattern)), problem.memory_limits[rank], reach)
-        for rank, pattern in enumerate(patterns)
-    ]
-    orders = list_scheduling(problem, ranks)
-    return (max(rank.busy_until for rank in ranks), problem.schedule(name, orders)) if orders else None
-
-
-@dataclass
-class _Rank:
-    """One rank while it is squeezed. ``ahead`` are the remaining tasks, the next one at the end."""
-
-    problem: OrderingProblem
-    ahead: list[int]
-    peak: float
-    reach: int
-    order: list[int] = field(default_factory=list)
-    busy_until: float = 0.0
-    weights: list[int] = field(default_factory=list)
-    in_flight: int = 0
-    forwards: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.forwards = sum(self._is_forward(task) for task in self.ahead)
-
-    def run(self, task: int, now: float) -> None:
-        """Append a task to the order; it ends at ``busy_until``."""
-        self.order.append(task)
-        self.busy_until = now + 1
-        if self.weights and task == self.weights[0]:
-            self.weights.pop(0)
-            self.in_flight -= 1
-            return
-        self.ahead.pop(self.ahead.index(task, max(0, len(self.ahead) - 1 - self.reach)))
-        if self._is_forward(task):
-            self.forwards -= 1
-            self.in_flight += 1
-        else:
-            self.weights.append(task + self.problem.first_input_gradient)
-
-    def choose(self, now: float, arrived: Sequence[float]) -> tuple[int, float]:
-        """The first task within ``reach`` that can run, else a weight gradient.
-
-        A forward holds memory while those it overtakes run, each backward followed by its weight gradient.
-        """
-        held = self.in_flight - len(self.weights)
-        highest = self.in_flight
-        reached = self.ahead[-1 : -2 - self.reach : -1]
-        for number, task in enumerate(reached):
-            forward = self._is_forward(task)
-            fits = highest + 1 <= self.peak if forward else number == 0 or not self.forwards
-            if fits and arrived[task] <= now:
-                return task, 0.0
-            held += 1 if forward else -1
-            highest = max(highest, held)
-        if self.weights:
-            return self.weights[0], 0.0
-        return -1, min((arrived[task] for task in reached if arrived[task] > now), default=float("inf"))
-
-    def _is_forward(self, task: int) -> bool:
-        return task < self.problem.first_input_gradient

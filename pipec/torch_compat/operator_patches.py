@@ -37,38 +37,29 @@ def _distributions_are_validated() -> bool:
 
 
 @contextlib.contextmanager
-def trace_recurrent_networks(network: Callable[..., tuple[torch.Tensor, ...]]) -> Iterator[None]:
-    """Let torch trace a recurrent network as ``network(cell, ...)``, for any length.
+def traced_otherwise(network: Callable[..., tuple[torch.Tensor, ...]]) -> Iterator[None]:
+    """Let torch trace recurrent networks as ``network(cell, ...)``, and covariances by products.
 
-    torch traces it step by step, which makes the length a constant, and takes 4.7 s for a GRU of 100 steps.
-    Kernels that ``torch.library`` registers reach real tensors too, in all threads; these are called where
-    torch traces, and nowhere else.
+    torch traces a recurrent network step by step, which makes the length a constant, and takes 4.7 s for a
+    GRU of 100 steps. ``cov``, and ``corrcoef`` with it, asks for a value to warn of few observations. Kernels
+    that ``torch.library`` registers reach real tensors too, in all threads; these are called where torch
+    traces, and nowhere else.
     """
-    operators = {cell: getattr(torch.ops.aten, name).input for cell, name in RECURRENT.items()}
-    for cell, operator in operators.items():
+    operators: dict[Any, Callable[..., Any]] = {
+        getattr(torch.ops.aten, name).input: functools.partial(network, cell)
+        for cell, name in RECURRENT.items()
+    }
+    operators[torch.ops.aten.cov.default] = _covariance
+    for operator, function in operators.items():
         for key in _AUTOGRAD:
-            operator.py_impl(key)(functools.partial(network, cell))
+            operator.py_impl(key)(function)
     try:
         yield
     finally:
-        for operator in operators.values():
+        for operator in operators:
             for key in _AUTOGRAD:
                 del operator.py_kernels[key]
             operator._dispatch_cache.clear()
-
-
-@contextlib.contextmanager
-def trace_covariance() -> Iterator[None]:
-    """Let torch trace ``torch.cov`` and ``corrcoef``, which ask for a value to warn of few observations."""
-    operator = torch.ops.aten.cov.default
-    for key in _AUTOGRAD:
-        operator.py_impl(key)(_covariance)
-    try:
-        yield
-    finally:
-        for key in _AUTOGRAD:
-            del operator.py_kernels[key]
-        operator._dispatch_cache.clear()
 
 
 def _covariance(
@@ -89,8 +80,8 @@ def _covariance(
     product = centred @ (centred if weights is None else centred * weights).t().conj()
     left = count - lost
     left = left.clamp_min(0) if isinstance(left, torch.Tensor) else torch.sym_max(left, 0)
-    found: torch.Tensor = (product / left).squeeze()
-    return found
+    covariance: torch.Tensor = product / left
+    return covariance.squeeze()
 
 
 @contextlib.contextmanager

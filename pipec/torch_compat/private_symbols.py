@@ -222,6 +222,11 @@ REPLACED = (
         "recurrent networks stay whole while they are traced. A kernel of `torch.library` would run "
         "outside of traces, too",
     ),
+    Symbol(
+        "torch.utils.checkpoint.CheckpointFunction.apply",
+        "a reentrant checkpoint is a plain call while it is traced. Its backward adds to `.grad`, which no "
+        "graph has",
+    ),
 )
 """Functions of torch, private or not, in whose place pipec puts its own. A star stands for some of a class.
 

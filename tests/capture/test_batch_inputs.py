@@ -81,12 +81,34 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_what_may_be_split_or_whole_is_asked(name: str) -> None:
-    combine, x, other = AMBIGUOUS[name]
+def test_what_may_be_split_or_whole_is_tried(name: str) -> None:
     for dynamic in (True, False):
-        pipe = pipec.compile(Model(combine), devices=2, microbatches=2, dynamic=dynamic)
-        with pytest.raises(InputError, match=r"args\[1\] has as many rows.*batched=\{'other': None\}"):
-            pipe.step(x, other)
+        check(*AMBIGUOUS[name], dynamic=dynamic)
+
+
+def test_a_table_in_front_of_weights_is_whole() -> None:
+    """It is looked up by numbers of all rows, and a tail cannot have the layers behind it."""
+
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, numbers: Tensor, table: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.first(x + table[numbers]))).square().mean()
+
+    model, numbers = Lookup(), torch.tensor([3, 0, 1, 1])
+    with torch.no_grad():
+        expected = model(X, numbers, TABLE)
+    pipe = pipec.compile(model, devices=2, microbatches=2)
+    assert relative_error(pipe.step(X, numbers, TABLE), expected) < 1e-6
+    assert "whole in every microbatch: args[2]" in str(pipe.plan)
+
+
+def test_without_a_check_what_may_be_split_or_whole_is_asked() -> None:
+    pipe = pipec.compile(Model(add), devices=2, microbatches=2, check="off")
+    with pytest.raises(InputError, match=r"args\[1\].*batched=\{'other': 0\}.*batched=\{'other': None\}"):
+        pipe.step(X, TABLE)
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pipec
 from pipec.schedules import SEARCHED_SCHEDULES
-from pipec.schedules.registry import SCHEDULES
+from pipec.schedules.named import SCHEDULES
 from tests.pipeline.test_precision import batches as mixed_batches
 from tests.pipeline.test_precision import difference, pair
 

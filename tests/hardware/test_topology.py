@@ -211,7 +211,8 @@ PAIR = (Level(2, FAST),)
         ((Device(speed=math.inf), Device()), PAIR, "device 0 has .* speed inf"),
         ((Device(memory_bytes=0.0), Device()), PAIR, "device 0 has 0.0 bytes of memory"),
         ((Device(memory_bytes=math.nan), Device()), PAIR, "device 0 has nan bytes of memory"),
-        (EQUAL, (Level(2, FAST), Level(0, FAST)), "level 1 joins 0 members: expected 1 or more"),
+        (EQUAL, (Level(2, FAST), Level(0, FAST)), "level 1 joins 0 members: expected a whole number"),
+        (EQUAL, (Level(2, FAST), Level(2.0, FAST)), r"level 1 joins 2\.0 members: expected a whole number"),
         (EQUAL, (Level(2, 0.0),), "level 0 carries 0.0 bytes per second after 0.0 seconds"),
         (EQUAL, (Level(2, FAST, -1.0),), "level 0 carries .* after -1.0 seconds"),
         (EQUAL, (Level(2, FAST, math.inf),), "level 0 carries .* after inf seconds"),
@@ -256,6 +257,12 @@ def test_the_same_topology_in_toml_and_json(tmp_path: Path) -> None:
     found = read_topology(tmp_path / "hosts.toml")
     assert found == read_topology(tmp_path / "hosts.json")
     assert found == Topology((Device(), Device(), Device(speed=3.0)), (Level(3, 1e10),))
+
+
+def test_the_slowest_link_has_the_lowest_rate_and_the_longest_latency() -> None:
+    topology = Topology((Device(),) * 4, (Level(2, 1e9, 1e-6), Level(2, 1e10, 1e-4)))
+    assert topology.slowest_link == LinkModel(1e9, 1e-4)
+    assert topology.single_level().levels == (Level(4, 1e9, 1e-4),)
 
 
 def test_the_first_devices_are_joined_by_their_slowest_link() -> None:

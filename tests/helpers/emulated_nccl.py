@@ -30,6 +30,7 @@ from pipec.runtime.messages.collective_group import InProcessCollectives, InProc
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.shared_memory import SharedMemory
+from pipec.runtime.processes.star import PacketKind
 
 T = TypeVar("T")
 
@@ -208,8 +209,8 @@ class Distributed:
         return any(group.running for group in self.groups[rank])
 
 
-class _HeartbeatConnections:
-    """Those of ranks of which a test hears by itself if one fails."""
+class _Star:
+    """The connections of ranks of which a test hears by itself if one fails."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -219,8 +220,8 @@ class _HeartbeatConnections:
     ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def all_gather_text(self, data: bytes) -> list[bytes]:
-        return [data] * self._num_ranks
+    def all_gather(self, own: bytes, kind: PacketKind, activity: str) -> list[bytes]:
+        return [own] * self._num_ranks
 
     def check(self) -> None:
         """Nothing fails."""
@@ -234,10 +235,9 @@ class Emulated(DistributedTransport):
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks, self.device, self._timeout = rank, num_ranks, torch.device("cpu"), PATIENCE
-        self._heartbeats: Any = _HeartbeatConnections(num_ranks)
-        self._buffers, self._message_packers = {}, {}
-        self._shared, self._same_host = SharedMemory(rank), {}
-        self._connections = NcclConnections(self.device, rank, num_ranks, bool, bool)
+        self._star: Any = _Star(num_ranks)
+        self._shared, self._hosts = SharedMemory(rank, num_ranks), [["", ""]] * num_ranks
+        self._connections = NcclConnections(self.device, rank, num_ranks, bool)
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
         return make()  # on this thread, which is known by its rank

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pipec
-from pipec.runtime.messages import host_sockets
+from pipec.runtime.messages import shared_memory
 
 
 def worst_difference(schedule: Path) -> float:
@@ -31,5 +31,5 @@ def worst_difference(schedule: Path) -> float:
 if __name__ == "__main__":
     for path in sys.argv[2:]:
         if sys.argv[1] == "gloo":
-            host_sockets._is_possible = lambda: False
+            shared_memory._host = lambda: ""
         print("same" if worst_difference(Path(path)) < 1e-12 else "differs")

@@ -1,34 +1,26 @@
 """Small planning problems for property tests, and their answers by trying every plan."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
 from typing import NamedTuple, TypeAlias
 
-from hypothesis import assume
 from hypothesis import strategies as st
 
 from pipec.hardware.topology import Device, Level, Topology
-from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM, CostModel
-from pipec.planner.operator_graph import OperatorGraph, Transfer
+from pipec.planner.cost_model import CostModel
+from pipec.planner.operator_chain import OperatorChain, Transfer
 
-Operators = int
-"""A set of them: bit k says whether operator k is in it."""
-
-Member: TypeAlias = "int | tuple[Member, ...]"
-"""A device, by its kind, or a group: its members, sorted, so that groups which are alike are equal."""
-
-MOST_DOWNSETS = 100
-"""On several levels, where any three of them are tried together."""
+Member: TypeAlias = "Device | tuple[Member, ...]"
+"""A device, or a group: its members, sorted, so that groups which are alike are equal."""
 
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """``graph`` on ``devices``, in groups of ``sizes`` from the inside out, with links of ``rates``."""
+    """``chain`` on ``devices``, in groups of ``sizes`` from the inside out, with links of ``rates``."""
 
-    graph: OperatorGraph
+    chain: OperatorChain
     devices: tuple[Device, ...]
     sizes: tuple[int, ...]
     rates: tuple[float, ...]
@@ -42,157 +34,103 @@ class PlanningProblem:
         return Topology(self.devices, tuple(Level(*level, self.latency_seconds) for level in levels))
 
     @property
-    def kinds(self) -> list[Device]:
-        return sorted(set(self.devices))
-
-    @property
     def outermost(self) -> tuple[Member, ...]:
-        members: Sequence[Member] = [self.kinds.index(device) for device in self.devices]
+        members: Sequence[Member] = self.devices
         for size in self.sizes:
             members = [tuple(sorted(members[k : k + size])) for k in range(0, len(members), size)]
-        return members[0]
+        (outermost,) = members
+        assert isinstance(outermost, tuple)
+        return outermost
 
-    @property
-    def limits_memory(self) -> bool:
-        return min(device.memory_bytes for device in self.devices) < math.inf
-
-    def best_seconds(self, among: Sequence[Operators] | None = None) -> float:
-        """Those of the best plan over all downsets, or ``among`` some; infinite if none fits in memory."""
-        return _EveryPlan(self, among or downsets(self.graph)).best_seconds()
+    def best_seconds(self) -> float:
+        """Those of the best plan; infinite if none fits in memory, or blocks are too few."""
+        return _EveryPlan(self).best_seconds()
 
 
-def downsets(graph: OperatorGraph) -> list[Operators]:
-    """Sets of operators that hold whatever must come before one of them."""
-    needs = [0] * len(graph.names)
-    for u, v in graph.before:
-        needs[v] |= 1 << u
-    found = {0}
-    for _ in needs:
-        found |= {held | 1 << op for held in found for op, need in enumerate(needs) if held & need == need}
-    return sorted(found)
+class _Around(NamedTuple):
+    """The replicas of the groups around a pipeline, from the outside in.
 
-
-class _Stage(NamedTuple):
-    """On up to ``devices`` of each of ``replicas`` members alike; the rest is for later stages.
-
-    These have ``after`` devices for each replica, rounded up.
+    Its first stage reads over links of ``level``, one for each of ``links`` microbatches; with 0 links, over
+    those of its own group.
     """
 
-    member: Member
-    replicas: int
-    devices: int
-    rest: tuple[Member, ...]
-    rest_devices: int
-    after: int
+    replicas: tuple[int, ...]
+    level: int
+    links: int
 
 
 class _EveryPlan:
     """Every plan of a problem is tried, but no part of it twice."""
 
-    def __init__(self, problem: PlanningProblem, downsets: Sequence[Operators]) -> None:
-        self.problem, self.graph, self.kinds = problem, problem.graph, problem.kinds
-        self.downsets = sorted(downsets)
-        self.larger = {k: [end for end in self.downsets if end & k == k != end] for k in self.downsets}
-        self.best, self.stages, self.seconds = cache(self._best), cache(self._stages), cache(self._seconds)
-        self.exchanged, self.total = cache(self._exchanged), cache(self._total)
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.problem, self.chain = problem, problem.chain
+        self.best = cache(self._best)
 
     def best_seconds(self) -> float:
-        level, members = len(self.problem.sizes) - 1, self.problem.outermost
-        return self.best(level, members, num_devices(members), 0, 0, self.downsets[-1], True)
+        level, count = len(self.problem.sizes) - 1, len(self.chain.names)
+        return self.best(self.problem.outermost, 0, 0, count, _Around((), level, 0))
 
-    def _best(
-        self,
-        level: int,
-        members: tuple[Member, ...],
-        devices: int,
-        after: int,
-        first: Operators,
-        last: Operators,
-        begins: bool,
-    ) -> float:
-        """The slowest stage of the best pipeline between two downsets."""
-        if first == last:
-            return 0.0
-        ends = [end for end in self.larger[first] if end & last == end]
+    def _best(self, members: tuple[Member, ...], after: int, first: int, last: int, around: _Around) -> float:
+        """The slowest stage of the best pipeline on all ``members``, which ``after`` devices follow."""
+        if not members:
+            return 0.0 if first == last else math.inf
+        level, outer = len(self.problem.sizes) - 1 - len(around.replicas), math.prod(around.replicas)
         found = math.inf
-        for stage in self.stages(members, devices, after):
-            for end in ends:
-                seconds = self.seconds(level, stage, first, end, begins)
-                if seconds < found:
-                    rest = self.best(level, stage.rest, stage.rest_devices, after, end, last, False)
-                    found = min(found, max(seconds, rest))
+        for member, count, rest in choices(members, self.problem.max_replicas):
+            later = math.ceil((after + num_devices(rest)) / count)
+            now = around._replace(replicas=(*around.replicas, count))
+            if not around.links:
+                now = now._replace(level=level, links=outer * count)
+            for end in range(first + 1, last + 1):
+                inside = self._inside(member, later, first, end, now)
+                if inside < found:
+                    others = self.best(rest, after, end, last, _Around(around.replicas, level, 0))
+                    found = min(found, max(inside, others))
         return found
 
-    def _stages(self, members: tuple[Member, ...], devices: int, after: int) -> list[_Stage]:
-        return [
-            _Stage(member, replicas, each, rest, later, math.ceil((after + later) / replicas))
-            for member in dict.fromkeys(members)
-            for replicas in range(1, min(members.count(member), self.problem.max_replicas) + 1)
-            for each in range(1, num_devices([member]) + 1)
-            for rest in some(without(members, member, replicas))
-            for later in range(len(rest), min(num_devices(rest), devices - replicas * each) + 1)
-        ]
-
-    def _seconds(self, level: int, stage: _Stage, first: Operators, last: Operators, begins: bool) -> float:
-        problem, held, replicas = self.problem, last & ~first, stage.replicas
-        if level == 0:
-            busy = self._alone(stage, held)
-        else:
-            after = stage.after if problem.limits_memory else 0
-            busy = self.best(level - 1, stage.member, stage.devices, after, first, last, True)
-        busy += self._all_reduce(level, replicas, held, begins)
-        if problem.model is MAX_LOAD:
-            return (busy + self.exchanged(level, held)) / replicas
-        return max(busy, 0.0 if begins else self.exchanged(level, first)) / replicas
-
-    def _alone(self, stage: _Stage, held: Operators) -> float:
-        device, saved = self.kinds[stage.member], self.total("saved_bytes", held)
-        if self.total("resident_bytes", held) + (1 + stage.after) * saved > device.memory_bytes:
+    def _inside(self, member: Member, later: int, first: int, last: int, around: _Around) -> float:
+        if isinstance(member, tuple):
+            return self.best(member, later, first, last, around)
+        chain, model, blocks = self.chain, self.problem.model, range(first, last)
+        replicas = math.prod(around.replicas)
+        held = sum(chain.resident_bytes[k] + model.in_flight(later) * chain.saved_bytes[k] for k in blocks)
+        if held > member.memory_bytes:
             return math.inf
-        return self.total("seconds", held) / device.speed
+        parameters = sum(chain.parameter_bytes[k] for k in blocks)
+        reduced = 0.0
+        for rate, count in zip(self.problem.rates[::-1], around.replicas, strict=True):
+            if parameters:
+                reduced += 2 * (count - 1) * (parameters / count / rate + self.problem.latency_seconds)
+        busy = sum(chain.seconds[k] for k in blocks) / member.speed / replicas
+        return max(
+            busy + reduced / (model.step_microbatches or replicas),
+            self._crossing(around.level, first) / around.links,
+        )
 
-    def _all_reduce(self, level: int, replicas: int, held: Operators, begins: bool) -> float:
-        parameters = self.total("parameter_bytes", held)
-        if replicas == 1 or not parameters:
-            return 0.0
-        passes, links = 2, 1
-        if self.problem.model is PIPEDREAM:
-            passes, links = 4, self.problem.sizes[level - 1] if begins and level > 0 else 1
-        share = passes * (replicas - 1) / replicas * parameters / (self.problem.rates[level] * links)
-        rounds = (self.problem.model.step_microbatches or replicas) / replicas
-        return (share + 2 * (replicas - 1) * self.problem.latency_seconds) / rounds
-
-    def _exchanged(self, level: int, held: Operators) -> float:
-        """The seconds of all values with an end inside and one outside."""
+    def _crossing(self, level: int, position: int) -> float:
+        """The seconds of the values that cross a position, there and back at the same time."""
+        values = (each for each in self.chain.transfers if each.first < position <= each.last)
         return sum(
-            self._value_seconds(value, level)
-            for value in self.graph.transfers
-            if len({held >> end & 1 for end in (value.producer, *value.consumers)}) == 2
+            max(self._message(each.forward_bytes, level), self._message(each.backward_bytes, level))
+            for each in values
         )
 
-    def _value_seconds(self, value: Transfer, level: int) -> float:
-        """There and back, at the same time or one after the other."""
-        there, back = (
-            self.problem.latency_seconds + size / self.problem.rates[level] if size else 0.0
-            for size in (value.forward_bytes, value.backward_bytes)
-        )
-        return max(there, back) if self.problem.model.full_duplex else there + back
+    def _message(self, size: float, level: int) -> float:
+        return self.problem.latency_seconds + size / self.problem.rates[level] if size else 0.0
 
-    def _total(self, column: str, held: Operators) -> float:
-        return sum(figure for op, figure in enumerate(getattr(self.graph, column)) if held >> op & 1)
+
+def choices(
+    members: tuple[Member, ...], max_replicas: int
+) -> Iterator[tuple[Member, int, tuple[Member, ...]]]:
+    """Some equal members, their number, and the others."""
+    for member in dict.fromkeys(members):
+        for count in range(1, min(members.count(member), max_replicas) + 1):
+            first = members.index(member)
+            yield member, count, members[:first] + members[first + count :]
 
 
 def num_devices(members: Sequence[Member]) -> int:
-    return sum(1 if isinstance(member, int) else num_devices(member) for member in members)
-
-
-def without(members: tuple[Member, ...], member: Member, count: int) -> tuple[Member, ...]:
-    first = members.index(member)
-    return members[:first] + members[first + count :]
-
-
-def some(members: tuple[Member, ...]) -> set[tuple[Member, ...]]:
-    return {each for count in range(len(members) + 1) for each in combinations(members, count)}
+    return sum(num_devices(member) if isinstance(member, tuple) else 1 for member in members)
 
 
 SECONDS = st.integers(0, 8).map(float)
@@ -201,44 +139,32 @@ MEMORY = st.sampled_from([math.inf, 16.0, 32.0, 64.0])
 
 
 @st.composite
-def graphs(draw: st.DrawFn, max_operators: int) -> OperatorGraph:
-    """Mostly in line, so that there are few downsets."""
-    count = draw(st.integers(1, max_operators) | st.just(max_operators))
+def chains(draw: st.DrawFn, max_blocks: int) -> OperatorChain:
+    count = draw(st.integers(1, max_blocks) | st.just(max_blocks))
     figures = st.lists(BYTES, min_size=count, max_size=count)
-    before = [(k, k + 1) for k in range(count - 1) if draw(st.integers(0, 3))]
-    before += [(k, k + 2) for k in range(count - 2) if draw(st.booleans())]
-    makers = draw(st.lists(st.integers(0, max(0, count - 2)), max_size=6)) if count > 1 else []
-    return OperatorGraph(
+    ends = st.sets(st.integers(0, count - 1), min_size=2, max_size=2).map(sorted)
+    values = draw(st.lists(ends, max_size=8)) if count > 1 else []
+    return OperatorChain(
         names=[f"op{k}" for k in range(count)],
         seconds=draw(st.lists(SECONDS, min_size=count, max_size=count)),
         parameter_bytes=draw(figures),
         resident_bytes=draw(figures),
         saved_bytes=draw(figures),
-        transfers=[draw(values(maker, count)) for maker in makers],
-        before=before,
+        transfers=[Transfer(*value, draw(BYTES), draw(BYTES)) for value in values],
     )
 
 
 @st.composite
-def values(draw: st.DrawFn, maker: int, num_operators: int) -> Transfer:
-    readers = draw(st.sets(st.integers(maker + 1, num_operators - 1), min_size=1, max_size=2))
-    return Transfer(maker, tuple(readers), draw(BYTES), draw(BYTES))
-
-
-@st.composite
-def problems(
-    draw: st.DrawFn, max_operators: int, sizes: st.SearchStrategy[tuple[int, ...]]
-) -> PlanningProblem:
+def problems(draw: st.DrawFn, max_blocks: int, sizes: st.SearchStrategy[tuple[int, ...]]) -> PlanningProblem:
     """Devices of up to two kinds, each with or without a limit of memory."""
-    graph, chosen = draw(graphs(max_operators)), draw(sizes)
-    assume(len(chosen) == 1 or len(downsets(graph)) <= MOST_DOWNSETS)
+    chosen = draw(sizes)
     kinds = st.sampled_from([Device(draw(MEMORY)), Device(draw(MEMORY), speed=0.5)])
     return PlanningProblem(
-        graph,
+        draw(chains(max_blocks)),
         devices=tuple(draw(kinds) for _ in range(math.prod(chosen))),
         sizes=chosen,
         rates=tuple(draw(st.sampled_from([0.5, 2.0, 16.0])) for _ in chosen),
         latency_seconds=draw(st.sampled_from([0.0, 0.5])),
-        model=draw(st.sampled_from([PIPEC, replace(PIPEC, step_microbatches=8), PIPEDREAM, MAX_LOAD])),
+        model=draw(st.sampled_from([CostModel(), CostModel(step_microbatches=8)])),
         max_replicas=draw(st.sampled_from([1, 4])),
     )

@@ -1,7 +1,7 @@
 """Started on four ranks by a test: data parallelism on what the topology says are two hosts of two devices.
 
-Each rank prints, by the level of sharding, its losses, the bytes of its buckets and as on how many hosts they
-are summed, the bytes that its program sends to each rank, and all that it really sends in one step.
+Each rank prints, by the level of sharding, its losses, the bytes of its buckets, the bytes that its program
+sends to each rank, and all that it really sends in one step.
 """
 
 import functools
@@ -18,7 +18,7 @@ import pipec
 from pipec.hardware.topology import Topology, equal_devices, uniform_topology
 from pipec.ir import Op
 from pipec.ir.text_format import value_bytes
-from pipec.runtime.messages import host_sockets
+from pipec.runtime.messages import shared_memory
 from pipec.runtime.messages.connections import GlooConnections
 
 SGD = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
@@ -72,7 +72,6 @@ def facts(
             sends[each.peer] += sum(value_bytes(value, {"b": ROWS // RANKS}) for value in each.link.values)
     return {
         "losses": losses,
-        "hosts": [bucket.num_hosts for bucket in own],
         "bytes": sum(value_bytes(value, {}) for bucket in own for value in bucket.parameters),
         "sends": sends,
         "sent": dict(SENT),
@@ -98,7 +97,7 @@ def counting_messages(
 
 if __name__ == "__main__":
     dist.isend, GlooConnections.send = counting, counting_messages  # type: ignore[method-assign]
-    host_sockets._is_possible = lambda: False  # as on hosts, which share no memory
+    shared_memory._host = lambda: ""  # as on hosts, which share no memory
     found = {f"{shard} on hosts": facts(shard, HOSTS) for shard in LEVELS}
     found |= {f"{shard} flat": facts(shard, FLAT) for shard in LEVELS}
     found |= {"odd on hosts": facts(None, HOSTS, ODD), "two stages": facts("optimizer", FLAT, stages=2)}

@@ -117,6 +117,8 @@ def test_a_saved_artifact_trains_with_the_same_bits(pipe: Pipeline, tmp_path: Pa
     assert torch.equal(loaded.step(X, target=Y), expected)
     assert loaded.programs == pipe.programs
     assert [loaded.source(stage) for stage in range(2)] == [pipe.source(stage) for stage in range(2)]
+    with pytest.raises(InputError, match="no modules of the model"):
+        loaded.apply(nn.Module.eval)
 
 
 def test_compiling_twice_gives_the_same_bytes(pipe: Pipeline, tmp_path: Path) -> None:

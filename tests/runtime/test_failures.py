@@ -18,7 +18,7 @@ from worker_processes import forks, free_port
 
 from pipec.errors import TransportError
 from pipec.runtime import DistributedTransport, Interpreter
-from pipec.runtime.processes.heartbeat import HeartbeatConnections
+from pipec.runtime.processes import rendezvous
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.schedules import make_schedule
 
@@ -109,7 +109,7 @@ def live(rank: int, port: int, blow: Blow) -> None:
 
 
 def work(rank: int, blow: Blow) -> None:
-    before(HeartbeatConnections, "wait_for_all", lambda: blow.strike("rendezvous", rank))
+    before(rendezvous, "connect", lambda: blow.strike("rendezvous", rank))
     transport = DistributedTransport(CPU, TIMEOUT)
     if rank > 0:
         threading.Timer(0.5, blow.strike, ("compilation", rank)).start()
@@ -132,12 +132,12 @@ def compile_slowly(blow: Blow) -> None:
         time.sleep(30)
 
 
-def before(owner: type, name: str, act: Callable[[], None]) -> None:
-    """Let ``act`` happen before each call of a method."""
-    method = getattr(owner, name)
+def before(owner: object, name: str, act: Callable[[], None]) -> None:
+    """Let ``act`` happen before each call of a method or a function."""
+    called = getattr(owner, name)
 
-    def acting(self: object, *arguments: object) -> object:
+    def acting(*arguments: object) -> object:
         act()
-        return method(self, *arguments)
+        return called(*arguments)
 
     setattr(owner, name, acting)

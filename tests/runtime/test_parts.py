@@ -1,6 +1,7 @@
 """The parts of the runtime: gradient sums, results, random streams, the in-process transport, launching."""
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -20,7 +21,6 @@ from pipec.runtime import InProcessTransport, Interpreter, World, resolve_device
 from pipec.runtime.absent_tensors import is_absent, materialized, plain_tensors, release_elsewhere
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.distributed_transport import require_own_gpus
-from pipec.runtime.messages.message_buffers import ReceiveBuffer
 from pipec.runtime.model_tensors import (
     ModelTensors,
     fill_tensors,
@@ -235,20 +235,6 @@ def test_a_stream_depends_on_its_key_alone() -> None:
     assert f"{mix_seed(1, 2):x}" == "bcd9dbb49673066b"  # streams stay what they are from version to version
 
 
-# receive buffers
-
-
-def test_a_buffer_is_used_again_once_nobody_holds_what_it_held() -> None:
-    buffer = ReceiveBuffer(CPU, stays=True)
-    first = buffer.memory(48)
-    value = first.whole[12:]
-    second = buffer.memory(48)
-    assert second is not first
-    assert buffer.memory(24) is second
-    assert buffer.memory(96) is not second
-    assert value.data_ptr() == first.whole.data_ptr() + 12
-
-
 # the in-process transport
 
 
@@ -312,6 +298,23 @@ def test_an_error_stops_ranks_that_wait_and_the_first_is_raised() -> None:
             ranks.run([make_waiting_rank(ranks), lambda: fail(error)])
         assert caught.value is error
         assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_collective_that_fails_stops_all_its_ranks(wrong: int) -> None:
+    """Also if it fails on the last rank to join, which finishes it for all."""
+    ranks = InProcessTransport([CPU] * 3)
+
+    def reduce(rank: int) -> Tensor:
+        tensor = torch.ones(4 if rank == wrong else 3)
+        ranks.endpoint(rank).group([0, 1, 2]).all_reduce(tensor)()
+        return tensor
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="size"):
+            ranks.run([functools.partial(reduce, rank) for rank in range(3)])
+    wrong = -1
+    assert all(x.tolist() == [3, 3, 3] for x in ranks.run([functools.partial(reduce, k) for k in range(3)]))
 
 
 def test_an_error_stops_a_rank_that_only_sends() -> None:

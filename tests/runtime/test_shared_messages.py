@@ -1,6 +1,5 @@
 """Messages through memory that two processes share: here both ends are in one process, on threads."""
 
-import json
 import os
 import socket
 import threading
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Instruction, Link, Op, Payload
-from pipec.runtime.messages import host_sockets
+from pipec.runtime.messages import shared_memory
 from pipec.runtime.messages.shared_memory import SharedMemory
 from tests.runtime.test_messages import DTYPES, link_of
 
@@ -25,24 +24,20 @@ DIRECTIONS = {(0, 1), (1, 0), (1, 2), (2, 1)}
 
 
 class Ranks:
-    """Ranks that exchange texts; ``open`` lets all of them find out with whom they share memory."""
+    """Ranks that know each other's hosts and addresses, as after their first exchange of texts."""
 
     def __init__(self, num_ranks: int, directions: set[tuple[int, int]]) -> None:
-        self._met, self._texts = threading.Barrier(num_ranks), [""] * num_ranks
-        self.ends = [SharedMemory(rank) for rank in range(num_ranks)]
+        self.ends = [SharedMemory(rank, num_ranks) for rank in range(num_ranks)]
         with ThreadPoolExecutor(num_ranks) as ranks:
             list(ranks.map(lambda rank: self._open(rank, directions), range(num_ranks)))
 
     def _open(self, rank: int, directions: set[tuple[int, int]]) -> None:
+        own = self.ends[rank]
+        others = {
+            k: end.address for k, end in enumerate(self.ends) if k != rank and own.host == end.host != ""
+        }
         for _ in range(2):  # the second time changes nothing
-            self.ends[rank].open(directions, lambda text: self._gather(rank, text))
-
-    def _gather(self, rank: int, text: str) -> list[str]:
-        self._texts[rank] = text
-        self._met.wait(10)
-        texts = list(self._texts)
-        self._met.wait(10)
-        return texts
+            own.open(directions, others)
 
     def joined(self) -> set[tuple[int, int]]:
         """The directions whose both ends go through shared memory."""
@@ -78,7 +73,12 @@ class Side:
 
 
 def memory_of(ends: Sequence[SharedMemory]) -> list[int]:
-    return sorted(memory.numel() for end in ends for memory in end.held())
+    """The bytes of the slots that either end knows."""
+    free = [slot for queue in ends[0]._outgoing[1]._tag_queues.values() for slot in queue.free]
+    sender = [*free, *ends[0]._outgoing[1]._in_use.values()]
+    receiver = [*ends[1]._incoming[0]._slots.values()]
+    assert {slot.number for slot in sender} >= {slot.number for slot in receiver} - {-1}
+    return sorted(len(slot.memory) for slot in sender)
 
 
 def test_values_arrive_as_they_were_sent_and_stay_while_they_are_held(
@@ -98,18 +98,7 @@ def test_values_arrive_as_they_were_sent_and_stay_while_they_are_held(
             for value, tensor in zip(values, tensors, strict=True):
                 wanted = tensor if tensor.dtype == torch.bool else tensor + number_of
                 torch.testing.assert_close(value, wanted, rtol=0, atol=0)
-    del values, value
-    assert len(memory_of(pair)) <= 4, "two slots, and two under way"
-
-
-def test_memory_that_somebody_holds_is_not_written_again(pair: Pair) -> None:
-    side, held = Side(pair, link_of(torch.zeros(2, 3)), num_slots=1), []
-    for turn in range(6):
-        side.receivers[0].post({"b": 2})
-        side.send([torch.full((2, 3), float(turn))], {"b": 2})
-        (value,) = side.receivers[0].wait()
-        held.append(value[:1])
-    assert [view[0, 0].item() for view in held] == [0, 1, 2, 3, 4, 5]
+    assert len(memory_of(pair)) <= 4, "two in transit, and two that are copied"
 
 
 def test_tags_do_not_wait_for_each_other_and_each_keeps_its_order(
@@ -150,18 +139,17 @@ def test_sizes_change_from_step_to_step_and_memory_does_not_pile_up(
         (value,) = side.receivers[0].wait()
         assert value.shape == (rows, 8)
         assert (value == rows).all()
-        del value
     assert len(memory_of(pair)) <= 3
-    assert memory_of(pair)[-1] == 9 * 8 * 4
+    assert memory_of(pair)[-1] == 320, "9 rows, in whole cache lines"
 
 
 def test_a_value_that_is_not_the_one_of_the_plan_is_not_sent(pair: Pair) -> None:
     side = Side(pair, link_of(torch.ones(2, 3)))
     with pytest.raises(ExecutionError, match=r"x0 is a tensor of torch\.float64"):
         side.send([torch.ones(2, 3, dtype=torch.float64)], {"b": 2})
-    side.receivers[0].post({"b": 3})
+    side.receivers[0].post({"b": 20})
     side.send([torch.ones(2, 3)], {"b": 2})
-    with pytest.raises(TransportError, match="a message of 24 bytes, but the plan expects 36"):
+    with pytest.raises(TransportError, match="a message of 64 bytes, but the plan expects 256"):
         side.receivers[0].wait()
 
 
@@ -196,24 +184,35 @@ def test_a_forked_process_does_not_keep_a_socket_open(pair: Pair) -> None:
 def test_ranks_that_cannot_share_memory_are_left_to_other_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each pair for itself: one without files in memory, one at whose name nobody listens, one that lies."""
     assert Ranks(3, DIRECTIONS).joined() == DIRECTIONS
-    reach = host_sockets._reach
-
-    def elsewhere(address: str, rank: int) -> socket.socket | None:
-        name, secret = json.loads(address)
-        return reach(json.dumps([name + "0" * (rank == 2), secret]), rank)
-
-    def lying(address: str, rank: int) -> socket.socket | None:
-        name, secret = json.loads(address)
-        return reach(json.dumps([name, "00" * 32 if rank == 0 else secret]), rank)
-
-    for broken, left in ((elsewhere, {(2, 1)}), (lying, {(0, 1)})):
-        monkeypatch.setattr(host_sockets, "_reach", broken)
-        assert Ranks(3, DIRECTIONS).joined() == DIRECTIONS - left
-    monkeypatch.setattr(host_sockets, "_reach", reach)
-    monkeypatch.setattr(host_sockets, "_is_possible", lambda: False)
+    hosts = iter(["one", "one", "two"])
+    monkeypatch.setattr(shared_memory, "_host", lambda: next(hosts))
+    assert Ranks(3, DIRECTIONS).joined() == {(0, 1), (1, 0)}
+    monkeypatch.setattr(shared_memory, "_host", lambda: "")
     assert Ranks(3, DIRECTIONS).joined() == set()
+
+
+def test_strangers_of_the_host_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One says nothing, one does not know the secret, one says too little."""
+    monkeypatch.setattr(shared_memory, "_HANDSHAKE_SECONDS", 0.05)
+    sending, receiving = SharedMemory(0, 2), SharedMemory(1, 2)
+    strangers = []
+    for hello in (None, shared_memory._HELLO.pack(0, bytes(32)), b"x"):
+        strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        strangers[-1].connect(receiving._name)
+        if hello:
+            strangers[-1].send(hello)
+    with ThreadPoolExecutor(2) as ranks:
+        opened = [
+            ranks.submit(own.open, {(0, 1)}, {other: end.address})
+            for own, other, end in ((sending, 1, receiving), (receiving, 0, sending))
+        ]
+        for each in opened:
+            each.result()
+    side = Side((sending, receiving), link_of(torch.ones(2, 3)))
+    side.receivers[0].post({"b": 2})
+    side.send([torch.ones(2, 3)], {"b": 2})
+    assert side.receivers[0].wait()[0].sum() == 6
 
 
 def test_what_lives_longer_than_its_microbatch_goes_another_way(

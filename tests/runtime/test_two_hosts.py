@@ -43,15 +43,14 @@ def on_two_hosts(script: str, argument: str, on_each: int) -> str:
 
 
 def test_a_step_over_a_slow_link_takes_as_long_as_simulated() -> None:
-    """Two ranks on each host sum between themselves first: a third less travels."""
+    """Over gloo, the four ranks are one ring."""
     printed = on_two_hosts("two_hosts_script.py", str(MBIT * 1e6 / 8), 2)
     found = re.search(r"simulated (\S+) measured (\S+)\nsimulated (\S+)", printed)
     assert found, printed
     assert "hosts [0, 0, 2, 2]" in printed, "what is assumed of links between GPUs follows from this"
-    simulated, measured, of_a_ring = map(float, found.groups())
-    assert simulated > 0.3  # 8.4 MB at 25 MB/s: the gradients are what takes time
-    assert 0.7 < measured / simulated < 1.6  # beside other tests
-    assert simulated / of_a_ring == pytest.approx(2 / 3, rel=0.05)
+    on_hosts, measured, of_a_ring = map(float, found.groups())
+    assert on_hosts > 0.3  # 8.4 MB at 25 MB/s: the gradients are what takes time
+    assert 0.7 < measured / of_a_ring < 1.6  # beside other tests
 
 
 def test_a_host_that_lost_its_link_is_named(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from pipec.ir import Compute, HostCost, Phase, Plan, Program, Schedule, one_rank
 from pipec.ir.batch_split import split_sizes
 from pipec.plan.memory_needs import plan_memory
 from pipec.schedules import SCHEDULES, SEARCHED_SCHEDULES, make_schedule
-from pipec.schedules.registry import LOOPED_SCHEDULES
+from pipec.schedules.named import LOOPED_SCHEDULES
 
 pytestmark = pytest.mark.slow
 

@@ -37,7 +37,7 @@ from pipec.torch_compat.module_state import dry_run, quiet_logging, replace_with
 from pipec.torch_compat.operator_patches import (
     bound_ctc_loss_workspace,
     skip_distribution_validation,
-    trace_recurrent_networks,
+    traced_otherwise,
 )
 from pipec.torch_compat.operators import is_higher_order
 from pipec.torch_compat.symbolic_numbers import python_expression
@@ -556,7 +556,7 @@ def test_what_values_tell_is_found_with_what_was_asserted_of_it() -> None:
 def test_recurrent_networks_stay_whole_for_any_length() -> None:
     network = nn.GRU(4, 3, bidirectional=True, batch_first=True)
     x = torch.zeros(5, 7, 4)
-    with trace_recurrent_networks(recurrent_network):
+    with traced_otherwise(recurrent_network):
         graph = capture_with_dynamo(network, (x,), [(x, 0), (x, 1)]).module.graph
     (call,) = [node for node in graph.nodes if node.target is torch.gru]
     output, last = call.meta["example_value"]
@@ -703,7 +703,7 @@ def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch
 def test_recurrent_networks_are_taken_apart_again_afterwards() -> None:
     whole = [getattr(torch.ops.aten, name).input for name in operator_patches.RECURRENT.values()]
     before = [dict(operator.py_kernels) for operator in whole]
-    with trace_recurrent_networks(recurrent_network):
+    with traced_otherwise(recurrent_network):
         assert all(operator.py_kernels != kernels for operator, kernels in zip(whole, before, strict=True))
     assert [operator.py_kernels for operator in whole] == before
 

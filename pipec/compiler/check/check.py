@@ -2,9 +2,10 @@
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -12,13 +13,13 @@ from torch import Tensor, fx
 from pipec.capture.autocast import autocast
 from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import TracedStep, model_names, named_tensors
-from pipec.compiler.check.compare import Agreement, compare, tolerance_of
+from pipec.compiler.check.compare import Agreement, Differences, agreement, differences, tolerance_of
 from pipec.compiler.check.draws import FixedDraws
 from pipec.compiler.check.locate import first_difference
 from pipec.compiler.check.split_run import SplitRun
 from pipec.compiler.check.unsplit_run import StepValues, UnsplitRun
 from pipec.errors import BranchError, PipecError
-from pipec.graph import TrainingGraph, UpdatedBuffer, is_random
+from pipec.graph import ResultRole, TrainingGraph, UpdatedBuffer, is_random
 from pipec.ir import Mode, Precision, Sizes
 from pipec.torch_compat.module_state import without_autocast
 
@@ -137,9 +138,9 @@ def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
     weights = [1.0] * len(sizes) if request.microbatch_weight == "sum" else None
     split = SplitRun(graph, tensors.by_fqn, request.device, request.values, draws, weights)
 
-    def unsplit(in_turn: bool) -> StepValues:
+    def unsplit(in_turn: bool, rounded: bool = False) -> StepValues:
         with draws if any(map(is_random, _nodes(graph))) else contextlib.nullcontext():
-            return _unsplit(request, _Tensors.of(request), call, sizes, in_turn)
+            return _unsplit(request, _Tensors.of(request, rounded), call, sizes, in_turn)
 
     try:
         wanted = unsplit(in_turn)
@@ -152,21 +153,47 @@ def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
             found = split.run(call, sizes)
         except BranchError as error:
             return CheckResult(sizes, reason=f"{rows} rows lead to another branch: {error}")
+        except PipecError:
+            raise
+        except Exception as error:
+            if call.ambiguous_leaves:  # such as numbers of rows of a table that was split
+                return CheckResult(sizes, Agreement(math.inf, 0.0, f"a call ({_brief(error)})", False))
+            log.warning("the first step is not checked, for its graph cannot run alone: %s", _brief(error))
+            return CheckResult(sizes, reason=f"its graph cannot run alone: {_brief(error)}")
     if draws.unknown:
         return CheckResult(sizes, reason=f"{draws.unknown[0]} draws random numbers")
     if request.step.mode is not Mode.FORWARD and not wanted.results[0].isfinite():
         return CheckResult(sizes, reason=f"the loss of {rows} rows is not finite")
-    names, tolerance = _result_names(graph), tolerance_of(_dtypes(graph))
-    agreement = compare(found, wanted, names, tolerance)
-    if agreement.is_equal:
-        return CheckResult(sizes, agreement)
-    if any(isinstance(role, UpdatedBuffer) for role in graph.results) and len(sizes) > 1 and not in_turn:
-        agreement = compare(found, unsplit(in_turn=True), names, tolerance)
-        if agreement.is_equal:
-            return CheckResult(sizes, agreement)
-        return CheckResult(sizes, reason="a forward changes buffers, once for each microbatch")
+    compared = _Comparison(_result_names(graph), _dtypes(graph))
+    if (agrees := compared(found, wanted)).is_equal:
+        return CheckResult(sizes, agrees)
+    if len(sizes) > 1 and not in_turn and any(isinstance(x, UpdatedBuffer) for x in _results(graph)):
+        agrees = compared(found, unsplit(in_turn=True))
+        return CheckResult(sizes, agrees if agrees.is_equal else None, "a forward changes buffers")
+    compared = replace(compared, noise=compared.off(unsplit(in_turn, rounded=True), wanted))
+    if (agrees := compared(found, wanted)).is_equal:
+        return CheckResult(sizes, agrees)
     with without_autocast():
-        return _explained(request, split, call, sizes, agreement, wanted)
+        return _explained(request, split, call, sizes, compared, wanted, agrees)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Compares two runs of a step. ``names`` are those of its results, and ``dtypes`` it computes in."""
+
+    names: Sequence[str]
+    dtypes: Collection[torch.dtype]
+    noise: Differences | None = None
+
+    @property
+    def tolerance(self) -> float:
+        return tolerance_of(self.dtypes)
+
+    def off(self, found: StepValues, wanted: StepValues) -> Differences:
+        return differences(found, wanted, self.names)
+
+    def __call__(self, found: StepValues, wanted: StepValues) -> Agreement:
+        return agreement(self.off(found, wanted), self.tolerance, self.noise)
 
 
 def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
@@ -193,24 +220,24 @@ def _explained(
     split: SplitRun,
     call: ModelCall,
     sizes: tuple[int, ...],
-    agreement: Agreement,
+    compared: _Comparison,
     wanted: StepValues,
+    agrees: Agreement,
 ) -> CheckResult:
     """A difference, with the operator where it begins."""
     graph, rows = request.graph, sum(sizes)
     if len(sizes) == 1:
-        return CheckResult(sizes, agreement, is_of_capture=True)
+        return CheckResult(sizes, agrees, is_of_capture=True)
     if not graph.is_valid_for(rows, request.values) or request.microbatch_weight:
-        return CheckResult(sizes, agreement)
-    whole = compare(split.run(call, [rows]), wanted, _result_names(graph), agreement.tolerance)
-    if not whole.is_equal:
-        return CheckResult(sizes, agreement, is_of_capture=True)
-    operator = first_difference(split, call, sizes, agreement.tolerance)
+        return CheckResult(sizes, agrees)
+    if not compared(split.run(call, [rows]), wanted).is_equal:
+        return CheckResult(sizes, agrees, is_of_capture=True)
+    operator = first_difference(split, call, sizes, compared.tolerance)
     cause = ""
     if operator is not None:
         places = (operator.source, operator.module and f"in {operator.module}", operator.name)
         cause = ", ".join(filter(None, places))
-    return CheckResult(sizes, agreement, cause=cause)
+    return CheckResult(sizes, agrees, cause=cause)
 
 
 def _unsplit(
@@ -222,16 +249,25 @@ def _unsplit(
     norms = bool(request.graph.findings.num_batch_norms)
     with autocast(request.precision, request.device):
         if not in_turn:
-            return run.run(call, sizes, norms)
-        start, loss, gradients = 0, torch.zeros(()), dict[str, Tensor]()
-        for size in sizes:
-            each = run.run(call.rows(start, start + size), [size], norms)
-            weight = 1.0 if request.microbatch_weight == "sum" else size / sum(sizes)
-            loss = loss + each.results[0] * weight
-            for fqn, gradient in each.gradients.items():
-                gradients[fqn] = gradients.get(fqn, 0) + gradient * weight
-            start += size
-        return StepValues({0: loss}, gradients)
+            return run.run([call], sizes, norms)[0]
+        starts = [sum(sizes[:k]) for k in range(len(sizes))]
+        calls = [call.rows(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        parts = run.run(calls, sizes, norms=False)
+    if request.step.mode is Mode.FORWARD:
+        every = [[part.results[k] for part in parts] for k in parts[0].results]
+        has_rows = [
+            all(x.shape[:1] == (n,) for x, n in zip(results, sizes, strict=True)) for results in every
+        ]
+        places = zip(parts[0].results, every, has_rows, strict=True)
+        return StepValues({k: torch.cat(results) for k, results, rows in places if rows})
+    adds_up = request.microbatch_weight == "sum"
+    loss, gradients = torch.zeros((), device=request.device), dict[str, Tensor]()
+    for part, size in zip(parts, sizes, strict=True):
+        weight = 1.0 if adds_up else size / sum(sizes)
+        loss = loss + part.results[0] * weight
+        for fqn, gradient in part.gradients.items():
+            gradients[fqn] = gradients.get(fqn, 0) + gradient * weight
+    return StepValues({0: loss}, gradients)
 
 
 class _CannotDrawError(Exception):
@@ -252,17 +288,18 @@ class _Tensors:
     trained: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, request: CheckRequest) -> "_Tensors":
+    def of(cls, request: CheckRequest, rounded: bool = False) -> "_Tensors":
+        """With ``rounded``, each element of a parameter is moved by about half of its last bit."""
         fqns, _ = model_names(request.step, request.canonical)
         parameters = {id(each) for each in request.step.parameters()}
         by_fqn, replaced, trained = dict[str, Tensor](), dict[int, Tensor](), dict[str, Tensor]()
         for name, tensor in named_tensors(request.step).items():
             fqn, is_parameter = fqns[name], id(tensor) in parameters
             is_unknown = fqn in request.unknown or tensor.is_meta
-            if id(tensor) not in replaced and (
-                is_unknown or not is_parameter or tensor.device.type != request.device.type
-            ):
+            is_own = is_parameter and not is_unknown and tensor.device.type == request.device.type
+            if id(tensor) not in replaced and (rounded or not is_own):
                 values = _drawn(fqn, tensor, request.device) if is_unknown else tensor.detach().clone()
+                values = _rounded(values) if rounded and is_parameter else values
                 replaced[id(tensor)] = values.to(request.device).requires_grad_(tensor.requires_grad)
             used = replaced.get(id(tensor), tensor)
             if fqn not in by_fqn:
@@ -270,6 +307,15 @@ class _Tensors:
             if request.step.mode is Mode.TRAIN and is_parameter and tensor.requires_grad:
                 trained[fqn] = used
         return cls(by_fqn, replaced, trained)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """Each element moved up or down by half of its last bit, in turn."""
+    if not values.is_floating_point():
+        return values
+    signs = torch.ones(values.numel(), dtype=values.dtype, device=values.device)
+    signs[::2] = -1
+    return values * (1 + signs.view(values.shape) * torch.finfo(values.dtype).eps)
 
 
 def _drawn(fqn: str, like: Tensor, device: torch.device) -> Tensor:
@@ -310,6 +356,11 @@ def _nodes(graph: TrainingGraph) -> Iterator[fx.Node]:
     yield from graph.nodes
     if graph.tail is not None:
         yield from (node for node in graph.tail.nodes if node.op == "call_function")
+
+
+def _results(graph: TrainingGraph) -> Iterator[ResultRole]:
+    yield from graph.results
+    yield from graph.tail_results
 
 
 def _dtypes(graph: TrainingGraph) -> set[torch.dtype]:

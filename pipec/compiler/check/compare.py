@@ -20,6 +20,11 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 docs/batch.md has the differences of some 200 models, from which these come.
 """
 
+_GRADIENT = "the gradient of "
+
+_NOISE = 30.0
+"""How many times as much as rounding the weights once more may be rounding, too."""
+
 _SMALL = 1e-2
 """Gradients smaller than the mean one by this factor are compared with that: they may be rounding alone."""
 
@@ -28,21 +33,22 @@ _SMALL = 1e-2
 class Agreement:
     """The largest relative difference of each kind: of the results, the loss among them, and of gradients.
 
-    ``worst`` names the value that is off most, and ``tolerance`` is what was allowed.
+    ``worst`` names the value that is off most, of those that are off by more than was allowed if there are
+    any.
     """
 
     results: float
     gradients: float
     worst: str
-    tolerance: float
-
-    @property
-    def is_equal(self) -> bool:
-        return max(self.results, self.gradients) <= self.tolerance
+    is_equal: bool
 
 
-def compare(found: StepValues, wanted: StepValues, names: Sequence[str], tolerance: float) -> Agreement:
-    """How far ``found`` is from ``wanted``. ``names`` are those of the results, by their positions."""
+Differences = Mapping[str, float]
+"""The relative difference of each value, by its name."""
+
+
+def differences(found: StepValues, wanted: StepValues, names: Sequence[str]) -> Differences:
+    """How far each value of ``found`` is from ``wanted``. ``names`` are those of the results, in order."""
     results = {
         _name(names, k): _difference(x, wanted.results[k])
         for k, x in found.results.items()
@@ -50,15 +56,28 @@ def compare(found: StepValues, wanted: StepValues, names: Sequence[str], toleran
     }
     scale = _mean_square([*wanted.gradients.values()])
     gradients = {
-        f"the gradient of {fqn}": _gradient_difference(
-            found.gradients.get(fqn), wanted.gradients.get(fqn), scale
-        )
+        _GRADIENT + fqn: _gradient_difference(found.gradients.get(fqn), wanted.gradients.get(fqn), scale)
         for fqn in found.gradients.keys() | wanted.gradients.keys()
     }
-    every = {**results, **gradients}
-    worst = max(every, key=every.__getitem__, default="")
+    return {**results, **gradients}
+
+
+def agreement(off: Differences, tolerance: float, noise: Differences | None = None) -> Agreement:
+    """Whether differences are rounding alone.
+
+    ``noise`` is how far rounding the weights once more moves each value: batch norms of few values, for
+    example, make much of little.
+    """
+    allowed = {name: max(tolerance, _NOISE * (noise or {}).get(name, 0.0)) for name in off}
+    beyond = {name: x for name, x in off.items() if not x <= allowed[name]}
+    candidates = beyond or off
+    gradients = [x for name, x in off.items() if name.startswith(_GRADIENT)]
+    results = [x for name, x in off.items() if not name.startswith(_GRADIENT)]
     return Agreement(
-        max(results.values(), default=0.0), max(gradients.values(), default=0.0), worst, tolerance
+        max(results, default=0.0),
+        max(gradients, default=0.0),
+        max(candidates, key=candidates.__getitem__, default=""),
+        not beyond,
     )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import TracedStep
 from pipec.torch_compat import pytree
-from pipec.torch_compat.module_state import replace_tensors, restore_module
+from pipec.torch_compat.module_state import replace_tensors, restore_module, silence_output
 
 
 @dataclass(frozen=True)
@@ -39,25 +40,31 @@ class UnsplitRun:
     ) -> None:
         self._step, self._tensors, self._trained = step, tensors, trained
 
-    def run(self, call: ModelCall, microbatches: Sequence[int], norms: bool) -> StepValues:
-        """The values of all rows of ``call`` at once.
+    def run(self, calls: Sequence[ModelCall], microbatches: Sequence[int], norms: bool) -> list[StepValues]:
+        """The values of all rows of each call, one call after the other; a forward may change buffers.
 
         With ``norms``, batch norms take their statistics of each of the ``microbatches``, as pipelines do.
         """
-        self._step.batched = tuple(axis is not None for axis in call.axes)
         with contextlib.ExitStack() as stack:
             stack.enter_context(restore_module(self._step))
             stack.enter_context(_kept_generators())
+            stack.enter_context(silence_output())
+            stack.enter_context(warnings.catch_warnings())
             stack.enter_context(torch.set_grad_enabled(bool(self._trained)))
             if norms:
                 stack.enter_context(_NormsOfMicrobatches(microbatches))
+            warnings.simplefilter("ignore")
             replace_tensors(self._step, self._tensors)
-            output, _ = self._step.forward(*call.tree)  # without the hooks of every module
-            leaves = pytree.tree_leaves(output)
-            results = {k: x.detach() for k, x in enumerate(leaves) if isinstance(x, Tensor)}
-            if not self._trained:
-                return StepValues(results)
-            found = torch.autograd.grad(leaves[0], list(self._trained.values()), allow_unused=True)
+            return [self._values(call) for call in calls]
+
+    def _values(self, call: ModelCall) -> StepValues:
+        self._step.batched = tuple(axis is not None for axis in call.axes)
+        output, _ = self._step.forward(*call.tree)  # without the hooks of every module
+        leaves = pytree.tree_leaves(output)
+        results = {k: x.detach() for k, x in enumerate(leaves) if isinstance(x, Tensor)}
+        if not self._trained:
+            return StepValues(results)
+        found = torch.autograd.grad(leaves[0], list(self._trained.values()), allow_unused=True)
         gradients = {
             fqn: gradient.to_dense() if gradient.is_sparse else gradient
             for fqn, gradient in zip(self._trained, found, strict=True)

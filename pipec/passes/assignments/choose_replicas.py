@@ -6,15 +6,15 @@ from pipec.graph import Assignment, TrainingGraph
 from pipec.hardware.topology import Topology
 from pipec.passes.assignments.cut_stages import assign_blocks
 from pipec.passes.assignments.operator_blocks import (
-    build_operator_graph,
+    build_operator_chain,
     find_colocations,
     operator_blocks,
     operator_seconds,
     with_weight_versions,
 )
 from pipec.passes.assignments.update_cost import UpdateCost
-from pipec.planner.cost_model import PIPEC
-from pipec.planner.partition import TOLERANCE, partition_graph
+from pipec.planner.cost_model import CostModel
+from pipec.planner.partition import partition_chain
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,12 @@ class ChooseReplicas:
     def __call__(self, graph: TrainingGraph) -> Assignment:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
         blocks = operator_blocks(seconds, find_colocations(graph))
-        operators = build_operator_graph(graph, blocks, seconds, self.microbatch_size)
+        chain = build_operator_chain(graph, blocks, seconds, self.microbatch_size)
+        num_devices = len(self.topology.devices)
         if self.updates:
-            max_replicas = num_devices = len(self.topology.devices)
-            operators = with_weight_versions(operators, graph, blocks, self.updates, num_devices)
-            model = PIPEC
+            chain = with_weight_versions(chain, graph, blocks, self.updates, num_devices)
+            stages = partition_chain(chain, self.topology, CostModel(), num_devices)
         else:
-            max_replicas = self.num_microbatches
-            model = replace(PIPEC, step_microbatches=self.num_microbatches)
-        stages = partition_graph(
-            operators,
-            self.topology,
-            model,
-            max_replicas=max_replicas,
-            use_all_devices=True,
-            tolerance=TOLERANCE,
-        ).stages
+            model = CostModel(step_microbatches=self.num_microbatches)
+            stages = partition_chain(chain, self.topology, model, self.num_microbatches)
         return replace(assign_blocks(stages, blocks), replicas=tuple(stage.replicas for stage in stages))

@@ -1,27 +1,27 @@
 """One stage for each device, the slowest as fast as possible."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipec.errors import PlanError
 from pipec.graph import Assignment, TrainingGraph, permuted_ranks
 from pipec.hardware.topology import Topology
 from pipec.passes.assignments.operator_blocks import (
     Colocation,
-    build_operator_graph,
+    build_operator_chain,
     find_colocations,
     operator_blocks,
     operator_seconds,
     with_weight_versions,
 )
 from pipec.passes.assignments.update_cost import UpdateCost
-from pipec.planner.cost_model import PIPEC
-from pipec.planner.partition import TOLERANCE, PartitionStage, partition_graph
+from pipec.planner.cost_model import CostModel
+from pipec.planner.partition import PartitionStage, partition_chain
 
 
 @dataclass(frozen=True)
 class CutStages:
-    """Cut so that the slowest stage is as fast as possible, within the tolerance of ``planner.placement``.
+    """Cut so that the slowest stage is as fast as possible, within the tolerance of ``planner.partition``.
 
     Each device of the topology has one stage. Device d is rank d, and stages are placed on ranks in the best
     order, which is their own order if devices and links are equal. Costs are for microbatches of
@@ -43,14 +43,11 @@ class CutStages:
         colocations = find_colocations(graph)
         blocks = operator_blocks(seconds, colocations)
         self._check_enough(graph, blocks[-1] + 1 if blocks else 0, colocations)
-        model = replace(PIPEC, in_flight=self._in_flight)
-        operators = build_operator_graph(graph, blocks, seconds, self.microbatch_size)
+        chain = build_operator_chain(graph, blocks, seconds, self.microbatch_size)
         if self.updates:
             num_stages = len(self.topology.devices)
-            operators = with_weight_versions(operators, graph, blocks, self.updates, num_stages)
-        stages = partition_graph(
-            operators, self.topology, model, max_replicas=1, use_all_devices=True, tolerance=TOLERANCE
-        ).stages
+            chain = with_weight_versions(chain, graph, blocks, self.updates, num_stages)
+        stages = partition_chain(chain, self.topology, CostModel(self._in_flight), max_replicas=1)
         return assign_blocks(stages, blocks)
 
     def _check_enough(self, graph: TrainingGraph, num_blocks: int, colocations: Sequence[Colocation]) -> None:
@@ -76,6 +73,6 @@ class CutStages:
 
 def assign_blocks(stages: Sequence[PartitionStage], blocks: Sequence[int]) -> Assignment:
     """The assignment of a partition of blocks, where operator k is in block ``blocks[k]``."""
-    stage_of = {block: k for k, stage in enumerate(stages) for block in stage.operators}
+    stage_of = {block: k for k, stage in enumerate(stages) for block in stage.blocks}
     ranks = tuple(device for stage in stages for device in stage.devices)
     return Assignment(tuple(stage_of[block] for block in blocks), len(stages), permuted_ranks(ranks))

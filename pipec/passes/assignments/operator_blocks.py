@@ -28,7 +28,7 @@ from pipec.graph import (
 )
 from pipec.ir import Mode
 from pipec.passes.assignments.update_cost import UpdateCost
-from pipec.planner.operator_graph import OperatorGraph, Transfer
+from pipec.planner.operator_chain import OperatorChain, Transfer
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ def operator_blocks(seconds: Sequence[float], colocations: Sequence[Colocation])
     return list(accumulate(int(op in begins) for op in range(len(seconds))))
 
 
-def build_operator_graph(
+def build_operator_chain(
     graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[float], size: int
-) -> OperatorGraph:
+) -> OperatorChain:
     """The chain of blocks that the planner distributes over stages."""
     num_blocks = blocks[-1] + 1 if blocks else 0
 
@@ -131,50 +131,48 @@ def build_operator_graph(
         return sums
 
     firsts = [op for op, block in enumerate(blocks) if op == 0 or blocks[op - 1] != block]
-    return OperatorGraph(
+    return OperatorChain(
         names=[f"{graph.operators[op].name} of {graph.operators[op].module or 'the model'}" for op in firsts],
         seconds=by_block(enumerate(seconds)),
         parameter_bytes=by_block(_gradient_bytes(graph)),
         resident_bytes=by_block(_resident_bytes(graph)),
         saved_bytes=by_block(_saved_bytes(graph, size)),
         transfers=list(_between_blocks(_transfers(graph, size), blocks)),
-        before=[(block, block + 1) for block in range(num_blocks - 1)],
     )
 
 
 def _transfers(graph: TrainingGraph, size: int) -> Iterator[Transfer]:
-    """Every value that owns memory, with the operators that read it or a view of it."""
-    readers: dict[fx.Node, set[int]] = {}
+    """Every value that owns memory, with the last operator that reads it or a view of it."""
+    readers: dict[fx.Node, int] = {}
     for node in graph.nodes:
         for source in filter(is_tensor, node.all_input_nodes):
-            readers.setdefault(storage_owner(source), set()).add(node.meta["operator"])
+            owner = storage_owner(source)
+            readers[owner] = max(readers.get(owner, -1), node.meta["operator"])
     differentiated = {node.meta["operator"] for node in graph.nodes if not is_forward(node)}
-    for node, ops in readers.items():
+    for node, last in readers.items():
         if node.op == "call_function" and is_forward(node) and not is_constant(node):
             made_by = node.meta["operator"]
-            later = tuple(sorted(op for op in ops if op > made_by))
-            if later and not depends_on_inputs_only(node):
+            if last > made_by and not depends_on_inputs_only(node):
                 num_bytes = evaluate_cost(node.meta["cost"].output_bytes, size)
                 returns = graph.mode is Mode.TRAIN and made_by in differentiated
                 trained = returns and node.meta["val"].is_floating_point()
-                yield Transfer(made_by, later, num_bytes, num_bytes if trained else 0)
+                yield Transfer(made_by, last, num_bytes, num_bytes if trained else 0)
 
 
 def _between_blocks(values: Iterable[Transfer], blocks: Sequence[int]) -> Iterator[Transfer]:
     for value in values:
-        maker = blocks[value.producer]
-        readers = tuple(dict.fromkeys(blocks[op] for op in value.consumers if blocks[op] > maker))
-        if readers:
-            yield replace(value, producer=maker, consumers=readers)
+        first, last = blocks[value.first], blocks[value.last]
+        if first < last:
+            yield replace(value, first=first, last=last)
 
 
 def with_weight_versions(
-    operators: OperatorGraph,
+    operators: OperatorChain,
     graph: TrainingGraph,
     blocks: Sequence[int],
     updates: UpdateCost,
     num_stages: int,
-) -> OperatorGraph:
+) -> OperatorChain:
     """The blocks with optimizer state and weight versions, for stages that update after each mini-batch."""
     resident, saved = list(operators.resident_bytes), list(operators.saved_bytes)
     for tensor in _model_tensors(graph):

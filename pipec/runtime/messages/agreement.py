@@ -3,8 +3,8 @@
 All ranks call each method in the same order. Before every call of the pipeline each rank sends rank 0 a
 digest of what it was called with, and some numbers. Rank 0 compares the digests, decides what all ranks do,
 and answers with that, or with the error that all raise. Only if digests differ do ranks also exchange the
-descriptions themselves. These bytes go over a socket between ranks of one host, otherwise over the heartbeat
-connections: a rank waits for one that is between two calls as long as that one lives.
+descriptions themselves. These bytes go over the connections to rank 0: a rank waits for one that is between
+two calls as long as that one lives.
 """
 
 import contextlib
@@ -28,9 +28,8 @@ from pipec.errors import InputError, PipecError, TransportError
 from pipec.runtime.messages.call_description import CallDescription, describe_leaf
 from pipec.runtime.messages.connections import Connections
 from pipec.runtime.messages.distributed_transport import DistributedTransport
-from pipec.runtime.processes.packets import PacketKind
+from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
-from pipec.runtime.processes.whereabouts import note_call
 
 S = TypeVar("S")
 
@@ -94,9 +93,7 @@ class Agreement:
         self._transport = transport
         self._timeout = timeout
         self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
-        self._same_host = transport.connect_same_host()
         self._channels = {peer: transport.channel(peer, PacketKind.CALL) for peer in self._peers}
-        self._fastest_channels: dict[int, Channel] = {**self._channels, **self._same_host}
         self._announcements = {peer: transport.channel(peer, PacketKind.ANNOUNCEMENT) for peer in self._peers}
         self._gloo = (
             transport.gloo_connections()
@@ -122,7 +119,6 @@ class Agreement:
             PipecError: ``decide`` raised it on rank 0. Every rank raises it.
             TransportError: some rank does not call this.
         """
-        note_call()
         padding = [0] * (_MAX_NUMBERS - len(numbers))
         own = _NOTE.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *numbers, *padding)
         error: Exception | None = None
@@ -141,7 +137,7 @@ class Agreement:
         rows = [_NOTE.unpack(own)]
         for peer in self._peers:
             with self._together_with(peer, activity):
-                rows.append(_NOTE.unpack(self._fastest_channels[peer].receive(_NOTE.size)))
+                rows.append(_NOTE.unpack(self._channels[peer].receive(_NOTE.size)))
         is_required = any(row[2] == CallRole.REQUIRED for row in rows)
         compared = [row[:2] for row in rows if is_required or row[2] != CallRole.JOINED]
         if any(each != compared[0] for each in compared):
@@ -158,11 +154,11 @@ class Agreement:
     def _send_answer(self, activity: str, verdict: "_Verdict", text: bytes) -> None:
         for peer in self._peers:
             with self._together_with(peer, activity):
-                self._fastest_channels[peer].send(_ANSWER.pack(verdict, len(text)))
-                self._fastest_channels[peer].send(text)
+                self._channels[peer].send(_ANSWER.pack(verdict, len(text)))
+                self._channels[peer].send(text)
 
     def _ask_rank_0(self, activity: str, own: bytes) -> tuple["_Verdict", Any]:
-        channel = self._fastest_channels[0]
+        channel = self._channels[0]
         with self._together_with(0, activity):
             channel.send(own)
             verdict, size = _ANSWER.unpack(channel.receive(_ANSWER.size))
@@ -180,8 +176,7 @@ class Agreement:
 
     def hosts(self) -> list[int]:
         """The host of each rank, on every rank: the lowest rank with which it can share memory."""
-        own = min([self._transport.rank, *self._same_host])
-        return [int(text) for text in self._transport.all_gather_text(str(own))]
+        return self._transport.hosts
 
     def all_gather_flags(self, own: Sequence[bool]) -> list[list[bool]]:
         """The flags of each rank, on every rank."""

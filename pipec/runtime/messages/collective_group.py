@@ -52,12 +52,12 @@ class InProcessCollectives:
             collective = self._in_process_collectives.setdefault(number, _Collective())
             collective.inputs[index] = tensors
             complete = len(collective.inputs) == self.size
-            if complete:
-                del self._in_process_collectives[number]
         if complete:
-            with uncounted():
+            with uncounted():  # if it raises, ``wake`` still finds the collective, and frees the others
                 finish([collective.inputs[each] for each in range(self.size)])
             collective.done.set()
+            with self._lock:
+                self._in_process_collectives.pop(number, None)
 
         def wait() -> None:
             collective.done.wait()

@@ -57,9 +57,6 @@ class Connections(Protocol):
     def receive_result(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """As ``receive``, for messages awaited after all others."""
 
-    def synchronize(self, work: Work) -> None:
-        """Wait on the host until a message is complete, so that its memory is free."""
-
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Connect groups for collectives. Every rank calls this with the same groups."""
 
@@ -91,7 +88,6 @@ class GlooConnections:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank = rank
-        self._peers = [peer for peer in range(num_ranks) if peer != rank]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
         self._sends: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
@@ -122,9 +118,6 @@ class GlooConnections:
 
     def receive_result(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         return self.receive(tensor, peer, tag)
-
-    def synchronize(self, work: Work) -> None:
-        """Do nothing: a gloo message is complete when it has been waited for."""
 
     def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         for ranks in sorted({*groups} - self._groups.keys()):
@@ -166,18 +159,12 @@ class GlooConnections:
 
         ``abort`` and ``shutdown`` of a gloo group close nothing (torch 2.13).
         """
-        close_gloo(self._group, self._peers)
-        for ranks, group in self._groups.items():
-            if self._rank in ranks:
-                close_gloo(group, [rank for rank in ranks if rank != self._rank])
-
-
-def close_gloo(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
-    """Close this rank's connections of a group, so that ranks waiting for it get an error."""
-    for peer in peers:
-        with contextlib.suppress(RuntimeError):
-            work = dist.irecv(torch.empty(1), peer, group=group, tag=_UNUSED_TAG)
-            require_work(work).wait(timedelta(milliseconds=1))
+        members = [group for ranks, group in self._groups.items() if self._rank in ranks]
+        for group in (self._group, *members):
+            for peer in range(group.size()):
+                if peer != group.rank():
+                    with contextlib.suppress(RuntimeError):
+                        group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 _UNUSED_TAG = 2**31 - 1

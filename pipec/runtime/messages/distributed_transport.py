@@ -14,13 +14,13 @@ import atexit
 import functools
 import hashlib
 import itertools
+import json
 import multiprocessing.util
 import pickle
 import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TypeVar
@@ -30,31 +30,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import InputError, PipecError, TransportError
-from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
+from pipec.ir import Instruction, Op, Payload, Program, Sizes
 from pipec.ir.text_format import format_link
 from pipec.runtime.messages.collective_group import CollectiveGroup
-from pipec.runtime.messages.connections import Connections, Direction, GlooConnections
+from pipec.runtime.messages.connections import Connections, Direction, GlooConnections, Work
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.distributed_group import DistributedGroup
-from pipec.runtime.messages.hierarchical_group import HierarchicalGroup
-from pipec.runtime.messages.host_sockets import connect_all
-from pipec.runtime.messages.message_buffers import (
-    MessageMemory,
-    ReceiveBuffer,
-    link_values,
-    make_receive_buffers,
-)
-from pipec.runtime.messages.message_layout import MessageLayout, MessageLayouts
-from pipec.runtime.messages.message_packing import MessagePacker
-from pipec.runtime.messages.message_socket import MessageSocket
+from pipec.runtime.messages.link_values import LinkValues, as_in_memory
 from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.shared_memory import SharedMemory
 from pipec.runtime.messages.transport import Receiver, Send
-from pipec.runtime.processes.heartbeat import HeartbeatChannel
+from pipec.runtime.processes.judge import describe_overdue_wait, format_ranks
 from pipec.runtime.processes.launch import world
-from pipec.runtime.processes.packets import PacketKind
 from pipec.runtime.processes.rendezvous import call_with_timeout, connect_ranks
-from pipec.runtime.processes.stall_reports import describe_overdue_wait, format_ranks
+from pipec.runtime.processes.star import Channel, PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
 T = TypeVar("T")
@@ -79,11 +68,9 @@ class DistributedTransport:
         self.rank, self.num_ranks = here.rank, here.size
         self.device = device
         self._timeout = timeout
-        self._heartbeats, store = connect_ranks(here, next(_transport_numbers), timeout)
-        multiprocessing.util.Finalize(self, self._heartbeats.close, exitpriority=0)
-        self._buffers: dict[tuple[Link, int, int], list[ReceiveBuffer]] = {}
-        self._message_packers: dict[tuple[Link, int], MessagePacker] = {}
-        self._collectives = ThreadPoolExecutor(1, "pipec collectives")
+        self._star, store = connect_ranks(here, next(_transport_numbers), timeout)
+        multiprocessing.util.Finalize(self, self._star.close, exitpriority=0)
+        self._shared = SharedMemory(self.rank, self.num_ranks)
         if device.type == "cuda":
             require_own_gpus(self.all_gather_text(str(torch.cuda.get_device_properties(device).uuid)))
         if not dist.is_initialized():
@@ -99,30 +86,37 @@ class DistributedTransport:
             if device.type == "cuda":
                 atexit.register(_leave_process_group)
         self._connections: Connections = (
-            NcclConnections(
-                device, self.rank, self.num_ranks, self._heartbeats.has_failed, self._heartbeats.note_progress
-            )
+            NcclConnections(device, self.rank, self.num_ranks, self._star.note_progress)
             if device.type == "cuda"
             else self.gloo_connections()
         )
-        self._shared = SharedMemory(self.rank)
-        self._same_host: dict[int, MessageSocket] = {}
-        self._heartbeats.on_failure = self._close
+        own = json.dumps([self._shared.host, self._shared.address])
+        self._hosts = [json.loads(text) for text in self.all_gather_text(own)]
+        self._star.on_failure = self._close
 
     def gloo_connections(self) -> GlooConnections:
         """Connections for CPU tensors. All ranks call this in the same order."""
         make = functools.partial(GlooConnections, self.rank, self.num_ranks)
         return self.call_on_all_ranks("the gloo connections", make)
 
-    def connect_same_host(self) -> Mapping[int, MessageSocket]:
-        """A socket to each other rank of this host. Every rank calls this once."""
-        sockets = connect_all(self.rank, self.num_ranks, self.all_gather_text)
-        self._same_host = {peer: MessageSocket(each) for peer, each in sockets.items()}
-        return self._same_host
+    @property
+    def hosts(self) -> list[int]:
+        """The host of each rank: the lowest rank with which it can share memory."""
+        names = [name or str(rank) for rank, (name, _) in enumerate(self._hosts)]
+        return [names.index(name) for name in names]
 
-    def channel(self, peer: int, kind: PacketKind) -> HeartbeatChannel:
-        """Messages of a kind to and from another rank, also of another host, beside those of programs."""
-        return self._heartbeats.channel(peer, kind)
+    def _addresses_of_host(self) -> dict[int, str]:
+        """Where the other ranks of this host listen for ranks that share memory."""
+        own = self.hosts[self.rank]
+        return {
+            rank: address
+            for rank, (_, address) in enumerate(self._hosts)
+            if rank != self.rank and self.hosts[rank] == own
+        }
+
+    def channel(self, peer: int, kind: PacketKind) -> Channel:
+        """Messages of a kind to and from another rank, beside those of programs."""
+        return self._star.channel(peer, kind)
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
         """The result of ``make``, which all ranks call together. Each of its segments may take the timeout.
@@ -132,15 +126,15 @@ class DistributedTransport:
         """
         activity = f"making {what} together with all ranks"
         try:
-            with self._heartbeats.waiting(activity):
-                return call_with_timeout(make, num_segments * self._timeout, self._heartbeats.check)
+            with self._star.waiting(activity):
+                return call_with_timeout(make, num_segments * self._timeout, self._star.check)
         except (
             TimeoutError,
             ConnectionError,
             RuntimeError,
         ) as error:  # the store or a connection is gone
             failure = self.transport_error(error, activity, None)
-            self._heartbeats.fail(str(failure))
+            self._star.fail(str(failure))
             raise failure from failure.__cause__
 
     def connect(self, programs: Sequence[Program], groups: Sequence[Sequence[int]], text: str) -> None:
@@ -153,10 +147,10 @@ class DistributedTransport:
         """
         self.require_same_text(text)
         directions, has_last = _directions(programs)
-        if isinstance(self._connections, GlooConnections):
-            self._shared.open(directions, self.all_gather_text)
 
         def connect() -> None:
+            if self.device.type == "cpu":
+                self._shared.open(directions, self._addresses_of_host())
             with current_device(self.device):
                 self._connections.open(directions)
                 self._connections.open_groups(tuple(ranks) for ranks in groups)
@@ -179,27 +173,26 @@ class DistributedTransport:
         Raises:
             TransportError: some ranks did not answer.
         """
-        return [part.decode() for part in self._heartbeats.all_gather_text(text.encode())]
+        return self._all_gather(text, PacketKind.TEXT, "comparing calls with all ranks")
 
     def all_gather_text_no_timeout(self, text: str, activity: str) -> list[str]:
         """The text of each rank, on every rank. Waits without a timeout while all ranks live."""
-        self._heartbeats.send_text(text.encode())
-        return [
-            text if rank == self.rank else self._heartbeats.receive_text(rank, activity).decode()
-            for rank in range(self.num_ranks)
-        ]
-
-    def exchange_final_status(self, text: str) -> dict[int, str | None]:
-        """The text of each other living rank, after a failure of the pipeline; None if it sends none."""
-        return self._heartbeats.exchange_final_status(text, _FINAL_STATUS_SECONDS)
+        return self._all_gather(text, PacketKind.TEXT, activity, limited=False)
 
     def all_gather_text_in_background(self, text: str) -> list[str]:
         """``all_gather_text_no_timeout`` for a background thread. Raises TransportError if a process ends."""
-        return [part.decode() for part in self._heartbeats.all_gather_text_in_background(text.encode())]
+        return self._all_gather(text, PacketKind.BACKGROUND_TEXT, "", limited=False, of_processes=True)
+
+    def _all_gather(self, text: str, kind: PacketKind, activity: str, **options: bool) -> list[str]:
+        return [part.decode() for part in self._star.all_gather(text.encode(), kind, activity, **options)]
+
+    def exchange_final_status(self, text: str) -> dict[int, str | None]:
+        """The text of each other living rank, after a failure of the pipeline; None if it sends none."""
+        return self._star.exchange_final_status(text)
 
     def check_processes(self) -> None:
         """Raise TransportError if the process of another rank has ended, even if a step has failed before."""
-        self._heartbeats.check_processes()
+        self._star.check_processes()
 
     def call_on_rank_0(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
@@ -209,11 +202,12 @@ class DistributedTransport:
         self.require_same_text(request)
         with STOP_SIGNALS.uninstalled():
             if self.rank == 0:
-                with self._heartbeats.interrupted_by_failures():
+                with self._star.interrupted_by_failures():
                     made = pickle.dumps(_result_or_error(make))
-                self._heartbeats.send_text(made)
+                self._star.send_to_all(PacketKind.TEXT, made)
             else:
-                made = self._heartbeats.receive_text(0, "waiting for rank 0 to compile", expected=True)
+                with self._star.waiting("waiting for rank 0 to compile", 0, expected=True):
+                    made = self._star.receive(0, PacketKind.TEXT)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
             result, error = pickle.loads(made)
@@ -223,48 +217,35 @@ class DistributedTransport:
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
         assert instruction.link is not None
-        peer, key = instruction.peer, (instruction.link, instruction.peer)
+        peer, values = instruction.peer, LinkValues(instruction.link)
         sending = self.error_context(f"sending {_message(instruction)} to rank {peer}", peer)
         if shared := self._shared.sender(instruction, tag, sending):
             return shared
-        if key not in self._message_packers:
-            self._message_packers[key] = MessagePacker(instruction.link, self.device)
-        messages = self._message_packers[key].messages
         start = self._connections.send_result if _is_read_last(instruction) else self._connections.send
 
         def send(tensors: Sequence[Tensor], sizes: Sizes) -> None:
+            values.check(tensors, sizes)
             with sending:
-                start(messages(tensors, sizes), peer, tag)
+                start([as_in_memory(tensor) for tensor in tensors if tensor.numel()], peer, tag)
 
         return send
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
-        assert instruction.link is not None
-        key = instruction.link, instruction.peer, instruction.slot
         activity = f"receiving {_message(instruction)} from rank {instruction.peer}"
         receiving = self.error_context(activity, instruction.peer)
         if shared := self._shared.receiver(instruction, tag, receiving):
             return shared
-        if key not in self._buffers:
-            self._buffers[key] = make_receive_buffers(instruction, self.device)
-        return _Receiver(instruction, tag, self._buffers[key], receiving)
+        return _Receiver(instruction, tag, self.device, receiving)
 
     def held(self) -> Sequence[Tensor]:
-        buffers: list[ReceiveBuffer | MessagePacker] = [
-            *itertools.chain(*self._buffers.values()),
-            *self._message_packers.values(),
-        ]
-        return [memory for each in buffers for memory in each.held()] + self._shared.held()
+        """Nothing: each message gets new memory."""
+        return ()
 
-    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
-        """The group of these ranks, which include this one. NCCL itself knows which ranks share a host."""
+    def group(self, ranks: Sequence[int]) -> CollectiveGroup:
         members, others = tuple(ranks), [rank for rank in ranks if rank != self.rank]
         activity = f"meeting {format_ranks(others)} in a collective"
-        index, error_context = members.index(self.rank), functools.partial(self.error_context, activity)
-        if num_hosts > 1 and isinstance(self._connections, GlooConnections):
-            background = self._collectives
-            return HierarchicalGroup(index, members, num_hosts, error_context, self._connections, background)
-        return DistributedGroup(index, members, error_context)
+        error_context = functools.partial(self.error_context, activity)
+        return DistributedGroup(members.index(self.rank), members, error_context)
 
     def finish(self) -> None:
         with self.error_context("finishing the step") as connections:
@@ -276,13 +257,10 @@ class DistributedTransport:
 
     def fail(self, error: BaseException) -> None:
         """Send the other ranks the reason, unless one of them failed first; then close."""
-        known = self._heartbeats.reason() if isinstance(error, TransportError) else None
-        self._heartbeats.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
-        self._close()
+        known = self._star.reason() if isinstance(error, TransportError) else None
+        self._star.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
 
     def _close(self) -> None:
-        for near in self._same_host.values():
-            near.close()
         self._shared.close()
         self._connections.close()
 
@@ -292,26 +270,22 @@ class DistributedTransport:
         ``peer`` is the rank for which this one waits.
         """
         return _ErrorContext(
-            self, self._connections, self._heartbeats.waiting(activity, peer, limited=True), activity, peer
+            self, self._connections, self._star.waiting(activity, peer, limited=True), activity, peer
         )
 
     def transport_error(self, error: Exception, activity: str, peer: int | None) -> TransportError:
         """The error to raise for an error of torch; that stays the cause only if no better one is known."""
-        if self._heartbeats.overdue is not None:
-            activity, chain = self._heartbeats.overdue
-            return TransportError(describe_overdue_wait(activity, self._timeout, chain))
         is_lost = not isinstance(error, TimeoutError)
-        reason = (
-            self._heartbeats.reason(_REASON_COMES_WITHIN if is_lost else 0.0) or self._heartbeats.silent()
-        )
-        if reason is not None:
+        if reason := self._star.reason(_REASON_COMES_WITHIN if is_lost else 0.0):
+            if reason.startswith(own := f"rank {self.rank}: "):
+                return TransportError(reason.removeprefix(own))
             return TransportError(
                 f"another rank failed while this one was {activity}:\n{textwrap.indent(reason, '  ')}"
             )
         failure = TransportError(
             f"the connection was lost while {activity}, although all processes live; see the network"
             if is_lost
-            else describe_overdue_wait(activity, self._timeout, self._heartbeats.waits_for(peer))
+            else describe_overdue_wait(activity, self._timeout, self._star.waits_for(peer))
         )
         failure.__cause__ = error
         return failure
@@ -382,45 +356,35 @@ class _ErrorContext:
 
 
 class _Receiver:
-    """One receive instruction. All receives into the same slot share its buffers."""
+    """One receive instruction. Each message gets new memory, except a weight, which one stage keeps."""
 
     def __init__(
-        self,
-        instruction: Instruction,
-        tag: int,
-        buffers: Sequence[ReceiveBuffer],
-        error_context: _ErrorContext,
+        self, instruction: Instruction, tag: int, device: torch.device, error_context: _ErrorContext
     ) -> None:
         assert instruction.link is not None
-        self._peer, self._tag, self._buffers, self._error_context = (
-            instruction.peer,
-            tag,
-            buffers,
-            error_context,
+        self._link_values, self._device = LinkValues(instruction.link), device
+        self._peer, self._tag, self._error_context = instruction.peer, tag, error_context
+        self._is_last, self._is_weight = (
+            _is_read_last(instruction),
+            instruction.link.payload is Payload.WEIGHT,
         )
-        self._message_layouts = MessageLayouts(instruction.link)
-        self._is_last = _is_read_last(instruction)
-        self._posted: list[tuple[MessageLayout, MessageMemory]] = []
+        self._values: list[Tensor] = []
+        self._pending: list[Work] = []
 
     def post(self, sizes: Sizes) -> None:
+        if not (self._is_weight and self._values):
+            self._values = self._link_values.empty(sizes, self._device)
         with self._error_context as connections:
             receive = connections.receive_result if self._is_last else connections.receive
-            for message_layout, buffer in zip(self._message_layouts.of(sizes), self._buffers, strict=False):
-                buffer.synchronize(connections)
-                memory = buffer.memory(message_layout.num_bytes)
-                if message_layout.num_bytes:
-                    buffer.pending = receive(memory.message(message_layout), self._peer, self._tag)
-                self._posted.append((message_layout, memory))
+            self._pending = [receive(value, self._peer, self._tag) for value in self._values if value.numel()]
 
     def wait(self) -> Sequence[Tensor]:
-        """Prepare the values first: the rank has nothing else to do until the message arrives."""
-        posted, self._posted = self._posted, []
-        values = link_values(posted)
         with self._error_context as connections:
-            for buffer in self._buffers:
-                if buffer.pending is not None:
-                    connections.wait(buffer.pending)
-                    buffer.pending, buffer.unsynchronized = None, None if self._is_last else buffer.pending
+            for work in self._pending:
+                connections.wait(work)
+        self._pending, values = [], self._values
+        if not self._is_weight:
+            self._values = []
         return values
 
 

@@ -28,7 +28,6 @@ from pipec.runtime.messages.connections import (
     require_work,
 )
 from pipec.runtime.messages.cuda import PastLaunches
-from pipec.runtime.processes.watcher import Watcher
 
 log = logging.getLogger("pipec")
 
@@ -57,34 +56,30 @@ class NcclConnections:
     stream of its own, and does not wait for this compute, but only for what was launched before it was
     posted, which may read the memory that it fills.
 
-    At most ``MAX_IN_TRANSIT`` messages of a direction are in transit. This also bounds how far the host is
-    ahead of the GPU, and the memory of messages.
+    At most ``MAX_IN_TRANSIT`` sent messages of a direction are in transit, and the host waits for all but the
+    last few values that it received. This bounds how far the host is ahead of the GPU, and the memory of
+    messages.
 
     Messages are waited for on the GPU's stream, even those that never arrive; the host may then hang in any
-    call that waits for the GPU. A thread therefore polls ``is_failed``; if another rank has failed, it aborts
-    all messages, which unblocks the host. All later calls raise ConnectionError. torch's own watchdog would
-    end the process instead, while the script saves; it is off for these groups.
+    call that waits for the GPU. If another rank fails, another thread therefore calls ``close``, which aborts
+    all messages and unblocks the host. All later calls raise ConnectionError. torch's own watchdog would end
+    the process instead, while the script saves; it is off for these groups.
 
     Groups that are left when the script ends are aborted, of which torch would warn otherwise.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        rank: int,
-        num_ranks: int,
-        is_failed: Callable[[], bool],
-        on_progress: Callable[[], None],
+        self, device: torch.device, rank: int, num_ranks: int, on_progress: Callable[[], None]
     ) -> None:
         self._device = device
         self._rank = rank
         self._everyone = tuple(range(num_ranks))
-        self._is_failed = is_failed
         self._on_progress = on_progress
         self._opened: set[tuple[int, ...]] = set()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._pending: dict[tuple[int, ...], _Messages] = defaultdict(deque)
         self._posted: deque[tuple[_Receive, Callable[[], dist.Work]]] = deque()
+        self._awaited: deque[Work] = deque()
         self._launches = PastLaunches(device)
         self._last: list[dist.P2POp] = []
         self._last_started: list[dist.Work] = []
@@ -94,7 +89,6 @@ class NcclConnections:
         atexit.register(_abort_each, self._unaborted)
         _ignore_warnings()
         _warn_of_few_connections()
-        self._watcher = Watcher(self, NcclConnections.abort_if_failed, _CHECK_SECONDS)
 
     def open(self, directions: Iterable[Direction]) -> None:
         """Make the groups, and send a first message over each, because the first use of a group blocks.
@@ -175,14 +169,10 @@ class NcclConnections:
             self._launch_receives()
         with self._nccl_errors():
             work.wait()
-
-    def synchronize(self, work: Work) -> None:
-        """Wait for a message whose memory will be reused.
-
-        Its readers were launched before. So the host is ahead by at most the number of buffers.
-        """
-        self._wait_until(work.is_completed)
-        self._reap_all()
+        if isinstance(work, _Receive):
+            self._awaited.append(work)
+            if len(self._awaited) > _MAX_AWAITED:
+                self._wait_until(self._awaited.popleft().is_completed)
 
     def drain(self) -> None:
         """Wait until every message is complete.
@@ -194,6 +184,7 @@ class NcclConnections:
         self._start_last()
         self._wait_until(lambda: not self._reap_all())
         self._last_started = []
+        self._awaited.clear()
 
     def check(self) -> None:
         if self._aborted:
@@ -201,16 +192,8 @@ class NcclConnections:
 
     def close(self) -> None:
         """Abort the kernels that wait for a peer. Peers abort theirs when they see that this rank failed."""
-        self._watcher.stop()
         self._abort()
         self._pending.clear()
-        self._posted.clear()
-
-    def abort_if_failed(self) -> bool:
-        """Abort all messages if another rank failed; returns whether they were aborted. The watcher's job."""
-        if self._is_failed():
-            self._abort()
-        return self._aborted
 
     def _abort(self) -> None:
         """Abort all messages, from any thread.
@@ -302,9 +285,9 @@ class NcclConnections:
     def _reap_all(self) -> int:
         """Drop complete messages. Returns the number of incomplete ones."""
         with self._nccl_errors():
-            for messages in self._pending.values():
+            for messages in list(self._pending.values()):
                 _reap(messages)
-        return sum(map(len, self._pending.values()))
+        return sum(map(len, list(self._pending.values())))
 
     @contextlib.contextmanager
     def _nccl_errors(self) -> Iterator[None]:
@@ -317,7 +300,8 @@ class NcclConnections:
 
 
 _POLL_SECONDS = 50e-6
-_CHECK_SECONDS = 1.0
+_MAX_AWAITED = 8
+"""The most received values that the GPU waits for, or computes with, while the host goes on."""
 
 _STREAMS_OF_POOL = 32
 """torch's streams of each priority on a device, assigned round robin (CUDAStream.h)."""

@@ -1,331 +1,375 @@
-"""Messages between ranks of one host, through shared memory.
+"""Messages between CPU ranks of one host, through shared memory, without gloo's threads.
 
-Each direction has a socket. The sender copies the values of a message into a *slot*, a file in memory, and
-announces it on the socket; the slot's first announcement carries the file. The receiver blocks until an
-announcement arrives, and reads the values in place. When it posts a later receive, it sends a post on the
-same socket, which returns the slot of the previous message::
+Each direction has a Unix socket. The sender copies the values of a message into a *slot*, an unnamed file in
+memory, and announces it on the socket; the slot's first announcement carries the file. The receiver blocks
+until an announcement arrives, and copies the values out. Each receive that it posts is announced on the same
+socket, and returns a slot whose values it has copied::
 
     sender                                   receiver
                                         <--  post
-    copy into slot 0, announce it       -->  wait; reads the values in slot 0
+    copy into slot 0, announce it       -->  wait; copy out of slot 0
     copy into slot 1, announce it       <--  post, slot 0 is free
-    copy into slot 0, announce it       -->  wait; reads the values in slot 1
+    copy into slot 0, announce it       -->  wait; copy out of slot 1
 
-As with gloo, a sender waits only if the last two messages of the link have not been posted. So there are two
-more slots than the receiver holds. No file has a name that could outlive the processes.
+As with gloo, a sender waits only if the last two messages of the link have not been posted.
 """
 
 import contextlib
+import hmac
 import itertools
-import math
+import json
 import mmap
 import os
+import secrets
 import socket
 import struct
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pipec.errors import TransportError
-from pipec.ir import Instruction, Link, Sizes
+from pipec.ir import Instruction, Sizes
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT, Direction
-from pipec.runtime.messages.host_sockets import AllGatherText, connect, shared_file
-from pipec.runtime.messages.message_buffers import MessageMemory
-from pipec.runtime.messages.message_layout import MessageLayout, MessageLayouts
-from pipec.runtime.messages.message_packing import PackBuffer, check_values
-from pipec.runtime.messages.message_socket import MessageSocket
-
-_ANNOUNCEMENT = struct.Struct("=qqqq")
-"""The tag, the slot, the message's bytes, and a slot that this one replaces, or -1."""
-
-_POST = struct.Struct("=qq?")
-"""The tag, the slot of an earlier message or -1, and whether it is free; else the receiver keeps it."""
-
-_NO_SLOT = -1
+from pipec.runtime.messages.link_values import LinkValues
+from pipec.runtime.processes.star import close_in_forks
 
 ErrorContext = contextlib.AbstractContextManager[object]
 """A context for waits, which turns errors of connections into a TransportError."""
 
+_ANNOUNCEMENT = struct.Struct("=qqqq")
+"""The tag, the slot, the message's bytes, and a slot that this one replaces, or -1."""
+
+_POST = struct.Struct("=qq")
+"""The tag, and a slot of the sender that is free, or -1."""
+
+_NO_SLOT = -1
+
 
 class SharedMemory:
-    """One rank's messages through shared memory; ``open`` decides which peers use it."""
+    """One rank's messages through shared memory.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._opened = set[Direction]()
-        self._outgoing: dict[int, OutgoingChannel] = {}
-        self._incoming: dict[int, IncomingChannel] = {}
-        self._message_layouts: dict[Link, MessageLayouts] = {}
-        self._received_slots: dict[tuple[Link, int, int], ReceivedSlot] = {}
+    ``host`` is the same text on all ranks that share memory, or "" if this process cannot. ``address`` is
+    where others of the host connect.
+    """
 
-    def open(self, directions: Collection[Direction], all_gather_text: AllGatherText) -> None:
-        """Connect the ranks that share memory. Every rank calls this with the same directions."""
-        if new := {*directions} - self._opened:
-            self._opened |= new
-            outgoing, incoming = connect(self._rank, new, all_gather_text)
-            self._outgoing |= {peer: OutgoingChannel(each) for peer, each in outgoing.items()}
-            self._incoming |= {peer: IncomingChannel(each) for peer, each in incoming.items()}
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank, self.host = rank, _host()
+        self._name, self._secret = f"\0pipec-{secrets.token_hex(16)}", secrets.token_bytes(32)
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._incoming: dict[int, _Incoming] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        close_in_forks(self._listener)
+        if self.host:
+            self._listener.bind(self._name)
+            self._listener.listen(num_ranks)
+        self.address = json.dumps([self._name, self._secret.hex()])
 
-    def sender(
-        self, instruction: Instruction, tag: int, error_context: ErrorContext
-    ) -> "SharedSender | None":
+    def open(self, directions: Collection[Direction], addresses: dict[int, str]) -> None:
+        """Connect with the ranks of this host, which have these addresses. Each calls it with the same."""
+        here = {*addresses, self._rank}
+        for source, target in sorted(directions):
+            if source == self._rank and target in here and target not in self._outgoing:
+                self._outgoing[target] = _Outgoing(self._connect(addresses[target]))
+        awaited = {source for source, target in directions if target == self._rank and source in here}
+        while awaited - self._incoming.keys():
+            connection, _ = self._listener.accept()
+            connection.settimeout(_HANDSHAKE_SECONDS)  # another process of this host may send nothing
+            with contextlib.suppress(OSError, struct.error):
+                source, secret = _HELLO.unpack(connection.recv(_HELLO.size))
+                if hmac.compare_digest(secret, self._secret) and source in awaited - self._incoming.keys():
+                    connection.settimeout(None)
+                    self._incoming[source] = _Incoming(_SlotSocket(connection))
+                    continue
+            connection.close()
+
+    def sender(self, instruction: Instruction, tag: int, error_context: ErrorContext) -> "_Sender | None":
         """The sender of an instruction, if its peer shares memory."""
-        link, outgoing = instruction.link, self._outgoing.get(instruction.peer)
-        if link is None or outgoing is None or not link.payload.feeds_compute:
-            return None  # weights and results outlive their microbatch, and would occupy a slot
-        return SharedSender(outgoing, link, self._layouts_of(link), tag, error_context)
+        outgoing = self._outgoing.get(instruction.peer) if _feeds_compute(instruction) else None
+        return _Sender(outgoing, instruction, tag, error_context) if outgoing is not None else None
 
-    def receiver(
-        self, instruction: Instruction, tag: int, error_context: ErrorContext
-    ) -> "SharedReceiver | None":
+    def receiver(self, instruction: Instruction, tag: int, error_context: ErrorContext) -> "_Receiver | None":
         """The receiver of an instruction, if its peer shares memory."""
-        link, incoming = instruction.link, self._incoming.get(instruction.peer)
-        if link is None or incoming is None or not link.payload.feeds_compute:
-            return None
-        received_slot = self._received_slots.setdefault(
-            (link, instruction.peer, instruction.slot), ReceivedSlot()
-        )
-        return SharedReceiver(incoming, self._layouts_of(link), tag, received_slot, error_context)
-
-    def held(self) -> list[Tensor]:
-        """The memory that stays, counted on the rank that owns it at present."""
-        return [memory for each in self._ends() for memory in each.held()]
+        incoming = self._incoming.get(instruction.peer) if _feeds_compute(instruction) else None
+        return _Receiver(incoming, instruction, tag, error_context) if incoming is not None else None
 
     def close(self) -> None:
         """Close all sockets. Waits at either end, on any thread, raise ConnectionError."""
-        for each in self._ends():
-            each.socket.close()
+        ends: list[_Outgoing | _Incoming] = [*self._outgoing.values(), *self._incoming.values()]
+        for each in ends:
+            each.socket.shut_down()
 
-    def _layouts_of(self, link: Link) -> MessageLayouts:
-        """The layouts of a link, cached. All values share one message, because all are copied."""
-        return self._message_layouts.setdefault(link, MessageLayouts(link, max_coalesced_bytes=math.inf))
+    def _connect(self, address: str) -> "_SlotSocket":
+        name, secret = json.loads(address)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(name)
+        connection.send(_HELLO.pack(self._rank, bytes.fromhex(secret)))
+        return _SlotSocket(connection)
 
-    def _ends(self) -> "list[OutgoingChannel | IncomingChannel]":
-        return [*self._outgoing.values(), *self._incoming.values()]
+
+def _host() -> str:
+    """The kernel and the network of this process, or "" if it cannot share memory, as in a sandbox."""
+    try:
+        os.close(_shared_file(1))
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(_NETWORK).st_ino}"
+    except OSError:
+        return ""
+
+
+_NETWORK = "/proc/self/ns/net"
+
+
+def _feeds_compute(instruction: Instruction) -> bool:
+    """Whether values are sent in every microbatch. Slots for others, such as weights, would stay for ever."""
+    return instruction.link is not None and instruction.link.payload.feeds_compute
+
+
+class _SlotSocket:
+    """Sends and receives whole messages. It is shut down, not closed, so that no file gets its number."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        close_in_forks(connection)
+
+    def send(self, message: bytes, file: int | None = None) -> None:
+        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", file))] if file is not None else ()
+        self._connection.sendmsg([message], passed, _NO_SIGNAL)
+
+    def receive(self, num_bytes: int) -> bytes:
+        return _whole(self._connection.recv(num_bytes))
+
+    def receive_nowait(self, num_bytes: int) -> bytes | None:
+        try:
+            return _whole(self._connection.recv(num_bytes, _DONT_WAIT))
+        except BlockingIOError:
+            return None
+
+    def receive_file(self, num_bytes: int) -> tuple[bytes, int | None]:
+        """The next message, and the file that came with it."""
+        message, passed, flags, _ = self._connection.recvmsg(num_bytes, _FILE_SPACE, _CLOSED_BY_EXEC)
+        if flags & _IS_CUT_OFF:
+            raise TransportError(
+                "this process cannot open another file for memory shared with another rank; raise its "
+                "limit of open files (ulimit -n)"
+            )
+        return _whole(message), struct.unpack("@i", passed[0][2])[0] if passed else None
+
+    def shut_down(self) -> None:
+        with contextlib.suppress(OSError):  # the other end is closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(eq=False)
-class SharedSlot:
-    """A slot of a direction. It belongs to the side that was notified of it last."""
+class _Slot:
+    """Memory that both ends of a direction map. It belongs to the end that was notified of it last."""
 
     number: int
-    memory: MessageMemory
+    memory: Tensor
 
-
-@dataclass
-class ReceivedSlot:
-    """The slot of the last message in a buffer slot of the program."""
-
-    slot: SharedSlot | None = None
+    def views(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The memory, divided among tensors like these, each at a multiple of ``_ALIGNMENT`` bytes."""
+        start = 0
+        for tensor in tensors:
+            part = self.memory[start : start + tensor.nbytes]
+            yield part.view(tensor.dtype).view(tensor.shape)
+            start = _aligned(start + tensor.nbytes)
 
 
 @dataclass
 class _TagQueue:
     """The sender's state of one tag: free slots, and the number of messages not posted yet."""
 
-    free: list["_SenderSlot"] = field(default_factory=list)
+    free: list[_Slot] = field(default_factory=list)
     num_ahead: int = 0
 
 
-@dataclass(eq=False)
-class _SenderSlot(SharedSlot):
-    pack_buffer: PackBuffer
-
-
-class OutgoingChannel:
+class _Outgoing:
     """The sender's end of a direction."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = MessageSocket(connection)
+    def __init__(self, connection: _SlotSocket) -> None:
+        self.socket = connection
         self._tag_queues: defaultdict[int, _TagQueue] = defaultdict(_TagQueue)
-        self._in_use: dict[int, _SenderSlot] = {}
+        self._in_use: dict[int, _Slot] = {}
         self._numbers = itertools.count()
 
-    def held(self) -> Iterator[Tensor]:
-        return (slot.memory.whole for tag_queue in self._tag_queues.values() for slot in tag_queue.free)
-
-    def send(self, message_layout: MessageLayout, tensors: Sequence[Tensor], tag: int) -> None:
+    def send(self, tensors: Sequence[Tensor], tag: int) -> None:
         """Copy the values of a message, and announce it. Waits while two sent messages are not posted."""
-        tag_queue = self._tag_queues[tag]
-        while tag_queue.num_ahead == MAX_IN_TRANSIT:
+        queue = self._tag_queues[tag]
+        while queue.num_ahead == MAX_IN_TRANSIT:
             self._note(self.socket.receive(_POST.size))
-        while not tag_queue.free and (post := self.socket.receive_nowait(_POST.size)):
+        while post := self.socket.receive_nowait(_POST.size):
             self._note(post)
-        slot, retired, file = self._slot(tag_queue, message_layout.num_bytes)
+        num_bytes = _num_bytes(tensors)
+        slot, retired, file = self._slot(queue, num_bytes)
         try:
-            slot.pack_buffer.pack(message_layout, tensors)
-            self.socket.send(_ANNOUNCEMENT.pack(tag, slot.number, message_layout.num_bytes, retired), file)
+            for view, tensor in zip(slot.views(tensors), tensors, strict=True):
+                view.copy_(tensor)
+            self.socket.send(_ANNOUNCEMENT.pack(tag, slot.number, num_bytes, retired), file)
         finally:
             if file is not None:
                 os.close(file)
         self._in_use[slot.number] = slot
-        tag_queue.num_ahead += 1
+        queue.num_ahead += 1
 
-    def _slot(self, tag_queue: _TagQueue, num_bytes: int) -> tuple[_SenderSlot, int, int | None]:
+    def _slot(self, queue: _TagQueue, num_bytes: int) -> tuple[_Slot, int, int | None]:
         """A large enough slot; if it is new, also the number of the slot it replaces, and its file.
 
         Prefers the slot that was freed last: its memory may be in the cache.
         """
-        for slot in reversed(tag_queue.free):
-            if slot.memory.num_bytes >= num_bytes:
-                tag_queue.free.remove(slot)
+        for slot in reversed(queue.free):
+            if len(slot.memory) >= num_bytes:
+                queue.free.remove(slot)
                 return slot, _NO_SLOT, None
-        retired = tag_queue.free.pop(0).number if tag_queue.free else _NO_SLOT
+        retired = queue.free.pop(0).number if queue.free else _NO_SLOT
         try:
-            file = shared_file(num_bytes)
+            file = _shared_file(num_bytes)
         except OSError as error:
             raise TransportError(
                 f"cannot get {num_bytes:,} bytes of memory to share with another rank: {error}; free memory, "
                 "or raise the limits of open files and memory"
             ) from error
-        memory = _mapped(file)
-        return _SenderSlot(next(self._numbers), memory, PackBuffer(memory)), retired, file
+        return _Slot(next(self._numbers), _mapped(file)), retired, file
 
     def _note(self, post: bytes) -> None:
         """Process a post of the receiver."""
-        tag, number, is_free = _POST.unpack(post)
-        tag_queue = self._tag_queues[tag]
-        tag_queue.num_ahead -= 1
+        tag, number = _POST.unpack(post)
+        self._tag_queues[tag].num_ahead -= 1
         if number != _NO_SLOT:
-            slot = self._in_use.pop(number)
-            if is_free:
-                tag_queue.free.append(slot)
+            self._tag_queues[tag].free.append(self._in_use.pop(number))
 
 
-class IncomingChannel:
+class _Incoming:
     """The receiver's end of a direction."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = MessageSocket(connection)
-        self._arrived: defaultdict[int, dict[int, tuple[SharedSlot, int]]] = defaultdict(dict)
+    def __init__(self, connection: _SlotSocket) -> None:
+        self.socket = connection
+        self._slots: dict[int, _Slot] = {}
+        self._copied: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._arrived: dict[tuple[int, int], tuple[_Slot, int]] = {}
         self._num_posted, self._num_arrived = Counter[int](), Counter[int]()
-        self._returned: defaultdict[int, dict[int, SharedSlot]] = defaultdict(dict)
-        self._holding: dict[int, SharedSlot] = {}
 
-    def held(self) -> Iterator[Tensor]:
-        return (slot.memory.whole for slot in self._holding.values())
-
-    def post(self, tag: int, before: SharedSlot | None) -> int:
-        """Allow one more message, and send back the slot of the message ``before`` if it is free.
-
-        Returns the number of the message among those of its tag.
-        """
-        is_free = before is not None and before.memory.is_free
-        number = _NO_SLOT
-        if before is not None:
-            number = before.number
-            del self._holding[number]
-            if is_free:
-                self._returned[tag][number] = before
-        self.socket.send(_POST.pack(tag, number, is_free))
+    def post(self, tag: int) -> int:
+        """Allow one more message, and give back a slot; returns the message's number in its tag."""
+        copied = self._copied[tag]
+        self.socket.send(_POST.pack(tag, copied.popleft() if copied else _NO_SLOT))
         self._num_posted[tag] += 1
         return self._num_posted[tag] - 1
 
-    def wait(self, tag: int, number: int, message_layout: MessageLayout) -> SharedSlot:
-        """Wait for a message of a tag by its number, which has this layout.
-
-        Meanwhile it prepares the tensors of slots in which the message may arrive.
-        """
-        arrived = self._arrived[tag]
-        if number not in arrived:
-            for slot in self._returned[tag].values():
-                slot.memory.prepare(message_layout)
-        while number not in arrived:
+    def wait(self, tag: int, number: int, into: Sequence[Tensor]) -> None:
+        """Wait for a message of a tag by its number, and copy its values."""
+        while (tag, number) not in self._arrived:
             self._read()
-        slot, num_bytes = arrived.pop(number)
-        if num_bytes != message_layout.num_bytes:
+        slot, num_bytes = self._arrived.pop((tag, number))
+        if num_bytes != _num_bytes(into):
             raise TransportError(
-                f"received a message of {num_bytes:,} bytes, but the plan expects "
-                f"{message_layout.num_bytes:,}: the ranks have different batches; pass the same arguments on "
-                "every rank"
+                f"received a message of {num_bytes:,} bytes, but the plan expects {_num_bytes(into):,}: the "
+                "ranks have different batches; pass the same arguments on every rank"
             )
-        return slot
+        for tensor, view in zip(into, slot.views(into), strict=True):
+            tensor.copy_(view)
+        self._copied[tag].append(slot.number)
 
     def _read(self) -> None:
         message, file = self.socket.receive_file(_ANNOUNCEMENT.size)
         tag, number, num_bytes, retired = _ANNOUNCEMENT.unpack(message)
-        slots = self._returned[tag]
-        if retired != _NO_SLOT:
-            del slots[retired]
+        self._slots.pop(retired, None)
         if file is not None:
             try:
-                slots[number] = SharedSlot(number, _mapped(file))
+                self._slots[number] = _Slot(number, _mapped(file))
             finally:
                 os.close(file)
-        slot = self._holding[number] = slots.pop(number)
-        self._arrived[tag][self._num_arrived[tag]] = slot, num_bytes
+        self._arrived[tag, self._num_arrived[tag]] = self._slots[number], num_bytes
         self._num_arrived[tag] += 1
 
 
-def _mapped(file: int) -> MessageMemory:
-    """The memory of a file, which may be closed afterwards."""
-    return MessageMemory(torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8))
-
-
-class SharedSender:
+class _Sender:
     """One send instruction. ``error_context`` describes its waits."""
 
     def __init__(
-        self,
-        outgoing: OutgoingChannel,
-        link: Link,
-        message_layouts: MessageLayouts,
-        tag: int,
-        error_context: ErrorContext,
+        self, outgoing: _Outgoing, instruction: Instruction, tag: int, error_context: ErrorContext
     ) -> None:
-        self._outgoing, self._link, self._message_layouts, self._tag = outgoing, link, message_layouts, tag
-        self._error_context = error_context
+        assert instruction.link is not None
+        self._outgoing, self._tag, self._error_context = outgoing, tag, error_context
+        self._values = LinkValues(instruction.link)
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
-        message_layouts = self._message_layouts.of(sizes)
-        check_values(self._link, message_layouts, tensors)
-        if message_layouts[0].num_bytes:
+        self._values.check(tensors, sizes)
+        if _num_bytes(tensors):
             with self._error_context:
-                self._outgoing.send(message_layouts[0], tensors, self._tag)
+                self._outgoing.send(tensors, self._tag)
 
 
-class SharedReceiver:
-    """One receive instruction. All receives into the same buffer slot share its ``received_slot``."""
+class _Receiver:
+    """One receive instruction."""
 
     def __init__(
-        self,
-        incoming: IncomingChannel,
-        message_layouts: MessageLayouts,
-        tag: int,
-        received_slot: ReceivedSlot,
-        error_context: ErrorContext,
+        self, incoming: _Incoming, instruction: Instruction, tag: int, error_context: ErrorContext
     ) -> None:
-        self._incoming, self._message_layouts, self._tag, self._received_slot = (
-            incoming,
-            message_layouts,
-            tag,
-            received_slot,
-        )
-        self._error_context = error_context
-        self._message_layout, self._number = MessageLayout((), 0), -1
+        assert instruction.link is not None
+        self._incoming, self._tag, self._error_context = incoming, tag, error_context
+        self._link_values, self._number = LinkValues(instruction.link), 0
+        self._values: list[Tensor] = []
 
     def post(self, sizes: Sizes) -> None:
-        (self._message_layout,) = self._message_layouts.of(sizes)
-        if not self._message_layout.num_bytes:
-            return
-        before, self._received_slot.slot = self._received_slot.slot, None
-        try:
-            self._number = self._incoming.post(self._tag, before)
-        except ConnectionError:
-            with self._error_context:  # entered only on failure, because a post does not wait
-                raise
+        self._values = self._link_values.empty(sizes, torch.device("cpu"))
+        if _num_bytes(self._values):
+            try:
+                self._number = self._incoming.post(self._tag)
+            except ConnectionError:
+                with self._error_context:  # entered only on failure, because a post does not wait
+                    raise
 
     def wait(self) -> Sequence[Tensor]:
-        if not self._message_layout.num_bytes:
-            return _EMPTY.values(self._message_layout)
-        with self._error_context:
-            slot = self._incoming.wait(self._tag, self._number, self._message_layout)
-        self._received_slot.slot = slot
-        return slot.memory.values(self._message_layout)
+        values, self._values = self._values, []
+        if _num_bytes(values):
+            with self._error_context:
+                self._incoming.wait(self._tag, self._number, values)
+        return values
 
 
-_EMPTY = MessageMemory(torch.empty(0, dtype=torch.uint8))
-"""The memory of messages without bytes, which are not sent."""
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+_ALIGNMENT = 64
+"""Values begin at multiples of a cache line."""
+
+
+def _shared_file(num_bytes: int) -> int:
+    """The descriptor of an anonymous file in memory, which is freed when the last process closes it."""
+    file = os.memfd_create("pipec", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(file, 0, num_bytes)  # an error now, rather than a signal at the first access
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _mapped(file: int) -> Tensor:
+    """The memory of a file, which may be closed afterwards."""
+    return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
+
+
+def _whole(message: bytes) -> bytes:
+    if not message:
+        raise ConnectionError("the other rank has closed its end")
+    return message
+
+
+_HELLO = struct.Struct("=q32s")
+_HANDSHAKE_SECONDS = 1.0
+_FILE_SPACE = socket.CMSG_SPACE(struct.calcsize("@i"))
+
+_NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
+_DONT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
+_CLOSED_BY_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_IS_CUT_OFF = int(socket.MSG_CTRUNC)
+"""Plain integers: arithmetic with socket's own enum takes as long as a system call."""

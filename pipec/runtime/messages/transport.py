@@ -54,12 +54,8 @@ class Transport(Protocol):
     def held(self) -> Sequence[Tensor]:
         """The memory for messages that stays from step to step."""
 
-    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
-        """The group of these ranks, which include this one, for collectives.
-
-        With several hosts, equally many consecutive ranks on each, collectives are hierarchical, which sends
-        less over the links between hosts.
-        """
+    def group(self, ranks: Sequence[int]) -> CollectiveGroup:
+        """The group of these ranks, which include this one, for collectives."""
 
     def finish(self) -> None:
         """Wait until all messages of this step are sent. Raises TransportError."""
@@ -215,7 +211,7 @@ class _Endpoint:
         """Empty, as messages own their memory; while a meter counts, the buffers of several processes."""
         return [memory for inbox in self._metered_receivers for memory in inbox.held()]
 
-    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
+    def group(self, ranks: Sequence[int]) -> CollectiveGroup:
         return self._ranks.group(ranks, self._rank)
 
     def finish(self) -> None:

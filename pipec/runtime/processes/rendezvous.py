@@ -1,30 +1,32 @@
-"""Connects the processes of a pipeline, which find each other through torch's store."""
+"""Connects the processes of a pipeline, which find rank 0 through torch's store."""
 
+import contextlib
 import functools
+import json
 import os
+import resource
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from pipec.errors import InputError, TransportError
-from pipec.runtime.processes.addresses import Address
-from pipec.runtime.processes.heartbeat import HeartbeatConnections
 from pipec.runtime.processes.launch import World
+from pipec.runtime.processes.star import PacketKind, Star, close_in_forks, greet
 
 T = TypeVar("T")
 
 
-def connect_ranks(world: World, number: int, timeout: float) -> tuple[HeartbeatConnections, Store]:
-    """The connections with all other ranks, and a store to make process groups with.
+def connect_ranks(world: World, number: int, timeout: float) -> tuple[Star, Store]:
+    """The connection of this rank, and a store to make process groups with.
 
     The store is a new prefix in the store of the default process group. Without one, it is made from the
     environment that ``torchrun`` sets, as torch would. ``number`` names the same pipeline on every rank.
@@ -35,15 +37,123 @@ def connect_ranks(world: World, number: int, timeout: float) -> tuple[HeartbeatC
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     store = _store_of_environment(world, timeout) if group is None else group.get_group_store()
-    heartbeats = HeartbeatConnections(world.rank, world.size, timeout)
+    star = Star(world.rank, world.size, timeout)
     try:
-        _connect(heartbeats, PrefixStore(f"pipec/{number}", store), timeout)
-        prefix = heartbeats.all_gather_text(secrets.token_bytes(8))[0].hex()
+        connect(star, PrefixStore(f"pipec/{number}", store), timeout)
+        # torchrun keeps its store for ranks that it restarts, with everything that earlier ones wrote there
+        activity = "waiting for all ranks to connect"
+        prefix = star.all_gather(secrets.token_bytes(8), PacketKind.TEXT, activity, limited=False)[0].hex()
     except TransportError as error:
-        heartbeats.fail(str(error))
-        heartbeats.close()
+        star.fail(str(error))
+        star.close()
         raise
-    return heartbeats, PrefixStore(f"pipec/{prefix}", store)
+    return star, PrefixStore(f"pipec/{prefix}", store)
+
+
+def connect(star: Star, store: Store, timeout: float) -> None:
+    """Publish the address of rank 0, to which all other ranks connect.
+
+    It is deleted in the end: no restart count identifies a start on all hosts, since each host counts its own
+    restarts. If ranks of an earlier start died while they connected, the store still has rank 0's address,
+    until rank 0 of this start replaces it.
+    """
+    query = functools.partial(_query_store, star=star, timeout=timeout)
+    if star.rank == 0:
+        server, address = _listen(star.num_ranks)
+        star.accept(server, address.secret)
+        query(lambda: store.set(_ADDRESS, address.to_text()))
+        star.wait_for_all()
+        query(lambda: store.delete_key(_ADDRESS))
+        return
+    tried, refused, deadline = "", TransportError(""), time.monotonic() + timeout
+    while True:
+        found = query(lambda: store.get(_ADDRESS).decode() if store.check([_ADDRESS]) else "")
+        if found not in ("", tried):
+            try:
+                return _connect(star, Address.parse(found))
+            except TransportError as error:
+                restarted = time.monotonic() + _RESTART_SECONDS * _agent_has_store()
+                tried, refused, deadline = found, error, min(deadline, restarted)
+        if time.monotonic() > deadline:
+            if tried:
+                raise refused
+            raise TransportError(
+                f"rank {star.rank} waited {timeout:g} s for rank 0, which did not connect: that process was "
+                "not started, died or hangs before it makes its pipeline"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _connect(star: Star, address: "Address") -> None:
+    """Connect to rank 0. Raises TransportError if its process cannot be reached."""
+    try:
+        star.follow(0, address.connect(star.rank))
+    except OSError as error:  # TimeoutError is one
+        what = "is stopped" if isinstance(error, TimeoutError) else "died"
+        raise TransportError(
+            f"rank {star.rank} cannot reach rank 0 at {address}: its process {what}, or the network between "
+            f"them is closed ({str(error) or type(error).__name__})"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Address:
+    """A port of rank 0, which may be reached at ``hosts``; both ends of a connection prove the ``secret``."""
+
+    hosts: tuple[str, ...]
+    port: int
+    secret: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"port {self.port} of {' or '.join(self.hosts)}"
+
+    def to_text(self) -> str:
+        return json.dumps([self.hosts, self.port, self.secret.hex()])
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        hosts, port, secret = json.loads(text)
+        return cls(tuple(hosts), port, bytes.fromhex(secret))
+
+    def connect(self, rank: int) -> socket.socket:
+        """Connect to the first host that knows the secret. Raises OSError without one."""
+        errors: list[OSError] = []
+        for host in self.hosts:
+            try:
+                connection = socket.create_connection((host, self.port), _CONNECT_SECONDS)
+            except OSError as error:
+                errors.append(error)
+                continue
+            try:
+                greet(connection, rank, self.secret)
+            except OSError as error:
+                errors.append(error)
+                connection.close()
+                continue
+            return connection
+        raise errors[-1]
+
+
+def _listen(num_ranks: int) -> tuple[socket.socket, Address]:
+    """A socket that the other ranks can connect to, and its address."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = soft + num_ranks if hard == resource.RLIM_INFINITY else min(soft + num_ranks, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    server = socket.create_server(("", 0), family=family, backlog=max(num_ranks, 128), dualstack_ipv6=ipv6)
+    server.setblocking(False)
+    close_in_forks(server)
+    hosts = dict.fromkeys([os.environ.get("MASTER_ADDR") or "127.0.0.1", _default_host()])
+    return server, Address(tuple(hosts), server.getsockname()[1], secrets.token_bytes(32))
+
+
+def _default_host() -> str:
+    """The address from which packets leave to other networks. Connecting UDP sends nothing."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737): it takes the default route
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
 
 
 def call_with_timeout(call: Callable[[], T], seconds: float, check: Callable[[], object] = lambda: None) -> T:
@@ -93,14 +203,14 @@ def _store_of_environment(world: World, timeout: float) -> Store:
             _wait_for_listener(host, int(port), timeout)
         return call_with_timeout(make, timeout)
     except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if is_server:
             raise TransportError(
-                f"rank 0 cannot listen at {host}:{port}: {_first_line(error)}; set another MASTER_PORT"
+                f"rank 0 cannot listen at {host}:{port}: {reason}; set another MASTER_PORT"
             ) from None
         raise TransportError(
             f"rank {world.rank} waited {timeout:g} s for {_store_owner()} at {host}:{port}, which did not "
-            "connect: that process was not started, died or hangs, or the address is wrong "
-            f"({_first_line(error)})"
+            f"connect: that process was not started, died or hangs, or the address is wrong ({reason})"
         ) from None
 
 
@@ -117,87 +227,17 @@ def _wait_for_listener(host: str, port: int, timeout: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _connect(heartbeats: HeartbeatConnections, store: Store, timeout: float) -> None:
-    """Publish this rank's address and connect to all lower ranks; higher ranks connect to this one.
-
-    The address is deleted in the end. ``torchrun`` may keep the store for ranks that it restarts, and no
-    restart count identifies a start on all hosts, since each host counts its own restarts.
-    """
-    rank = heartbeats.rank
-    addresses = _AddressTable(store, functools.partial(_query_store, timeout=timeout, heartbeats=heartbeats))
-    addresses.publish(rank, heartbeats.address.to_text())
-    for peer in range(rank):
-        _connect_to(peer, heartbeats, addresses, timeout)
-    try:
-        heartbeats.wait_for_all()
-    except TransportError as error:
-        heartbeats.fail(str(error))  # to ranks that still wait, and would name this rank as missing
-        raise
-    addresses.delete(rank)
-
-
-def _connect_to(
-    peer: int, heartbeats: HeartbeatConnections, addresses: "_AddressTable", timeout: float
-) -> None:
-    """Connect to a lower rank, which publishes its address within ``timeout`` seconds.
-
-    If ranks of an earlier start died while they connected, the store has their addresses until ranks of this
-    start replace them.
-    """
-    address = addresses.find(peer, within=timeout)
-    if address is None:
-        raise TransportError(
-            f"rank {heartbeats.rank} waited {timeout:g} s for rank {peer}, which did not connect: that "
-            "process was not started, died or hangs before it makes its pipeline"
-        )
-    while True:
-        try:
-            return heartbeats.connect(peer, Address.parse(address))
-        except TransportError:
-            within = _RESTART_SECONDS if _agent_has_store() else 0.0
-            newer = addresses.find(peer, within, other_than=address)
-            if newer is None:
-                raise
-            address = newer
-
-
-@dataclass(frozen=True)
-class _AddressTable:
-    """The ranks' addresses in the store; ``query`` runs a call of the store."""
-
-    store: Store
-    query: Callable[[Callable[[], Any]], Any]
-
-    def publish(self, rank: int, address: str) -> None:
-        self.query(lambda: self.store.set(f"address/{rank}", address))
-
-    def delete(self, rank: int) -> None:
-        self.query(lambda: self.store.delete_key(f"address/{rank}"))
-
-    def find(self, rank: int, within: float, other_than: str = "") -> str | None:
-        """The address of a rank, if not ``other_than``; None without one ``within`` so many seconds."""
-        deadline, key = time.monotonic() + within, f"address/{rank}"
-        while True:
-            if self.query(lambda: self.store.check([key])):
-                address = str(self.query(lambda: self.store.get(key)).decode())
-                if address != other_than:
-                    return address
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_POLL_SECONDS)
-
-
-def _query_store(call: Callable[[], T], timeout: float, heartbeats: HeartbeatConnections) -> T:
+def _query_store(call: Callable[[], T], star: Star, timeout: float) -> T:
     """The result of a call of the store. Raises TransportError if the store does not answer."""
     try:
-        return call_with_timeout(call, timeout, heartbeats.check)
+        return call_with_timeout(call, timeout, star.check)
     except TimeoutError:
         raise TransportError(
-            f"{_store_owner()} has the ranks' store, and has not answered rank {heartbeats.rank} for "
+            f"{_store_owner()} has the ranks' store, and has not answered rank {star.rank} for "
             f"{timeout:g} s: that process is stopped, or its machine cannot be reached"
         ) from None
     except RuntimeError:
-        if reason := heartbeats.reason(_REASON_SECONDS):
+        if reason := star.reason(_REASON_SECONDS):
             raise TransportError(f"another rank failed:\n  {reason}") from None
         raise TransportError(
             f"{_store_owner()}, which had the ranks' store, ended: its own output may say why"
@@ -213,12 +253,10 @@ def _store_owner() -> str:
     return "torchrun" if _agent_has_store() else "rank 0"
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
+_ADDRESS = "address"
 _POLL_SECONDS = 0.05
+_CONNECT_SECONDS = 5.0
 _RESTART_SECONDS = 30.0
-"""Seconds in which a rank of this start replaces an address of an earlier start."""
+"""Seconds in which rank 0 of this start replaces an address of an earlier start."""
 
 _REASON_SECONDS = 0.5

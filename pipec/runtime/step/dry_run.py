@@ -181,7 +181,7 @@ class _StubTransport:
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         return _Zeros(instruction, self.device)
 
-    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
+    def group(self, ranks: Sequence[int]) -> CollectiveGroup:
         return _StubGroup(list(ranks).index(self.rank), len(ranks))
 
     def held(self) -> Sequence[Tensor]:

@@ -310,7 +310,7 @@ class Linker:
     def _model_collective(self, instruction: Instruction) -> Action:
         """Start a model collective of a microbatch."""
         stage, collective = self._rank.stages[instruction.stage], self._collective(instruction)
-        group = self._rank.transport.group(self._rank.plan.placement[stage.index], collective.num_hosts)
+        group = self._rank.transport.group(self._rank.plan.placement[stage.index])
         running = RunningCollective(collective, stage.frames[instruction.microbatch], group)
         self._ends[_key(instruction)] = running.finish
         return running.start

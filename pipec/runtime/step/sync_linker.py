@@ -64,7 +64,7 @@ class SyncLinker:
     def _reduce(self, instruction: Instruction) -> StartAndEnd:
         stage = self._rank.stages[instruction.stage]
         bucket = self._rank.plan.sync_spec.buckets[instruction.bucket]
-        group, shard = self._group(stage.index, bucket), self._shard(instruction)
+        group, shard = self._group(stage.index), self._shard(instruction)
         if shard is not None:
             return functools.partial(_start_scatter, shard, stage, bucket, group), shard.finish_reduce
         if instruction.bucket not in self._reductions:
@@ -190,7 +190,7 @@ class SyncLinker:
         if shard is None:  # of an evaluation with whole parameters
             return nothing, nothing
         bucket = self._rank.plan.sync_spec.buckets[instruction.bucket]
-        group = self._group(stage.index, bucket)
+        group = self._group(stage.index)
         start = functools.partial(shard.start_gather, group)
         if self._rank.plan.sync_spec.reshards_after_use(bucket):
             return start, functools.partial(_set_gathered, shard, stage)
@@ -225,9 +225,8 @@ class SyncLinker:
         updates = self._rank.update_state.updates
         return updates.on(self._rank.number, stage) if updates else None
 
-    def _group(self, stage: int, bucket: Bucket | None = None) -> CollectiveGroup:
-        num_hosts = bucket.num_hosts if bucket else 1
-        return self._rank.transport.group(self._rank.plan.placement[stage], num_hosts)
+    def _group(self, stage: int) -> CollectiveGroup:
+        return self._rank.transport.group(self._rank.plan.placement[stage])
 
     def _unless_skipped(self, action: Action) -> Action:
         """The action, left out if the check before it has found a value that is not finite."""

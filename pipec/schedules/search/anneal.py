@@ -12,8 +12,8 @@ import math
 import random
 from collections.abc import Sequence
 
-from pipec.schedules.search.order_timing import OrderTiming, time_orders
 from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders
+from pipec.schedules.search.patterns import FollowedPatterns, follow_patterns
 
 _HOT, _COLD = 0.2, 0.02
 """The first and the last temperature, in units of the mean time of a task."""
@@ -25,41 +25,35 @@ _TIE = 1e-9
 """Times closer than this are equal: sums of the same costs in another order."""
 
 
-def anneal(problem: OrderingProblem, orders: TaskOrders, max_timings: int) -> TaskOrders:
-    """The orders of least makespan on a random walk of at most ``max_timings`` moves from ``orders``.
+def anneal(problem: OrderingProblem, orders: TaskOrders, max_moves: int) -> TaskOrders:
+    """The orders of least makespan on a random walk of at most ``max_moves`` moves from ``orders``.
 
     All orders are within the memory limit, with the microbatches of a stage in order. The walk ends early at
     the least possible makespan.
     """
     rng = random.Random(0)
     unit = sum(problem.seconds) / len(problem.seconds)
-    current_orders = [[task for task in order if task < problem.first_weight_gradient] for order in orders]
-    current = time_orders(problem, current_orders)
-    assert current
-    best = current
-    for number in range(max_timings):
-        if best.makespan <= problem.makespan_lower_bound + _TIE:
+    patterns = [[task for task in order if task < problem.first_weight_gradient] for order in orders]
+    best = current = follow_patterns(problem, patterns)
+    for number in range(max_moves):
+        if current is None or best is None or best.makespan <= problem.makespan_lower_bound + _TIE:
             break
-        temperature = unit * _HOT * (_COLD / _HOT) ** (number / max_timings)
-        max_energy = _energy(problem, current) - temperature * math.log(1 - rng.random())
-        times = _shifted(problem, current.start, unit, rng)
-        moved = [sorted(order, key=times.__getitem__) for order in current_orders]
-        if moved == current_orders:
+        temperature = unit * _HOT * (_COLD / _HOT) ** (number / max_moves)
+        max_energy = _energy(current) - temperature * math.log(1 - rng.random())
+        times = _shifted(problem, current.starts, unit, rng)
+        moved = [sorted(pattern, key=times.__getitem__) for pattern in patterns]
+        if moved == patterns:
             continue
-        timing = time_orders(problem, moved, max_energy - _mean_end(problem, best) / 2)
-        if timing and _energy(problem, timing) <= max_energy:
-            current, current_orders = timing, moved
-            best = min(best, current, key=lambda each: (each.makespan, each.sum_of_ends))
-    return best.orders
+        found = follow_patterns(problem, moved)
+        if found and _energy(found) <= max_energy:
+            current, patterns = found, moved
+            best = min(best, current, key=lambda each: (each.makespan, each.mean_start))
+    return best.orders if best else orders
 
 
-def _energy(problem: OrderingProblem, timing: OrderTiming) -> float:
-    """The value to minimize. Of equal makespans, the one whose tasks end early is easier to improve."""
-    return timing.makespan + _mean_end(problem, timing) / 2
-
-
-def _mean_end(problem: OrderingProblem, timing: OrderTiming) -> float:
-    return timing.sum_of_ends / problem.first_weight_gradient
+def _energy(found: FollowedPatterns) -> float:
+    """The value to minimize. Of equal makespans, the one whose tasks run early is easier to improve."""
+    return found.makespan + found.mean_start / 2
 
 
 def _shifted(

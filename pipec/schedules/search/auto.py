@@ -7,8 +7,8 @@ from dataclasses import replace
 from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Placement, Schedule, rank_of
 from pipec.schedules.chain_simulation import simulate_schedule
+from pipec.schedules.named import SCHEDULES
 from pipec.schedules.order_builder import linear_placement, v_placement
-from pipec.schedules.registry import SCHEDULES
 from pipec.schedules.search.ordering_problem import OrderingProblem, make_ordering_problem
 from pipec.schedules.search.workload import Workload
 from pipec.schedules.search.zero_bubble import search

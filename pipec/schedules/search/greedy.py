@@ -1,14 +1,13 @@
 """Greedy schedules: whenever a rank is free it chooses its next task, and no choice is ever undone.
 
 ``list_scheduling`` advances the time and lets each rank choose. Ranks here follow a ``GreedyPolicy`` under a
-memory limit; the ranks of ``v_half_min`` follow a pattern.
+memory limit; those of ``patterns`` follow a given order.
 """
 
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from pipec.ir import stages_on
 from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders
@@ -16,23 +15,36 @@ from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders
 _NEVER = math.inf
 
 
-class ChoosingRank(Protocol):
-    """A rank that chooses its tasks one by one."""
+@dataclass
+class Rank:
+    """A rank that chooses its tasks one by one: its order so far, and the weight gradients it has put off."""
 
-    order: list[int]
-    busy_until: float
+    problem: OrderingProblem
+    limit: float
+    order: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+    busy_until: float = 0.0
+    held: float = 0.0
 
     def choose(self, now: float, arrived: Sequence[float]) -> tuple[int, float]:
         """The task to run now, or -1 and the time at which the next is known to arrive.
 
         ``arrived[task]`` is when the input of a forward or input gradient arrives: infinity if not known yet.
         """
+        raise NotImplementedError
 
     def run(self, task: int, now: float) -> None:
         """Append a task to the order; it ends at ``busy_until``."""
+        self.order.append(task)
+        self.busy_until = now + self.problem.seconds[task]
+        self.held += self.problem.memory_growth[task]
+        if task >= self.problem.first_weight_gradient:
+            self.weights.remove(task)
+        elif task >= self.problem.first_input_gradient:
+            self.weights.append(task + self.problem.first_input_gradient)
 
 
-def list_scheduling(problem: OrderingProblem, ranks: Sequence[ChoosingRank]) -> TaskOrders | None:
+def list_scheduling(problem: OrderingProblem, ranks: Sequence[Rank]) -> TaskOrders | None:
     """The orders that ``ranks`` choose; None if they stop before every task has run.
 
     Takes time n log n in the number of tasks.
@@ -71,25 +83,20 @@ def list_scheduling(problem: OrderingProblem, ranks: Sequence[ChoosingRank]) -> 
 
 @dataclass(frozen=True, slots=True)
 class GreedyPolicy:
-    """How a rank chooses among tasks.
+    """A rank runs input gradients before forwards, and a weight gradient if neither can run.
 
-    * ``fill``: a weight gradient runs in a pause of at least this fraction of its own time. It always runs
-      if another task lacks memory.
-    * ``patience``: a rank that has run no input gradient yet delays a forward if an input gradient arrives
-      within this fraction of the forward's time.
-    * ``forward_first``: forwards run before input gradients that could run as well.
-    * ``max_in_flight[stage]``: the most microbatches between forward and input gradient.
+    ``patience``: a rank that has run no input gradient yet delays a forward if an input gradient arrives
+    within this fraction of the forward's time. ``max_in_flight[stage]``: the most microbatches between
+    forward and input gradient.
     """
 
-    fill: float
     patience: float
-    forward_first: bool
     max_in_flight: tuple[int, ...]
 
 
 def greedy_orders(problem: OrderingProblem, policy: GreedyPolicy) -> TaskOrders | None:
     """The orders that ``policy`` leads to; None if ranks stop for lack of memory."""
-    return list_scheduling(problem, [_Rank(problem, policy, rank) for rank in range(problem.num_ranks)])
+    return list_scheduling(problem, [_GreedyRank(problem, policy, rank) for rank in range(problem.num_ranks)])
 
 
 class _Queue:
@@ -104,82 +111,55 @@ class _Queue:
         self.first, self.required_memory = first, required_memory
 
 
-class _Rank:
-    """A rank that chooses by a policy: the next tasks of each of its stages, and its memory in use."""
+class _GreedyRank(Rank):
+    """A rank that chooses by a policy from the next tasks of each of its stages."""
 
     def __init__(self, problem: OrderingProblem, policy: GreedyPolicy, rank: int) -> None:
-        self.order: list[int] = []
-        self.busy_until = 0.0
-        self._problem, self._policy = problem, policy
-        self._limit, self._held = problem.memory_limits[rank], 0.0
-        self._weights: list[int] = []
-        stages = stages_on(problem.placement, rank)
-        m = problem.num_microbatches
-        self._stages = stages
-        firsts = [(stage * m, problem.first_input_gradient + stage * m) for stage in stages]
-        peaks = [
-            max(problem.memory_growth[f], problem.memory_growth[f] + problem.memory_growth[b])
-            for f, b in firsts
-        ]
+        super().__init__(problem, problem.memory_limits[rank])
+        self._policy, self._stages, m = policy, stages_on(problem.placement, rank), problem.num_microbatches
+        firsts = [(stage * m, problem.first_input_gradient + stage * m) for stage in self._stages]
+        growth = problem.memory_growth
+        peaks = [max(growth[f], growth[f] + growth[b]) for f, b in firsts]
         self._forwards = [_Queue(f, m, sum(peaks[place:])) for place, (f, _) in enumerate(firsts)]
-        self._inputs = [_Queue(b, m, max(problem.memory_growth[b], 0.0)) for _, b in firsts]
+        self._inputs = [_Queue(b, m, max(growth[b], 0.0)) for _, b in firsts]
 
     def run(self, task: int, now: float) -> None:
-        """Append a task to the order; it ends at ``busy_until``."""
-        problem = self._problem
-        self.order.append(task)
-        self._held += problem.memory_growth[task]
-        self.busy_until = now + problem.seconds[task]
-        phase_index = problem.phase_index(task)
-        if phase_index == 2:
-            self._weights.pop(0)
-            return
-        queues = self._inputs if phase_index else self._forwards
-        queues[self._stages.index(problem.stage(task))].next += 1
-        if phase_index:
-            self._weights.append(task + problem.first_input_gradient)
+        super().run(task, now)
+        if task < self.problem.first_weight_gradient:
+            queues = self._inputs if self.problem.phase_index(task) else self._forwards
+            queues[self._stages.index(self.problem.stage(task))].next += 1
 
     def choose(self, now: float, arrived: Sequence[float]) -> tuple[int, float]:
-        """The task to run now, or -1 and the time at which the next is known to arrive."""
-        policy, seconds = self._policy, self._problem.seconds
-        inputs, next_input, blocked_input = self._oldest(self._inputs, now, arrived)
-        if inputs >= 0 and not policy.forward_first:
-            return inputs, 0.0
-        forward, next_forward, blocked = self._oldest(self._forwards, now, arrived)
-        if forward >= 0 and self._warming_up and next_input < now + policy.patience * seconds[forward]:
-            forward = -1
-        for task in (forward, inputs) if policy.forward_first else (inputs, forward):
-            if task >= 0:
-                return task, 0.0
-        upcoming = min(next_input, next_forward)
-        if self._weights:
-            weight = self._weights[0]
-            if blocked or blocked_input or upcoming >= now + policy.fill * seconds[weight]:
-                return weight, 0.0
-        return -1, upcoming
+        task, next_input = self._oldest(self._inputs, now, arrived)
+        if task >= 0:
+            return task, 0.0
+        task, next_forward = self._oldest(self._forwards, now, arrived)
+        if task >= 0 and self._warming_up:
+            patience = self._policy.patience * self.problem.seconds[task]
+            task = -1 if next_input < now + patience else task
+        if task < 0 and self.weights:
+            task = self.weights[0]
+        return task, min(next_input, next_forward)
 
     @property
     def _warming_up(self) -> bool:
         return all(queue.next == queue.first for queue in self._inputs)
 
-    def _oldest(self, queues: list[_Queue], now: float, arrived: Sequence[float]) -> tuple[int, float, bool]:
-        """The oldest task that can run, or -1; when the next one arrives; whether one lacks memory."""
-        best, oldest, later, blocked = -1, self._problem.num_microbatches, _NEVER, False
+    def _oldest(self, queues: list[_Queue], now: float, arrived: Sequence[float]) -> tuple[int, float]:
+        """The oldest task that can run, or -1, and when the next one arrives."""
+        best, oldest, later = -1, self.problem.num_microbatches, _NEVER
         for place, queue in enumerate(queues):
-            task = queue.next
-            if task == queue.end:
+            if queue.next == queue.end or not self._fits(queue, place):
                 continue
+            task = queue.next
             if arrived[task] > now:
-                if arrived[task] < later and self._fits(queue, place):
-                    later = arrived[task]
-            elif not self._fits(queue, place):
-                blocked = True
+                later = min(later, arrived[task])
             elif task - queue.first < oldest:
                 best, oldest = task, task - queue.first
-        return best, later, blocked
+        return best, later
 
     def _fits(self, queue: _Queue, place: int) -> bool:
-        if self._held + queue.required_memory > self._limit:
+        if self.held + queue.required_memory > self.limit:
             return False
         in_flight = self._forwards[place].next - self._forwards[place].first
         in_flight -= self._inputs[place].next - self._inputs[place].first

@@ -1,15 +1,20 @@
 """The search for a schedule in numbers: tasks are integers, and an order is a list of tasks.
 
 Task ``(phase_index * num_stages + stage) * m + microbatch`` is a forward (phase_index 0), an input gradient
-(1) or a weight gradient (2). A search times thousands of candidates; timing instructions would take a hundred
-times as long.
+(1) or a weight gradient (2). A search times many candidates; timing instructions would take a hundred times
+as long.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from pipec.ir import Compute, Phase, Placement, Schedule, count_ranks, rank_of
+from pipec.ir.columns import Floats, Ints
+from pipec.programs.task_times import Deadlock, TaskInputs, run_tasks
 from pipec.schedules.search.workload import ROUNDING_TOLERANCE, Workload
 
 SPLIT_PHASES = (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
@@ -24,7 +29,7 @@ class OrderingProblem:
     ``producer[task]`` is the task whose result ``task`` reads, or -1. A weight gradient reads no result, but
     every order has it after its input gradient. The result of a task takes ``message_times[task]`` to its
     reader, through channel ``channels[task]``. A channel carries one message at a time, in the order in which
-    results are computed; -1 is for messages that never wait for each other. ``memory_growth[task]`` is the
+    results are computed; -1 is for results that stay on their rank. ``memory_growth[task]`` is the
     memory that a rank holds after a task less the memory before it, and ``memory_limits[rank]`` its limit.
     """
 
@@ -53,22 +58,16 @@ class OrderingProblem:
         return [rank_of(self.placement, self.stage(task), self.microbatch(task)) for task in tasks]
 
     @cached_property
-    def busy_times(self) -> list[float]:
-        """The time that the tasks of each rank take together."""
-        busy = [0.0] * self.num_ranks
-        for rank, seconds in zip(self.ranks, self.seconds, strict=True):
-            busy[rank] += seconds
-        return busy
-
-    @cached_property
     def makespan_lower_bound(self) -> float:
         """A makespan that no order can beat: a rank runs all its tasks after the first microbatch arrives."""
         m, arrival, arrivals = self.num_microbatches, 0.0, dict[int, float]()
         for stage in range(self.num_stages):
             arrivals.setdefault(rank_of(self.placement, stage), arrival)
-            arrival += self.seconds[stage * m]
-            arrival += self.message_times[stage * m]
-        return max(arrivals[rank] + busy for rank, busy in enumerate(self.busy_times))
+            arrival += self.seconds[stage * m] + self.message_times[stage * m]
+        busy = [0.0] * self.num_ranks
+        for rank, seconds in zip(self.ranks, self.seconds, strict=True):
+            busy[rank] += seconds
+        return max(arrivals[rank] + each for rank, each in enumerate(busy))
 
     @cached_property
     def num_channels(self) -> int:
@@ -91,6 +90,16 @@ class OrderingProblem:
     @cached_property
     def num_stages(self) -> int:
         return len(self.placement)
+
+    @cached_property
+    def columns(self) -> tuple[Floats, Ints, Floats, Ints]:
+        """Seconds, producers, times of messages and channels as columns."""
+        return (
+            np.array(self.seconds),
+            np.array(self.producer, np.int32),
+            np.array(self.message_times),
+            np.array(self.channels, np.int32),
+        )
 
     def phase_index(self, task: int) -> int:
         return task // self.first_input_gradient
@@ -131,6 +140,54 @@ class OrderingProblem:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class OrderTiming:
+    """When each task starts and ends, and when its result reaches its reader.
+
+    ``spans`` are the times of each rank from its first task to its last, and ``sum_of_ends`` is the sum of
+    the ends of forwards and input gradients.
+    """
+
+    start: Floats
+    end: Floats
+    arrived: Floats
+    makespan: float
+    spans: Sequence[float]
+    sum_of_ends: float
+
+
+def time_orders(problem: OrderingProblem, orders: TaskOrders) -> OrderTiming | None:
+    """The times of ``orders``, equal to those of the lowered programs; None if tasks wait for each other."""
+    seconds, producer, message_times, channels = problem.columns
+    order = np.concatenate([np.array(each, np.int32) for each in orders])
+    num_tasks = len(order)
+    position = np.empty(num_tasks, np.int32)
+    position[order] = np.arange(num_tasks)
+    sent = np.flatnonzero(message_times[order] > 0)
+    sent = sent[np.argsort(channels[order[sent]], kind="stable")]
+    carrier = np.arange(num_tasks)
+    carrier[sent] = num_tasks + np.arange(len(sent))
+    reads = np.flatnonzero(producer[order] >= 0)
+    inputs = TaskInputs(
+        np.concatenate([reads, carrier[sent]]),
+        np.concatenate([carrier[position[producer[order[reads]]]], sent]),
+    )
+    sizes = [*map(len, orders), *np.bincount(channels[order[sent]], minlength=1).tolist()]
+    durations = np.concatenate([seconds[order], message_times[order[sent]]])
+    times = run_tasks(durations, inputs, [0, *accumulate(sizes)])
+    if isinstance(times, Deadlock):
+        return None
+    end, firsts = times.ends[position], [0, *accumulate(map(len, orders))]
+    return OrderTiming(
+        times.starts[position],
+        end,
+        times.ends[carrier[position]],
+        makespan=float(end.max()),
+        spans=[float(times.ends[last - 1] - times.starts[first]) for first, last in pairwise(firsts)],
+        sum_of_ends=float(end[: problem.first_weight_gradient].sum()),
+    )
+
+
 def make_ordering_problem(
     placement: Placement, num_microbatches: int, work: Workload, memory_limits: Sequence[float]
 ) -> OrderingProblem:
@@ -152,20 +209,8 @@ def make_ordering_problem(
             else:
                 message_times += [0.0] * m
                 channels += [-1] * m
-    _remove_free_channels(channels, seconds, message_times)
     limits = [limit * ROUNDING_TOLERANCE for limit in memory_limits]
     return OrderingProblem(placement, m, limits, seconds, producer, message_times, channels, memory_growth)
-
-
-def _remove_free_channels(
-    channels: list[int], seconds: Sequence[float], message_times: Sequence[float]
-) -> None:
-    """Remove channels in which no message can wait: each is delivered before a task has made the next one."""
-    for channel in range(max(channels) + 1):
-        tasks = [task for task, through in enumerate(channels) if through == channel]
-        if max(message_times[task] for task in tasks) <= min(seconds[task] for task in tasks):
-            for task in tasks:
-                channels[task] = -1
 
 
 def _producer_and_consumer(phase_index: int, stage: int, num_stages: int) -> tuple[int | None, int | None]:

@@ -8,8 +8,7 @@ the span, so a move takes one of its tasks past its neighbours.
 from collections import deque
 from collections.abc import Iterator
 
-from pipec.schedules.search.order_timing import OrderTiming, time_orders
-from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders
+from pipec.schedules.search.ordering_problem import OrderingProblem, OrderTiming, TaskOrders, time_orders
 
 _STEPS = (1, -1, 2, -2, 3, -3)
 """The number of neighbours that a move passes: later ones, or earlier ones if negative."""

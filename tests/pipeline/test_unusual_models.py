@@ -1,0 +1,358 @@
+"""Models that use torch in less usual ways train as in eager torch, or are refused by name."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pipec
+from pipec.errors import CaptureError, InputError, PipecWarning
+
+
+class Net(nn.Module):
+    def __init__(self, loss: Callable[["Net", Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.middle = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 5)
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self, x, y)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(16, 6, dtype=torch.float64), torch.randint(5, (16,))
+
+
+def model_of(loss: Callable[[Net, Tensor, Tensor], Tensor]) -> Net:
+    torch.manual_seed(0)
+    return Net(loss).double()
+
+
+def check_step(
+    model: nn.Module, args: Sequence[Any], microbatches: int | None = 4, schedule: str = "1f1b"
+) -> None:
+    """Compare a step with eager torch."""
+    eager = copy.deepcopy(model)
+    pipe = pipec.compile(model, devices=2, microbatches=microbatches, schedule=schedule)
+    loss = eager(*args)
+    loss.backward()
+    assert torch.allclose(pipe.step(*args), loss.detach(), rtol=1e-12)
+    for name, parameter in eager.named_parameters():
+        found = pipe.get_parameter(name).grad
+        assert (found is None) == (parameter.grad is None), name
+        assert found is None or torch.allclose(found, parameter.grad, rtol=1e-9), name
+
+
+# checkpoints
+
+
+def checkpointed(use_reentrant: bool) -> Callable[[Net, Tensor, Tensor], Tensor]:
+    def loss(net: Net, x: Tensor, y: Tensor) -> Tensor:
+        hidden = checkpoint(lambda h: net.middle(h).tanh(), net.first(x), use_reentrant=use_reentrant)
+        return F.cross_entropy(net.last(hidden), y)
+
+    return loss
+
+
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["required", "not required"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_a_checkpoint_trains_what_it_trains_in_eager_torch(
+    use_reentrant: bool, frozen: bool, requires_grad: bool
+) -> None:
+    model = model_of(checkpointed(use_reentrant))
+    model.first.requires_grad_(not frozen)
+    if requires_grad:  # as enable_input_require_grads() of transformers does
+        model.first.register_forward_hook(lambda module, given, output: output.requires_grad_(True))
+    check_step(model, batch())
+
+
+def nested(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    def inner(h: Tensor, scale: float) -> tuple[Tensor, float]:
+        return checkpoint(lambda t: net.middle(t).tanh(), h, use_reentrant=True) * scale, scale
+
+    hidden, _ = checkpoint(inner, net.first(x), 2.0, use_reentrant=True)
+    return F.cross_entropy(net.last(F.dropout(hidden, 0.0)), y)
+
+
+def of_a_parameter(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    hidden = checkpoint(F.linear, x, net.first.weight, net.first.bias, use_reentrant=True)
+    return F.cross_entropy(net.last(hidden), y)
+
+
+@pytest.mark.parametrize("loss", [nested, of_a_parameter], ids=["nested", "of a parameter"])
+def test_other_reentrant_checkpoints(loss: Callable[[Net, Tensor, Tensor], Tensor]) -> None:
+    check_step(model_of(loss), batch())
+
+
+# custom functions that return a view of a parameter
+
+
+class Transposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient.t()
+
+
+class Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(weight.chunk(2))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.cat(gradients)
+
+
+class Itself(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 3 * gradient
+
+
+def on_two_stages(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    weight = Transposed.apply(net.middle.weight)
+    hidden = (net.first(x) @ weight).tanh() @ net.middle.weight
+    return F.cross_entropy(net.last((hidden @ weight).tanh()), y)
+
+
+def in_halves(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    first, second = Halves.apply(net.first.weight)
+    return F.cross_entropy(net.last(net.middle(torch.cat([x @ first.t(), x @ second.t()], 1)).tanh()), y)
+
+
+def itself(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    hidden = F.linear(x, Itself.apply(net.first.weight), net.first.bias).tanh()
+    return F.cross_entropy(F.linear(net.middle(hidden), Itself.apply(net.last.weight)), y)
+
+
+def itself_on_two_stages(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    weight = Itself.apply(net.middle.weight)
+    hidden = F.linear(F.linear(net.first(x), weight).tanh(), net.middle.weight)
+    return F.cross_entropy(net.last(F.linear(hidden, weight).tanh()), y)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    "loss", [on_two_stages, in_halves, itself, itself_on_two_stages], ids=lambda loss: loss.__name__
+)
+def test_a_custom_function_may_return_a_view_of_a_parameter(
+    loss: Callable[[Net, Tensor, Tensor], Tensor], schedule: str
+) -> None:
+    check_step(model_of(loss), batch(), schedule=schedule)
+
+
+# covariance
+
+
+def of_rows(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    hidden = net.first(x)
+    return F.cross_entropy(net.last(hidden), y) + torch.cov(net.last(hidden).t()).square().mean()
+
+
+def of_weights(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(net.last(net.first(x)), y) + torch.cov(net.first.weight).square().sum()
+
+
+def weighted(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    weights = torch.arange(1, 7, device=x.device)
+    spread = torch.cov(net.first.weight, correction=0, fweights=weights, aweights=weights / 7)
+    return F.cross_entropy(net.last(net.first(x)), y) + spread.square().sum()
+
+
+def corrcoef(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(net.last(net.first(x)), y) + net.first.weight.corrcoef().square().sum()
+
+
+@pytest.mark.parametrize("loss", [of_rows, of_weights, weighted, corrcoef], ids=lambda loss: loss.__name__)
+@pytest.mark.filterwarnings("ignore:the losses of microbatches:pipec.PipecWarning")
+def test_covariances(loss: Callable[[Net, Tensor, Tensor], Tensor]) -> None:
+    check_step(model_of(loss), batch())
+
+
+# refused by name
+
+
+def test_a_batch_norm_of_all_batches_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.BatchNorm1d(8, momentum=None)))
+    pipe = pipec.compile(model, devices=2, microbatches=4, loss_fn=lambda output, y: output.mean())
+    with pytest.raises(
+        CaptureError, match=r"^1\.0 is a BatchNorm1d\(momentum=None\): .* momentum such as 0\.1"
+    ):
+        pipe.step(torch.randn(16, 6), target=torch.zeros(16))
+    model[1].eval()
+    assert pipe.step(torch.randn(16, 6), target=torch.zeros(16)).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        (torch.jit.script(nn.Linear(6, 5)), "the model"),
+        (nn.Sequential(nn.Linear(6, 5), torch.jit.script(nn.Linear(5, 5))), "1"),
+        (nn.Sequential(nn.Sequential(torch.jit.trace(nn.Linear(6, 5), torch.randn(2, 6)))), "0.0"),
+    ],
+    ids=["model", "scripted", "traced"],
+)
+def test_a_script_module_is_named(model: nn.Module, path: str) -> None:
+    with pytest.raises(InputError, match=rf"^{path} is a \w+Module of torch.jit"):
+        pipec.compile(model, devices=2)
+
+
+# models that need the whole batch
+
+
+class GraphNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, adjacency: Tensor, y: Tensor, chosen: Tensor | None = None) -> Tensor:
+        output = self.last(adjacency @ (adjacency @ self.first(x)).relu())
+        return F.cross_entropy(output, y) if chosen is None else F.cross_entropy(output[chosen], y[chosen])
+
+
+@pytest.mark.parametrize("is_masked", [False, True], ids=["all nodes", "some nodes"])
+def test_an_adjacency_matrix_makes_one_microbatch(is_masked: bool) -> None:
+    (x, y), adjacency = batch(), torch.rand(16, 16, dtype=torch.float64)
+    chosen = (torch.rand(16) > 0.5,) if is_masked else ()
+    with pytest.warns(
+        PipecWarning, match=r"one microbatch, the whole batch: with fewer rows, .*\n  at test_unus"
+    ):
+        check_step(GraphNet().double(), (x, adjacency, y, *chosen), microbatches=None)
+
+
+def test_an_adjacency_matrix_is_refused_in_several_microbatches_with_the_remedy() -> None:
+    (x, y), adjacency = batch(), torch.rand(16, 16, dtype=torch.float64)
+    with pytest.raises(InputError, match="needs all rows at once, pass microbatches=1"):
+        pipec.compile(GraphNet().double(), devices=2, microbatches=4).step(x, adjacency, y)
+    check_step(GraphNet().double(), (x, adjacency, y), microbatches=1)
+    with pytest.raises(InputError, match=r"(?s)fails on these arguments(?!.*microbatch)"):
+        pipec.compile(GraphNet().double(), devices=2, microbatches=1).step(x, adjacency[:, 1:], y)
+
+
+# lists of a number for each row
+
+
+class Speech(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, labels: Tensor, lengths: Any, label_lengths: Any) -> Tensor:
+        scores = self.last(self.first(x).relu()).log_softmax(-1)
+        return F.ctc_loss(scores.transpose(0, 1), labels, lengths, label_lengths)
+
+
+def speech() -> tuple[Tensor, Tensor, list[int], list[int]]:
+    torch.manual_seed(1)
+    lengths, label_lengths = torch.randint(9, 13, (16,)), torch.randint(2, 5, (16,))
+    x = torch.randn(16, 12, 6, dtype=torch.float64)
+    return x, torch.randint(1, 5, (16, 4)), lengths.tolist(), label_lengths.tolist()
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lengths_may_be_lists(kind: type) -> None:
+    x, labels, lengths, label_lengths = speech()
+    model = Speech().double()
+    eager = copy.deepcopy(model)
+    batched = {"labels": 0, "lengths": 0, "label_lengths": 0}
+    pipe = pipec.compile(model, devices=2, microbatches=4, batched=batched)
+    for order in (1, -1):
+        args = x, labels, kind(lengths[::order]), kind(label_lengths[::order])
+        pipe.zero_grad()
+        eager.zero_grad()
+        loss = eager(*args)
+        loss.backward()
+        assert torch.allclose(pipe.step(*args), loss.detach(), rtol=1e-12)
+        for parameter, expected in zip(pipe.parameters(), eager.parameters(), strict=True):
+            assert torch.allclose(parameter.grad, expected.grad, rtol=1e-9)
+
+
+def test_a_target_may_hold_lists() -> None:
+    x, labels, lengths, label_lengths = speech()
+    model = nn.Linear(6, 5).double()
+
+    def loss_fn(output: Tensor, target: dict[str, Any]) -> Tensor:
+        scores = output.log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, target["labels"], target["lengths"], target["label_lengths"])
+
+    target = {"labels": labels, "lengths": lengths, "label_lengths": label_lengths}
+    loss = loss_fn(model(x), target)
+    pipe = pipec.compile(model, devices=1, microbatches=4, loss_fn=loss_fn)
+    assert torch.allclose(pipe.step(x, target=target), loss.detach(), rtol=1e-12)
+
+
+def test_a_list_that_the_model_takes_stays_a_list() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor, y: Tensor, powers: list[int]) -> Tensor:
+            assert isinstance(powers, list)
+            return F.cross_entropy(self.layer(x) * sum(powers), y)
+
+    check_step(Scaled().double(), (*batch(), [*range(16)]))
+
+
+def test_what_fails_with_lists_and_with_tensors_says_why_with_lists() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+            raise ValueError(f"cannot take a {type(lengths).__name__}")
+
+    with pytest.raises(InputError, match="cannot take a list"):
+        pipec.compile(Failing(), devices=1, microbatches=4).step(batch()[0], [*range(16)])
+
+
+# remedies
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last((hidden - hidden.mean(0)).relu())
+
+
+@pytest.mark.parametrize(
+    ("options", "offered", "left_out"),
+    [
+        ({}, "with microbatches=1; .*name the dimension.*microbatch_weight", "no replicas"),
+        ({"devices": 4, "replicas": 2}, "with microbatches=1 and no replicas;", ""),
+        ({"devices": 2, "stages": 1}, "with microbatches=1 and no replicas;", ""),
+        ({"batched": {"x": 0}}, "see that batched names the dimension", "name the dimension"),
+    ],
+    ids=["plain", "replicas", "stages", "batched"],
+)
+def test_remedies_are_those_that_are_not_taken_yet(
+    options: dict[str, Any], offered: str, left_out: str
+) -> None:
+    given = {"devices": 2, "microbatches": 4} | options
+    pipe = pipec.compile(Mixing().double(), loss_fn=F.cross_entropy, **given)
+    x, y = batch()
+    with pytest.raises(InputError, match=offered) as error:
+        pipe.step(x, target=y)
+    assert not left_out or left_out not in str(error.value)
