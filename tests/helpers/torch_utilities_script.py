@@ -252,6 +252,27 @@ def scaled_step(t: Trained) -> None:
     scaler.step(optim.SGD(t.pipe.parameters(), 0.1))
 
 
+def other_clipped(t: Trained) -> bool:
+    """Clips a model beside the pipeline, which has gradients on rank 0 alone."""
+    other = nn.Linear(2, 1, bias=False)
+    if dist.get_rank() == 0:
+        other.weight.grad = torch.full((1, 2), 3.0)
+    norm = utils.clip_grad_norm_(other.parameters(), 1.0)
+    return close(norm, torch.tensor(18.0).sqrt() if dist.get_rank() == 0 else torch.zeros(()))
+
+
+def lars(t: Trained) -> bool:
+    """Scales each gradient by its trust ratio, as LARS does."""
+    with torch.no_grad():
+        for each in (t.net, t.plain):
+            for parameter in each.parameters():
+                if parameter.grad is not None:
+                    decayed = parameter.norm()
+                    ratio = decayed / (parameter.grad.norm() + 0.01 * decayed + 1e-9)
+                    parameter.add_(parameter.grad * ratio, alpha=-0.1)
+    return t.same()
+
+
 def sam_norm(gradients: list[Tensor]) -> Tensor:
     """As the script of SAM that most copy."""
     return torch.norm(torch.stack([(1.0 * each).norm(p=2) for each in gradients]), p=2)
@@ -265,7 +286,9 @@ CASES: dict[str, Case] = {
         utils.get_total_norm(t.gradients(), float("inf")),
         utils.get_total_norm([each.grad for each in t.plain.parameters()], float("inf")),
     ),
+    "nn.utils.clip_grad_norm_ of another model": other_clipped,
     "nn.utils.clip_grad_value_": value_clipped,
+    "trust ratios of LARS": lars,
     "torch._foreach_norm, put together": lambda t: torch.stack(torch._foreach_norm(t.gradients())).norm(),
     "the norm of SAM": lambda t: sam_norm(t.gradients()),
     "sum of squares of gradients": lambda t: sum(each.pow(2).sum() for each in t.gradients()),
