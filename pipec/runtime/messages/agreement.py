@@ -93,8 +93,9 @@ class Agreement:
         self._transport = transport
         self._timeout = timeout
         self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
-        self._channels = {peer: transport.channel(peer, PacketKind.CALL) for peer in self._peers}
-        self._announcements = {peer: transport.channel(peer, PacketKind.ANNOUNCEMENT) for peer in self._peers}
+        others = self._peers if transport.rank == 0 else [0]
+        self._channels = {peer: transport.channel(peer, PacketKind.CALL) for peer in others}
+        self._announcements = {peer: transport.channel(peer, PacketKind.ANNOUNCEMENT) for peer in others}
         self._gloo = (
             transport.gloo_connections()
             if transport.device.type == "cuda"  # NCCL carries no CPU tensors
@@ -201,22 +202,30 @@ class Agreement:
     def _start_exchange(
         self, channels: Mapping[int, Channel], activity: str, own: bytes
     ) -> Callable[[], list[bytes]]:
-        """Start to exchange bytes with all ranks; returns a function that waits for those of each rank."""
-        for peer, channel in channels.items():
-            try:
-                channel.send(own)
-            except ConnectionError:
-                with self._together_with(peer, activity):
-                    raise
+        """Start to exchange bytes with all ranks; returns a function that waits for those of each rank.
+
+        All have the same number of bytes. Rank 0 collects them, and sends all of them to each rank.
+        """
+        if self._transport.rank == 0:
+            return lambda: self._collect(channels, activity, own)
+        channels[0].send(own)
 
         def wait() -> list[bytes]:
-            received = {self._transport.rank: own}
-            for peer, channel in channels.items():
-                with self._together_with(peer, activity):
-                    received[peer] = channel.receive(len(own))
-            return [received[rank] for rank in range(len(received))]
+            with self._together_with(0, activity):
+                joined = channels[0].receive(len(own) * self._transport.num_ranks)
+            size = len(own)
+            return [joined[rank * size : (rank + 1) * size] for rank in range(self._transport.num_ranks)]
 
         return wait
+
+    def _collect(self, channels: Mapping[int, Channel], activity: str, own: bytes) -> list[bytes]:
+        parts = [own]
+        for peer, channel in channels.items():
+            with self._together_with(peer, activity):
+                parts.append(channel.receive(len(own)))
+        for channel in channels.values():
+            channel.send(b"".join(parts))
+        return parts
 
     def broadcast_tensor(
         self, owner: int, activity: str, tensor: Tensor, to: Sequence[int] | None = None

@@ -1,8 +1,8 @@
 """Point-to-point connections between the ranks of a process group; over gloo, for CPU tensors.
 
 ``pipec.runtime.messages.nccl`` has the connections over NCCL, for CUDA tensors. Both raise
-``ConnectionError`` if the other side has died or closed. They wait without a limit: the heartbeats time all
-waits, and close the connections after the timeout.
+``ConnectionError`` if the other side has died or closed. They wait without a limit: rank 0 times all
+waits, and all ranks close the connections after the timeout.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ CPU ranks on one host exchange activations and gradients through shared memory.
 The transport makes its own connections. It uses only the members and the store of the default process group,
 so closing the connections leaves that group open.
 
-A rank that fails sends the reason over the heartbeat connections, and then closes its connections. The other
+A rank that fails sends rank 0 the reason, which hands it to all, and then closes its connections. The other
 ranks notice immediately, wherever they wait, and report which rank failed and why, or which one died or
 hangs.
 """
@@ -59,8 +59,8 @@ class DistributedTransport:
     """The transport of one rank. All ranks make transports, and call ``connect``, in the same order.
 
     It uses the default process group, or makes one from the environment that ``torchrun`` sets. A wait of
-    more than ``timeout`` seconds is an error, which the heartbeats notice: the connections have no limits of
-    their own. After an error the transport stays closed, while the process group stays usable.
+    more than ``timeout`` seconds is an error, which rank 0 notices: the connections have no limits of their
+    own. After an error the transport stays closed, while the process group stays usable.
     """
 
     def __init__(self, device: torch.device, timeout: float = 300.0) -> None:

@@ -15,6 +15,7 @@ As with gloo, a sender waits only if the last two messages of the link have not 
 """
 
 import contextlib
+import functools
 import hmac
 import itertools
 import json
@@ -24,7 +25,7 @@ import secrets
 import socket
 import struct
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import TransportError
-from pipec.ir import Instruction, Sizes
+from pipec.ir import Instruction, Link, Sizes
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT, Direction
 from pipec.runtime.messages.link_values import LinkValues
 from pipec.runtime.processes.star import close_in_forks
@@ -168,14 +169,25 @@ class _Slot:
 
     number: int
     memory: Tensor
+    _shapes: object = None
+    _views: list[Tensor] = field(default_factory=list)
 
-    def views(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The memory, divided among tensors like these, each at a multiple of ``_ALIGNMENT`` bytes."""
-        start = 0
-        for tensor in tensors:
-            part = self.memory[start : start + tensor.nbytes]
-            yield part.view(tensor.dtype).view(tensor.shape)
-            start = _aligned(start + tensor.nbytes)
+    def views(self, tensors: Sequence[Tensor], shapes: object) -> list[Tensor]:
+        """The memory, divided among tensors like these, each at a multiple of ``_ALIGNMENT`` bytes.
+
+        Kept for the next message with the same ``shapes`` object: with a cold cache, making a view takes as
+        long as a message.
+        """
+        if shapes is not self._shapes:
+            ends = [*itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
+            self._shapes, self._views = (
+                shapes,
+                [
+                    self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                    for start, tensor in zip([0, *ends], tensors, strict=False)
+                ],
+            )
+        return self._views
 
 
 @dataclass
@@ -195,17 +207,17 @@ class _Outgoing:
         self._in_use: dict[int, _Slot] = {}
         self._numbers = itertools.count()
 
-    def send(self, tensors: Sequence[Tensor], tag: int) -> None:
+    def send(self, tensors: Sequence[Tensor], shapes: object, tag: int) -> None:
         """Copy the values of a message, and announce it. Waits while two sent messages are not posted."""
         queue = self._tag_queues[tag]
         while queue.num_ahead == MAX_IN_TRANSIT:
             self._note(self.socket.receive(_POST.size))
-        while post := self.socket.receive_nowait(_POST.size):
+        while not queue.free and (post := self.socket.receive_nowait(_POST.size)):
             self._note(post)
         num_bytes = _num_bytes(tensors)
         slot, retired, file = self._slot(queue, num_bytes)
         try:
-            for view, tensor in zip(slot.views(tensors), tensors, strict=True):
+            for view, tensor in zip(slot.views(tensors, shapes), tensors, strict=True):
                 view.copy_(tensor)
             self.socket.send(_ANNOUNCEMENT.pack(tag, slot.number, num_bytes, retired), file)
         finally:
@@ -258,7 +270,7 @@ class _Incoming:
         self._num_posted[tag] += 1
         return self._num_posted[tag] - 1
 
-    def wait(self, tag: int, number: int, into: Sequence[Tensor]) -> None:
+    def wait(self, tag: int, number: int, into: Sequence[Tensor], shapes: object) -> None:
         """Wait for a message of a tag by its number, and copy its values."""
         while (tag, number) not in self._arrived:
             self._read()
@@ -268,7 +280,7 @@ class _Incoming:
                 f"received a message of {num_bytes:,} bytes, but the plan expects {_num_bytes(into):,}: the "
                 "ranks have different batches; pass the same arguments on every rank"
             )
-        for tensor, view in zip(into, slot.views(into), strict=True):
+        for tensor, view in zip(into, slot.views(into, shapes), strict=True):
             tensor.copy_(view)
         self._copied[tag].append(slot.number)
 
@@ -293,13 +305,13 @@ class _Sender:
     ) -> None:
         assert instruction.link is not None
         self._outgoing, self._tag, self._error_context = outgoing, tag, error_context
-        self._values = LinkValues(instruction.link)
+        self._values = _values_of(instruction.link)
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
         self._values.check(tensors, sizes)
         if _num_bytes(tensors):
             with self._error_context:
-                self._outgoing.send(tensors, self._tag)
+                self._outgoing.send(tensors, self._values.shapes(sizes), self._tag)
 
 
 class _Receiver:
@@ -310,11 +322,12 @@ class _Receiver:
     ) -> None:
         assert instruction.link is not None
         self._incoming, self._tag, self._error_context = incoming, tag, error_context
-        self._link_values, self._number = LinkValues(instruction.link), 0
+        self._link_values, self._number = _values_of(instruction.link), 0
         self._values: list[Tensor] = []
+        self._shapes: object = None
 
     def post(self, sizes: Sizes) -> None:
-        self._values = self._link_values.empty(sizes, torch.device("cpu"))
+        self._values, self._shapes = self._link_values.empty(sizes, _CPU), self._link_values.shapes(sizes)
         if _num_bytes(self._values):
             try:
                 self._number = self._incoming.post(self._tag)
@@ -326,8 +339,14 @@ class _Receiver:
         values, self._values = self._values, []
         if _num_bytes(values):
             with self._error_context:
-                self._incoming.wait(self._tag, self._number, values)
+                self._incoming.wait(self._tag, self._number, values, self._shapes)
         return values
+
+
+@functools.lru_cache(maxsize=256)
+def _values_of(link: Link) -> LinkValues:
+    """The values of a link, the same object for all its instructions."""
+    return LinkValues(link)
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
@@ -338,6 +357,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
+_CPU = torch.device("cpu")
 _ALIGNMENT = 64
 """Values begin at multiples of a cache line."""
 

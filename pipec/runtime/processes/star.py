@@ -10,7 +10,8 @@ It carries no tensors. A thread in each process sends heartbeats, and reads the 
 * A heartbeat says what its rank waits for. So rank 0 can name the rank at the end of a chain of waits once a
   wait has taken the timeout. While that rank is between two calls, for example to save, no time counts.
 
-Packets from one rank to another go through rank 0. Packets of one kind between two ranks arrive in order.
+Ranks exchange texts by way of rank 0, which sends all of them what it has collected. Packets of one kind
+between two ranks arrive in order.
 Torch's store, which is in the process of rank 0, is used for rank 0's address alone.
 """
 
@@ -133,7 +134,7 @@ class Star:
             if answer:
                 followed.send(answer)
                 if self._failure is not None:
-                    followed.send(encode_packet(PacketKind.FAILURE, 0, self._failure.encode()))
+                    followed.send(encode_packet(PacketKind.FAILURE, self._failure.encode()))
             self._connections[rank] = followed
             self._judge.join(rank)
             self._changed.notify_all()
@@ -142,10 +143,10 @@ class Star:
     # Texts.
 
     def send(self, peer: int, kind: PacketKind, payload: bytes) -> None:
-        """Send a packet to another rank, which gets it by ``receive``. Dropped once a rank has ended."""
-        connection = self._connections.get(peer if self.rank == 0 else 0)
-        if connection is not None:
-            connection.send(encode_packet(kind, self.rank if self.rank == 0 else peer, payload))
+        """Send a packet to rank 0, or from it, for ``receive``. It is dropped once a rank has ended."""
+        assert 0 in (self.rank, peer), "ranks have connections to rank 0 alone"
+        if peer in self._connections:
+            self._connections[peer].send(encode_packet(kind, payload))
 
     def receive(self, peer: int, kind: PacketKind, of_processes: bool = False) -> bytes:
         """The next packet of a kind from a rank; waits while the ranks can go on.
@@ -188,12 +189,12 @@ class Star:
 
     def send_to_all(self, kind: PacketKind, payload: bytes) -> None:
         """Send a packet from rank 0 to every other rank."""
-        packet = encode_packet(kind, 0, payload)
+        packet = encode_packet(kind, payload)
         for connection in list(self._connections.values()):
             connection.send(packet)
 
     def channel(self, peer: int, kind: PacketKind) -> "Channel":
-        """Messages of a kind to and from one rank."""
+        """Messages of a kind between rank 0 and another rank."""
         return Channel(self, peer, kind)
 
     def exchange_final_status(self, text: str) -> dict[int, str | None]:
@@ -326,7 +327,7 @@ class Star:
         if self._server is not None:
             self._server.close()
         for connection in self._connections.values():
-            connection.send(encode_packet(PacketKind.CLEAN_CLOSE, self.rank))
+            connection.send(encode_packet(PacketKind.CLEAN_CLOSE))
             connection.end_sending()
         deadline = self._loop.time() + _JOIN_SECONDS / 4  # a peer that closes too has read everything
         while self._loop.time() < deadline and not all(x.is_over for x in self._connections.values()):
@@ -367,8 +368,8 @@ class Star:
             return
         self.follow(rank, connection, _proof(self._secret, b"rank 0", rank, nonce))
 
-    def _take(self, rank: int, kind: PacketKind, other: int, payload: bytes) -> None:
-        """Take a packet that arrived from ``rank``, for or from the ``other`` one."""
+    def _take(self, rank: int, kind: PacketKind, payload: bytes) -> None:
+        """Take a packet that arrived from ``rank``."""
         self._judge.heard(rank)
         match kind:
             case PacketKind.HEARTBEAT:
@@ -379,12 +380,9 @@ class Star:
                 self._judge.close(rank)
             case PacketKind.ENDED:
                 self._set_ended(payload.decode())
-            case _ if self.rank == 0 and other != 0:
-                if other in self._connections:
-                    self._connections[other].send(encode_packet(kind, rank, payload))
             case _:
                 with self._changed:
-                    self._arrived[rank if self.rank == 0 else other, kind].append(payload)
+                    self._arrived[rank, kind].append(payload)
                     self._changed.notify_all()
 
     def _end(self, rank: int) -> None:
@@ -467,7 +465,7 @@ class Star:
 
 @dataclass(frozen=True)
 class Channel:
-    """Messages of one kind to and from another rank, in the order in which they are sent."""
+    """Messages of one kind between rank 0 and another rank, in the order in which they are sent."""
 
     _star: Star
     _peer: int
@@ -520,7 +518,7 @@ class _Connection:
         self,
         loop: asyncio.AbstractEventLoop,
         connection: socket.socket,
-        take: Callable[[PacketKind, int, bytes], None],
+        take: Callable[[PacketKind, bytes], None],
         end: Callable[[], None],
     ) -> None:
         connection.setblocking(False)
@@ -595,12 +593,12 @@ class _Connection:
             part = self._socket.recv(_MOST_BYTES)
             self._received += part
             while part and len(self._received) >= _HEADER.size:
-                kind, other, size = _HEADER.unpack_from(self._received)
+                kind, size = _HEADER.unpack_from(self._received)
                 if len(self._received) < _HEADER.size + size:
                     break
                 payload = bytes(self._received[_HEADER.size : _HEADER.size + size])
                 del self._received[: _HEADER.size + size]
-                self._take(PacketKind(kind), other, payload)
+                self._take(PacketKind(kind), payload)
         except BlockingIOError:
             return
         except OSError:
@@ -613,12 +611,11 @@ class _Connection:
             self._end()
 
 
-def encode_packet(kind: PacketKind, other: int, payload: bytes = b"") -> bytes:
-    """A packet for or from the ``other`` rank; see ``Star.send``."""
-    return _HEADER.pack(kind, other, len(payload)) + payload
+def encode_packet(kind: PacketKind, payload: bytes = b"") -> bytes:
+    return _HEADER.pack(kind, len(payload)) + payload
 
 
-_HEADER = struct.Struct("!BIQ")
+_HEADER = struct.Struct("!BQ")
 _MOST_BYTES = 1 << 20
 
 
