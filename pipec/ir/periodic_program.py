@@ -14,7 +14,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
+import numpy as np
+
+from pipec.ir.columns import InstructionColumns
 from pipec.ir.program import Instruction, Op, Program
 from pipec.ir.values import Link, Payload
 
@@ -42,22 +46,30 @@ def unrolled_instructions(program: Program, num_microbatches: int) -> Iterator[t
                 yield number, place, replace(each, microbatch=microbatch, version=version, slot=slot)
 
 
-def unroll(program: Program, num_microbatches: int) -> Program:
-    """The program for this number of microbatches, without a period."""
-    written = tuple(instruction for _, _, instruction in unrolled_instructions(program, num_microbatches))
-    return Program(program.rank, written)
+def unroll(program: Program, num_microbatches: int, links: Sequence[Link] = ()) -> Program:
+    """The program for this number of microbatches, without a period, as columns with these ``links``."""
+    columns = InstructionColumns.of(program.instructions, links)
+    if not len(columns):
+        return Program(program.rank, ())
+    named, last = int(columns.microbatches.max()), (num_microbatches - 1) // program.period
+    periods = np.arange(-(named // program.period), last + 1, dtype=np.int32).repeat(len(columns))
+    matrix = np.tile(columns.matrix, periods.size // len(columns))
+    matrix[2] += periods * program.period
+    updates = np.zeros(int(columns.stages.max()) + 2, np.int32)
+    for stage, count in updates_per_period(program).items():
+        updates[stage] = count
+    made = np.maximum(matrix[9] + periods * updates[matrix[1]], 0)
+    matrix[9] = np.where(matrix[9] >= 0, made, -1)
+    matrix[5] = np.where(matrix[5] >= 0, matrix[2] % microbatch_window(program), -1)
+    matrix = matrix[:, (matrix[2] >= 0) & (matrix[2] < num_microbatches)]
+    return Program(program.rank, InstructionColumns(matrix, columns.links))
 
 
 def microbatch_window(program: Program) -> int:
     """The smallest w such that a rank finishes each microbatch before it begins the one w later."""
-    period, most, latest = program.period, 1, 0
-    last = max((each.microbatch for each in program.instructions), default=0)
-    for number in range(last // period + 2):
-        for each in program.instructions:
-            microbatch = each.microbatch + number * period
-            latest = max(latest, microbatch)
-            most = max(most, latest - microbatch + 1)
-    return most
+    named = [each.microbatch for each in program.instructions]
+    latest = [max(each, max(named) - program.period) for each in accumulate(named, max)]
+    return max((begun - each + 1 for begun, each in zip(latest, named, strict=True)), default=1)
 
 
 def yields_result(instruction: Instruction, links: Sequence[Link]) -> bool:

@@ -1,10 +1,11 @@
 """Instructions, and the program of them that one rank executes in one step."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from pipec.ir.values import SCHEDULED_PHASES, Link, Phase, Value
+from pipec.ir.values import Link, Phase, Value
 
 
 class Op(StrEnum):
@@ -78,15 +79,18 @@ class OpKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """The properties of an op, for code that treats several ops equally.
+    """The row of an op: all that is said of it, for code that treats ops equally.
 
-    ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is an event of
-    a timeline, and one that is ``per_microbatch`` works on a microbatch. An op that ``carries_link`` moves
-    the values of a link. If it ``has_peer``, another rank takes part. If it ``fills_slot``, it puts what a
-    microbatch receives into a buffer slot. A wait ``awaits`` the end of what another op has started.
+    ``effects`` are the events in the life of cells that an instruction causes, such as ``message.recv``; see
+    ``CELLS``. ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is
+    an event of a timeline, and one that is ``per_microbatch`` works on a microbatch. An op that
+    ``carries_link`` moves the values of a link. If it ``has_peer``, another rank takes part. If it
+    ``fills_slot``, it puts what a microbatch receives into a buffer slot. A wait ``awaits`` the end of what
+    another op has started.
     """
 
     kind: OpKind
+    effects: str = ""
     phase: Phase | None = None
     timed: bool = False
     per_microbatch: bool = False
@@ -95,54 +99,186 @@ class OpTraits:
     fills_slot: bool = False
     awaits: Op | None = None
 
+    @property
+    def effect_parts(self) -> Sequence[tuple[str, str, str]]:
+        """The effects as cell, event and the kind of instructions that have it, or ""."""
+        return _effect_parts(self.effects)
 
-_LOCAL = (Op.PRECOMPUTE, Op.STAGE_NORM, Op.CHECK, Op.STASH, Op.PAUSE)
+
+@functools.cache
+def _effect_parts(effects: str) -> Sequence[tuple[str, str, str]]:
+    parts = (effect.partition(":") for effect in effects.split())
+    return [(*what.split("."), kind) for what, _, kind in parts]  # type: ignore[misc]
+
+
+CELLS: Mapping[str, tuple[str, str]] = {
+    "forward": ("stage microbatch", "make read* free"),
+    "recomputed": ("stage microbatch", "make read*"),
+    "input_gradient": ("stage microbatch", "make read* free"),
+    "weight_gradient": ("stage microbatch", "make"),
+    "message": ("link microbatch peer", "(recv wait | move) read*"),
+    "returned": ("link microbatch peer", "recv wait accumulate | move"),
+    "sent": ("link microbatch peer", "send"),
+    "microbatch": ("stage microbatch", "use* free"),
+    "slot": ("link slot", "(fill free)+"),
+    "collective": ("stage microbatch model_collective", "make start wait read"),
+    "offloaded": ("stage microbatch", "(offload away prefetch back)? read*"),
+    "precomputed": ("stage version", "make read+"),
+    "counts": ("stage", "sum wait read*"),
+    "forwards": ("stage", "make* close*"),
+    "rows": ("stage", "gather wait read"),
+    "tail": ("stage", "run read*"),
+    "tail_gradients": ("stage", "run read*"),
+    "averaged": ("stage", "average read*"),
+    "buffers": ("stage", "average wait"),
+    "sum": ("stage", "add* close*"),
+    "returned_sum": ("stage", "add* close*"),
+    "bucket_sum": ("bucket", "(add* reduce)+"),
+    "reduction": ("bucket", "(reduce wait)+ read*"),
+    "norm": ("", "norm read*"),
+    "verdict": ("", "check read*"),
+    "updated": ("stage", "update read*"),
+    "gathered": ("bucket", "(unshard wait read* reshard)+"),
+    "shards": ("bucket", "unshard wait"),
+    "round": ("round bucket", "open add* (reduce wait)? check? norm? stash? update next?"),
+    "version": ("stage version", "make read* replace?"),
+    "stashed": ("stage version", "stash read*"),
+    "results": ("mini-batch", "have* close*"),
+    "request": ("mini-batch", "pause read*"),
+}
+"""The cells that instructions of a rank read and change: the fields that name one, and its life.
+
+A life is a regular expression of events, each of which it has once: so it says which event may follow which,
+and the verifier looks nothing else up (``programs/lives.py``). An op that does not name a field of a cell
+means all that belong to the fields it names: an update reads the sums of all buckets of its stage, and a
+norm, which names no stage, those of all stages of its rank. An effect such as ``forwards.close:result`` is
+one of instructions with such links, or with ``none``. A compute in segments reads before the first, makes
+after the last, and adds after each. What a move reads is of the source of its link.
+
+A ``message`` is received or moved, then read; one that brings gradients of a tied weight is ``returned``, and
+accumulated. ``forwards`` are all forwards of a stage, and ``sum`` all its gradients: what reads them comes
+after the last. A ``version`` of the weights that is read after the next update is ``stashed`` before. A
+``round`` has the gradients of one update of a stream; what it does not need is left out of its life.
+"""
+
+_COMPUTES = "message.read counts.read gathered.read precomputed.read version.read stashed.read"
+_SEGMENTS = "collective.make collective.read"
+_BACKWARD = f"{_COMPUTES} {_SEGMENTS} forward.read recomputed.read offloaded.read tail_gradients.read "
+_BACKWARD += "input_gradient.make"
+_TRAINS = "weight_gradient.make round.add"
+_READS_SENT = (
+    "forward.read:activation/microbatch_result input_gradient.read:gradient sum.close:weight_gradient"
+)
+
+
+def _compute(phase: Phase, effects: str) -> OpTraits:
+    return OpTraits(OpKind.COMPUTE, effects, phase, timed=True, per_microbatch=True)
+
+
+def _copy(effects: str, kind: OpKind = OpKind.COPY) -> OpTraits:
+    return OpTraits(kind, f"{effects}", timed=True, per_microbatch=True)
+
+
+def _once(kind: OpKind, effects: str) -> OpTraits:
+    return OpTraits(kind, effects, timed=True)
+
+
+_MODEL_COLLECTIVE = _copy("collective.start", OpKind.COLLECTIVE)
 
 _STARTS: Mapping[Op, OpTraits] = {
-    Op.RECV: OpTraits(OpKind.RECEIVE, carries_link=True, has_peer=True, fills_slot=True),
-    Op.SEND: OpTraits(OpKind.SEND, timed=True, carries_link=True, has_peer=True),
-    Op.MOVE: OpTraits(OpKind.SEND, carries_link=True, fills_slot=True),
-    Op.ACCUMULATE: OpTraits(OpKind.ACCUMULATE, per_microbatch=True),
-    Op.FREE: OpTraits(OpKind.RELEASE, per_microbatch=True),
-    Op.OFFLOAD: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
-    Op.PREFETCH: OpTraits(OpKind.COPY, timed=True, per_microbatch=True),
-    Op.SUM_COUNTS: OpTraits(OpKind.COLLECTIVE, timed=True),
-    Op.GATHER_ROWS: OpTraits(OpKind.COLLECTIVE, timed=True),
-    Op.TAIL: OpTraits(OpKind.STEP_COMPUTE, timed=True),
-    Op.REDUCE_GRAD: OpTraits(OpKind.COLLECTIVE, timed=True),
-    Op.AVERAGE_BUFFERS: OpTraits(OpKind.COLLECTIVE, timed=True),
-    Op.GRAD_NORM: OpTraits(OpKind.COLLECTIVE, timed=True),
-    Op.UNSHARD: OpTraits(OpKind.COLLECTIVE, timed=True),
-    Op.ALL_REDUCE: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
-    Op.ALL_GATHER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
-    Op.REDUCE_SCATTER: OpTraits(OpKind.COLLECTIVE, timed=True, per_microbatch=True),
-    **{op: OpTraits(OpKind.LOCAL) for op in _LOCAL},
-    Op.UPDATE: OpTraits(OpKind.STEP_COMPUTE, timed=True),
-    Op.RESHARD: OpTraits(OpKind.RELEASE),
-    **{
-        Op(phase): OpTraits(OpKind.COMPUTE, phase=phase, timed=True, per_microbatch=True)
-        for phase in SCHEDULED_PHASES
-    },
+    Op.RECV: OpTraits(
+        OpKind.RECEIVE,
+        "message.recv returned.recv slot.fill",
+        carries_link=True,
+        has_peer=True,
+        fills_slot=True,
+    ),
+    Op.SEND: OpTraits(
+        OpKind.SEND,
+        f"{_READS_SENT} forwards.close:result tail.read:result sent.send",
+        timed=True,
+        carries_link=True,
+        has_peer=True,
+    ),
+    Op.MOVE: OpTraits(
+        OpKind.SEND,
+        f"{_READS_SENT} message.move returned.move "
+        "returned_sum.add:weight_gradient bucket_sum.add:weight_gradient slot.fill",
+        carries_link=True,
+        fills_slot=True,
+    ),
+    Op.FORWARD: _compute(
+        Phase.FORWARD, f"{_COMPUTES} {_SEGMENTS} forward.make forwards.make results.have request.read"
+    ),
+    Op.RECOMPUTE: _compute(Phase.RECOMPUTE, f"{_COMPUTES} forward.read offloaded.read recomputed.make"),
+    Op.BACKWARD: _compute(Phase.BACKWARD, f"{_BACKWARD} {_TRAINS}"),
+    Op.BACKWARD_INPUT: _compute(Phase.BACKWARD_INPUT, _BACKWARD),
+    Op.BACKWARD_WEIGHT: _compute(
+        Phase.BACKWARD_WEIGHT, f"{_COMPUTES} {_SEGMENTS} input_gradient.read {_TRAINS}"
+    ),
+    Op.ACCUMULATE: OpTraits(
+        OpKind.ACCUMULATE,
+        "forward.read:none sum.add:none round.add:none "
+        "returned.accumulate returned_sum.add:weight_gradient bucket_sum.add",
+        per_microbatch=True,
+    ),
+    Op.PRECOMPUTE: OpTraits(OpKind.LOCAL, "microbatch.use precomputed.make"),
+    Op.FREE: OpTraits(
+        OpKind.RELEASE, "forward.free input_gradient.free microbatch.free", per_microbatch=True
+    ),
+    Op.OFFLOAD: _copy("forward.read offloaded.offload"),
+    Op.PREFETCH: _copy("offloaded.prefetch"),
+    Op.SUM_COUNTS: _once(OpKind.COLLECTIVE, "counts.sum"),
+    Op.GATHER_ROWS: _once(OpKind.COLLECTIVE, "forwards.close rows.gather"),
+    Op.TAIL: _once(
+        OpKind.STEP_COMPUTE,
+        "forwards.close rows.read counts.read gathered.read:tail tail.run tail_gradients.run",
+    ),
+    Op.REDUCE_GRAD: _once(
+        OpKind.COLLECTIVE, "bucket_sum.reduce reduction.reduce round.reduce round.open round.next"
+    ),
+    Op.AVERAGE_BUFFERS: _once(OpKind.COLLECTIVE, "forwards.close averaged.average buffers.average"),
+    Op.GRAD_NORM: _once(OpKind.COLLECTIVE, "sum.close returned_sum.close reduction.read norm.norm"),
+    Op.STAGE_NORM: OpTraits(OpKind.LOCAL, "round.norm"),
+    Op.CHECK: OpTraits(OpKind.LOCAL, "norm.read verdict.check round.check results.close request.read"),
+    Op.STASH: OpTraits(OpKind.LOCAL, "round.stash stashed.stash"),
+    Op.UPDATE: _once(
+        OpKind.STEP_COMPUTE,
+        "sum.close returned_sum.close reduction.read norm.read verdict.read averaged.read updated.update "
+        "round.update round.open version.make version.replace request.read",
+    ),
+    Op.PAUSE: OpTraits(OpKind.LOCAL, "results.close request.pause request.read"),
+    Op.UNSHARD: _once(OpKind.COLLECTIVE, "updated.read:late gathered.unshard shards.unshard"),
+    Op.RESHARD: OpTraits(OpKind.RELEASE, "gathered.reshard"),
+    **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), _MODEL_COLLECTIVE),
 }
 
-WAIT_OF: Mapping[Op, Op] = {
-    started: Op(f"wait_{started}")
-    for started in (
-        *(Op.RECV, Op.OFFLOAD, Op.PREFETCH, Op.SUM_COUNTS, Op.GATHER_ROWS),
-        *(Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS),
-        *(Op.UNSHARD, Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER),
-    )
+_WAITS: Mapping[Op, str] = {
+    Op.RECV: "message.wait returned.wait results.have request.read",
+    Op.OFFLOAD: "offloaded.away",
+    Op.PREFETCH: "offloaded.back",
+    Op.SUM_COUNTS: "counts.wait",
+    Op.GATHER_ROWS: "rows.wait",
+    Op.REDUCE_GRAD: "reduction.wait round.wait",
+    Op.AVERAGE_BUFFERS: "buffers.wait",
+    Op.UNSHARD: "gathered.wait shards.wait",
+    **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), "collective.wait"),
 }
+"""For each op that returns before what it starts has ended, the effects of the op that waits for this."""
+
+WAIT_OF: Mapping[Op, Op] = {started: Op(f"wait_{started}") for started in _WAITS}
 """For each op that returns before what it starts has ended, the op that waits for this."""
 
 TRAITS: Mapping[Op, OpTraits] = {
     **_STARTS,
     **{
-        wait: replace(_STARTS[started], kind=OpKind.WAIT, timed=False, fills_slot=False, awaits=started)
-        for started, wait in WAIT_OF.items()
+        WAIT_OF[op]: replace(
+            _STARTS[op], kind=OpKind.WAIT, effects=effects, timed=False, fills_slot=False, awaits=op
+        )
+        for op, effects in _WAITS.items()
     },
 }
-"""The traits of all ops. A new op is a row of ``_STARTS``, and of ``WAIT_OF`` if it has to be awaited."""
+"""The rows of all ops. A new op is a row of ``_STARTS``, and of ``_WAITS`` if it has to be awaited."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ is a program for any number of microbatches; ``verify_periodic`` proves that.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from pipec.errors import VerifyError
 from pipec.ir import Placement, Plan, Program, Schedule, Stream, replica_counts
 from pipec.ir.columns import OP_CODE, InstructionColumns
 from pipec.ir.periodic_program import microbatch_window, unroll
-from pipec.ir.program import Instruction, Op
+from pipec.ir.program import Op
 from pipec.ir.stream import window
 from pipec.programs.lower import lower
 
@@ -39,57 +38,38 @@ def num_microbatches_to_lower(stream: Stream, replicas: Sequence[int]) -> int:
 
 
 def _periodic(program: Program, period: int) -> Program:
-    """The instructions between two forwards a period apart, after the last reader of the first version."""
+    """The instructions between two forwards a period apart, after the last reader of the first version.
+
+    The period has every instruction of the program, of any microbatch: a value that skips stages is received
+    far ahead, so a part without its receive may repeat as well, and so may the forwards before the first
+    backward. It names the lowest microbatches and versions that it can.
+    """
     columns = program.instructions
     assert isinstance(columns, InstructionColumns)
+    matrix, is_update = columns.matrix, columns.ops == OP_CODE[Op.UPDATE]
+    kinds = np.unique(matrix[[0, 1, 3, 4, 6]], axis=1, return_inverse=True)[1].reshape(-1)
     forwards = np.flatnonzero(columns.ops == OP_CODE[Op.FORWARD])
-    microbatches = columns.microbatches[forwards]
-    stride = int(np.searchsorted(microbatches, microbatches[0] + period))
-    everything = _kinds(columns)
+    stride = int(np.searchsorted(matrix[2, forwards], matrix[2, forwards[0]] + period))
     for number in range(0, forwards.size - 2 * stride, stride):
         first, middle, last = forwards[[number, number + stride, number + 2 * stride]].tolist()
-        body, following = columns[first:middle], columns[middle:last]
-        updates = sum(each.op is Op.UPDATE for each in body)
-        later = (_moved(each, 1, period, updates) for each in body)
-        again = [*map(_without_slot, later)] == [*map(_without_slot, following)]
-        if again and _kinds(body) == everything:
-            return _with_slots(Program(program.rank, _from_the_first(body, period, updates), period))
+        body, following = matrix[:, first:middle].copy(), matrix[:, middle:last].copy()
+        has_version, updates = body[9] >= 0, int(is_update[first:middle].sum())
+        again = body.copy()
+        again[2] += period
+        again[9] += updates * has_version
+        for each in (again, following):
+            each[5] = np.minimum(each[5], 0)
+        if np.array_equal(again, following) and np.unique(kinds[first:middle]).size == kinds.max() + 1:
+            earlier = min(body[2].min() // period, body[9, has_version].min() // updates)
+            body[2] -= earlier * period
+            body[9] -= earlier * updates * has_version
+            folded = Program(program.rank, InstructionColumns(body, columns.links), period)
+            body[5] = np.where(body[5] >= 0, body[2] % microbatch_window(folded), -1)
+            return folded
     raise VerifyError(
         f"the program of rank {program.rank} never repeats its instructions after {period} microbatches; "
         "expected a schedule that can run without end"
     )
-
-
-def _kinds(instructions: Sequence[Instruction]) -> set[tuple[object, ...]]:
-    """The instructions of a program without their microbatches.
-
-    They show whether a period is complete: a value that skips stages is received far ahead, so a part without
-    its receive may repeat as well, and so may the forwards before the first backward.
-    """
-    return {(each.op, each.stage, each.link, each.peer, each.bucket) for each in instructions}
-
-
-def _moved(instruction: Instruction, periods: int, period: int, updates: int) -> Instruction:
-    """The instruction of a later period, with a later version."""
-    version = instruction.version + (periods * updates if instruction.version >= 0 else 0)
-    return replace(instruction, microbatch=instruction.microbatch + periods * period, version=version)
-
-
-def _without_slot(instruction: Instruction) -> Instruction:
-    return replace(instruction, slot=min(instruction.slot, 0))
-
-
-def _from_the_first(body: Sequence[Instruction], period: int, updates: int) -> tuple[Instruction, ...]:
-    """The round with the lowest microbatches and versions that it can name."""
-    named = min(each.microbatch for each in body) // period
-    versions = min(each.version for each in body if each.version >= 0) // updates
-    return tuple(_moved(each, -min(named, versions), period, updates) for each in body)
-
-
-def _with_slots(program: Program) -> Program:
-    window, own = microbatch_window(program), program.instructions
-    slotted = [replace(each, slot=each.microbatch % window) if each.slot >= 0 else each for each in own]
-    return replace(program, instructions=tuple(slotted))
 
 
 def steady_excerpt(

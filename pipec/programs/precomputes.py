@@ -14,15 +14,18 @@ In a stream it is computed of each version of the weights.
 import numpy as np
 
 from pipec.ir import Instruction, Op, Plan
-from pipec.ir.columns import InstructionColumns, insert_instructions
-from pipec.programs.precomputed_reads import precomputed_reads
+from pipec.ir.columns import OP_CODE, PHASE_CODE, InstructionColumns, insert_instructions
 
 
 def with_precomputes(columns: InstructionColumns, plan: Plan) -> InstructionColumns:
     """The program of a rank with a ``precompute`` for each version, and each gathering, of the weights."""
     places, added = list[int](), list[Instruction]()
     for stage in plan.stages if any(each.precomputed_phases for each in plan.stages) else ():
-        reads, uses = precomputed_reads(columns, stage)
+        of_stage = columns.stages == stage.index
+        phases = [PHASE_CODE[phase] for phase in stage.precomputed_phases]
+        reads = np.flatnonzero(columns.is_compute & of_stage & np.isin(columns.phases, phases))
+        freed = np.flatnonzero((columns.ops == OP_CODE[Op.RESHARD]) & of_stage)
+        uses = np.stack([columns.versions[reads], np.searchsorted(freed, reads)])
         _, first = np.unique(uses, axis=1, return_index=True)
         for number in reads[np.sort(first)].tolist():
             read = columns[number]

@@ -3,6 +3,7 @@
 Rules read a ``ProgramIndex`` and yield a ``Violation`` for each fault.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,18 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Link, ModelCollectives, Op, Payload, Phase, Plan, Program, SegmentCounts
+from pipec.ir import (
+    Instruction,
+    Link,
+    ModelCollectives,
+    Op,
+    Payload,
+    Phase,
+    Plan,
+    Program,
+    SegmentCounts,
+    replica_counts,
+)
 from pipec.ir.columns import (
     OP_CODE,
     InstructionColumns,
@@ -20,10 +32,11 @@ from pipec.ir.columns import (
     set_entries,
     taken,
 )
-from pipec.ir.text_format import instruction_lines
+from pipec.ir.text_format import format_link, instruction_lines
 from pipec.programs.deadlock import InstructionSite
 from pipec.programs.program_computes import ProgramComputes
 from pipec.programs.routes import DeliveredMessages, Route, routes
+from pipec.programs.shared_receives import holding_stages
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
@@ -44,6 +57,20 @@ class Violation:
     site: InstructionSite | None
     message: str
     others: tuple[InstructionSite, ...] = ()
+
+
+def describe(instruction: Instruction) -> str:
+    """``reduce_grad of stage 0, bucket 1``"""
+    numbers = {
+        "stage": -1 if instruction.link else instruction.stage,
+        "microbatch": instruction.microbatch,
+        "segment": instruction.segment,
+        "bucket": instruction.bucket,
+        "model collective": instruction.model_collective,
+    }
+    named = [format_link(instruction.link)] if instruction.link else []
+    named += [f"{word} {number}" for word, number in numbers.items() if number >= 0]
+    return f"{instruction.op} of {', '.join(named)}" if named else str(instruction.op)
 
 
 @dataclass(frozen=True)
@@ -76,6 +103,40 @@ class ProgramIndex:
     def num_segments(self, op: Op, stage: int) -> int:
         """How many functions a compute of a stage consists of."""
         return self.segments.get((stage, Phase(op)), 1)
+
+    @cached_property
+    def sources(self) -> Ints:
+        """The source stage of each link; the last entry is for no link."""
+        return np.array([*(link.source for link in self.plan.links), -1], np.int32)
+
+    def links_with(self, kind: str) -> NDArray[np.bool_]:
+        """For each link, whether its payload is one of a ``kind`` such as ``result/activation``.
+
+        The last entry is for no link: whether the kind is ``none``.
+        """
+        if kind not in self._links_with:
+            payloads = kind.split("/")
+            chosen = [link.payload in payloads for link in self.plan.links]
+            self._links_with[kind] = np.array([*chosen, kind == "none"], bool)
+        return self._links_with[kind]
+
+    @cached_property
+    def _links_with(self) -> dict[str, NDArray[np.bool_]]:
+        return {}
+
+    @cached_property
+    def holding_stages(self) -> Mapping[int, Sequence[int]]:
+        """By the number of a link, the stages that keep its values, if its target moves them on."""
+        return holding_stages(self.plan.links)
+
+    @cached_property
+    def routes_by_rank(self) -> Mapping[int, Sequence[Route]]:
+        """The routes from or to each rank."""
+        found = defaultdict[int, list[Route]](list)
+        for route in self.routes:
+            for rank in {route.source, route.target}:
+                found[rank].append(route)
+        return found
 
     def show(self, site: InstructionSite) -> str:
         """An instruction on one line."""
@@ -113,44 +174,23 @@ class ProgramIndex:
     @cached_property
     def numbers(self) -> Ints:
         """At [op, stage, microbatch], the number of the last compute, or of the first free, or -1."""
-        return self._table(last=True)
-
-    @cached_property
-    def begins(self) -> Ints:
-        """At [op, stage, microbatch], the number of the first compute or free, or -1."""
-        return self.numbers if self._are_unique else self._table(last=False)
-
-    @cached_property
-    def counts(self) -> Ints:
-        """At [op, stage, microbatch], the number of computes (of first segments, if split) or frees."""
-        if self._are_unique:
-            return (self.numbers >= 0).astype(np.int8)
-        counts = np.zeros(self._shape, np.int32)
-        for each in self.columns:
-            own = each.numbers_of(*COMPUTES, Op.FREE)
-            own = own[each.segments[own] <= 0]
-            np.add.at(counts, (each.ops[own], each.stages[own], each.microbatches[own]), 1)
-        return counts
-
-    @cached_property
-    def _are_unique(self) -> bool:
-        """Whether no compute or free is repeated or in segments, so that ``numbers`` has all of them."""
-        own = sum(each.numbers_of(op).size for each in self.columns for op in (*COMPUTES, Op.FREE))
-        return own == np.count_nonzero(self.numbers >= 0)
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        return _NUM_MICROBATCH_OPS, len(self.plan.placement), self.plan.num_microbatches
-
-    def _table(self, *, last: bool) -> Ints:
-        """Of equal computes the last or the first; of equal frees the other one."""
-        numbers = np.full(self._shape, -1, np.int32)
+        shape = _NUM_MICROBATCH_OPS, len(self.plan.placement), self.plan.num_microbatches
+        numbers = np.full(shape, -1, np.int32)
         for each in self.columns:
             for op in (*COMPUTES, Op.FREE):
-                own = each.numbers_of(op)[:: 1 if last == (op is not Op.FREE) else -1]
+                own = each.numbers_of(op)[:: -1 if op is Op.FREE else 1]
                 at = taken(each.stages, own), taken(each.microbatches, own)
                 set_entries(numbers[OP_CODE[op]], *at, own)
         return numbers
+
+    @cached_property
+    def read_versions(self) -> Ints:
+        """At [stage, microbatch], the version of the weights that the stream of the plan specifies."""
+        stream, replicas = self.plan.sync_spec.stream, replica_counts(self.plan.placement)
+        assert stream is not None
+        every = range(self.plan.num_microbatches)
+        rows = [[stream.version(each, stage, replicas) for each in every] for stage in range(len(replicas))]
+        return np.array(rows, np.int32)
 
     @cached_property
     def groups(self) -> Sequence[Sequence[tuple[Op, Ints]]]:
@@ -197,31 +237,11 @@ class ProgramIndex:
         return [each for each in self.deliveries if each.route.crosses_ranks]
 
     def _deliveries(self, route: Route) -> DeliveredMessages:
-        link, found = route.link, []
+        found = []
         for op in transfer_ops(route):
             carried, at = self.transfers[op, route.number, route.source, route.target]
             found.append(at.take(np.argsort(carried, kind="stable")))
-        made = _of(self.numbers, link.payload.producers, link.source).max(axis=0, initial=-1)
-        unread = np.iinfo(np.int32).max
-        reads = _of(self.begins, link.payload.readers, link.target)
-        reads = np.where(reads < 0, unread, reads).min(axis=0, initial=unread)
-        if link.payload.per_microbatch:
-            made, reads = made[route.microbatches], reads[route.microbatches]
-        else:
-            made = made[self.ranks[link.source] == route.source].max(keepdims=True, initial=-1)
-            made = np.maximum(made, self._tail_that_makes(link, route.source))
-            reads = reads[self.ranks[link.target] == route.target].min(keepdims=True, initial=unread)
-        reads = np.where(reads == unread, -1, reads)
-        return DeliveredMessages(route, made, found[0], found[:2][-1], found[-1], reads)
-
-    def _tail_that_makes(self, link: Link, rank: int) -> int:
-        """The last tail of a rank whose results the link carries, or -1."""
-        tail = self.plan.stages[link.source].tail
-        if tail is None or not {value.name for value in link.values}.intersection(tail.results):
-            return -1
-        columns = self.columns[rank]
-        numbers = columns.numbers_of(Op.TAIL)
-        return int(numbers[columns.stages[numbers] == link.source].max(initial=-1))
+        return DeliveredMessages(route, found[0], found[:2][-1], found[-1])
 
     def probable_site(
         self, found: Sequence[int], rank: int, stage: int = -1, microbatch: int = -1
@@ -236,11 +256,6 @@ class ProgramIndex:
         last = computed if computed >= 0 else len(self.programs[rank].instructions) - 1
         number = max(found, default=last)
         return (rank, number) if number >= 0 else None
-
-
-def _of(numbers: Ints, phases: Sequence[Phase], stage: int) -> Ints:
-    """The rows of a table at [op, stage, microbatch] for some phases of a stage."""
-    return numbers[[OP_CODE[Op(phase)] for phase in phases], stage]
 
 
 def transfer_ops(route: Route) -> tuple[Op, ...]:

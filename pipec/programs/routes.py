@@ -31,18 +31,15 @@ class Route:
 
 @dataclass(frozen=True)
 class DeliveredMessages:
-    """The numbers of the instructions that make, send, receive, await and read the messages of a route.
+    """The numbers of the instructions that send, receive and await the messages of a route.
 
-    Each column has an entry for each message. ``made`` and ``reads`` are -1 where no instruction makes or
-    reads a message. A move is its own send, receive and wait.
+    Each column has an entry for each message. A move is its own send, receive and wait.
     """
 
     route: Route
-    made: Ints
     sends: Ints
     receives: Ints
     waits: Ints
-    reads: Ints
 
 
 def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -> Iterator[Route]:

@@ -51,16 +51,19 @@ class UpdateBoundary:
 
 def update_boundaries(index: ScheduleIndex) -> list[UpdateBoundary]:
     """The ends of all rounds of a schedule, by stage; none without a stream."""
-    return [each for stage in range(index.schedule.num_stages) for each in _of_stage(index, stage)]
+    if index.schedule.stream is None:
+        return []
+    versions = read_versions(index.schedule)
+    return [each for stage, own in enumerate(versions) for each in _of_stage(index, stage, own)]
 
 
-def _of_stage(index: ScheduleIndex, stage: int) -> Iterator[UpdateBoundary]:
+def _of_stage(index: ScheduleIndex, stage: int, versions: Ints) -> Iterator[UpdateBoundary]:
+    """The ends of the rounds of a stage, whose microbatches read these ``versions``."""
     schedule = index.schedule
-    if schedule.stream is None:
-        return
+    assert schedule.stream is not None
     count = schedule.stream.microbatches_per_update(stage, replica_counts(schedule.placement))
     begins, ends = (of[_GRADIENTS, stage].max(axis=0) for of in (index.firsts, index.lasts))
-    forwards, versions = index.firsts[PHASE_CODE[Phase.FORWARD], stage], read_versions(schedule)[stage]
+    forwards = index.firsts[PHASE_CODE[Phase.FORWARD], stage]
     for version, first in enumerate(range(0, schedule.num_microbatches, count), start=1):
         own, following = (slice(start, start + count) for start in (first, first + count))
         reading = slice(*np.searchsorted(versions, [version, version + 1]).tolist())

@@ -17,18 +17,12 @@ from pipec.programs.counterexample import counterexample
 from pipec.programs.lower_periodic import num_microbatches_to_lower
 from pipec.programs.program_index import ProgramIndex, Violation
 from pipec.programs.rules import (
-    collective_rules,
-    compute_rules,
+    cell_rules,
     deadlock_rules,
     field_rules,
-    message_rules,
-    model_collective_rules,
-    offload_rules,
-    precompute_rules,
-    result_rules,
+    order_rules,
+    stream_rules,
     sync_spec_rules,
-    wait_rules,
-    weight_version_rules,
 )
 
 _CONTEXT_LINES = 3
@@ -75,9 +69,11 @@ def verify_periodic(plan: Plan, programs: Sequence[Program]) -> None:
     """Prove that rounds are right for any number of mini-batches.
 
     A rank finishes a microbatch before it begins the one that is a window later. So instructions that a rule
-    compares are less than a window of microbatches apart, and belong to the first, a middle or the last of
-    the rounds. A rule that holds for every number of mini-batches up to two windows and a period therefore
-    holds for more.
+    compares are less than a window of microbatches apart, and what holds for two windows and a period holds
+    for more. The program of fewer mini-batches is the same without the instructions of later microbatches:
+    each cell of an earlier one keeps its events in their order, and waits are left out with what they wait
+    for. Only the last round may be another: it has fewer gradients. So all numbers of mini-batches in the
+    last period are tried, and the smallest, which begins and ends at once.
 
     Raises:
         VerifyError: as ``verify``, or the programs do not repeat with the mini-batches.
@@ -94,11 +90,12 @@ def verify_periodic(plan: Plan, programs: Sequence[Program]) -> None:
                 f"{period} mb, as expected, but those for {sorted(named)[:9]} every {program.period} mb"
             )
     most = -(-(2 * max(map(microbatch_window, programs)) + period) // size) * size
-    written = [InstructionColumns.of(unroll(each, most).instructions, plan.links) for each in programs]
-    for count in range(size, most + size, size):
+    written = [unroll(each, most, plan.links) for each in programs]
+    for count in sorted({size, *range(max(most - period, 0) + size, most + size, size)}):
         shorter = [
-            Program(program.rank, each.where(each.microbatches < count))
-            for program, each in zip(programs, written, strict=True)
+            Program(each.rank, own.where(own.microbatches < count))
+            for each in written
+            for own in [InstructionColumns.of(each.instructions, plan.links)]
         ]
         verify_step(replace(plan, num_microbatches=count), shorter)
 
@@ -128,25 +125,16 @@ def _place(columns: InstructionColumns, number: int) -> int:
 
 RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     field_rules.fits_plan,
-    compute_rules.computes_once,
-    compute_rules.computes_in_order,
-    message_rules.each_message_delivered_once,
-    message_rules.each_value_received_once,
-    wait_rules.awaited_once,
-    wait_rules.accumulated_once,
-    model_collective_rules.model_collectives_in_order,
-    collective_rules.sync_complete,
-    collective_rules.sync_in_order,
-    collective_rules.collectives_in_one_order,
-    *weight_version_rules.RULES,
-    precompute_rules.precomputed_before_read,
-    message_rules.sent_after_made,
-    message_rules.received_before_read,
-    compute_rules.frees_after_last_use,
-    offload_rules.offloads_in_order,
-    message_rules.live_slots_not_overwritten,
-    result_rules.pauses_in_order,
-    message_rules.channels_in_order,
+    stream_rules.asynchronous_supported,
+    stream_rules.versions_as_specified,
+    stream_rules.rounds_as_specified,
+    order_rules.segments_in_order,
+    order_rules.accumulated_in_time,
+    order_rules.sync_complete,
+    cell_rules.lives_are_complete,
+    order_rules.collectives_in_one_order,
+    order_rules.each_value_received_once,
+    order_rules.channels_in_order,
     deadlock_rules.finishes,
-    message_rules.receives_after_dependencies,
+    order_rules.receives_after_dependencies,
 )

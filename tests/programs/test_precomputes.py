@@ -60,9 +60,15 @@ def pop(instructions: list[Instruction]) -> Instruction:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (pop, "forward of stage 0 reads what is not computed of its weights before"),
-        (lambda own: own.append(pop(own)), "forward of stage 0 reads what is not computed"),
-        (lambda own: own.append(own[places(Program(0, own), Op.PRECOMPUTE)[0]]), "runs again on the same"),
+        (pop, "forward of stage 0, microbatch 0 has no precompute before it"),
+        (
+            lambda own: own.append(pop(own)),
+            "forward of stage 0, microbatch 0 runs before precompute of stage 0 at 28",
+        ),
+        (
+            lambda own: own.append(own[places(Program(0, own), Op.PRECOMPUTE)[0]]),
+            "precompute of stage 0 comes after backward of stage 0, microbatch 3 at 26",
+        ),
         (lambda own: own.insert(0, replace(pop(own), microbatch=0)), "names microbatch 0; expected"),
         (lambda own: own.insert(0, replace(pop(own), stage=1)), "names stage 1; expected one of this rank"),
         (lambda own: own.insert(0, replace(pop(own), bucket=0)), "names a link, peer, slot, bucket"),
@@ -99,5 +105,5 @@ def test_what_was_freed_with_the_weights_is_not_read() -> None:
         if program.rank in plan.placement[0]:
             own.pop(places(program, Op.PRECOMPUTE)[-1])
         changed.append(Program(program.rank, tuple(own)))
-    with pytest.raises(VerifyError, match="backward of stage 0 reads what is not computed of its weights"):
+    with pytest.raises(VerifyError, match="backward of stage 0, microbatch 0 has no precompute before it"):
         verify_step(plan, changed)

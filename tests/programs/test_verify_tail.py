@@ -88,11 +88,14 @@ def of_stage_0(instructions: list[Instruction]) -> None:
     [
         (drop(Op.TAIL), "tail of stage 1 is there 0 times on rank 2; expected once"),
         (repeat(Op.TAIL), "tail of stage 1 is there 2 times on rank 2; expected once"),
-        (drop(Op.WAIT_GATHER_ROWS), "gather_rows of stage 1 is never awaited"),
-        (move(Op.TAIL, Op.FORWARD, -1, 0), "tail of stage 1 runs before"),
-        (move(Op.TAIL, Op.GATHER_ROWS, 0, 0), "tail of stage 1 runs before wait_gather_rows of stage 1"),
-        (move(Op.GATHER_ROWS, Op.FORWARD, -1, 0), "gather_rows of stage 1 runs before the last forward"),
-        (move(Op.TAIL, Op.BACKWARD, 0, 1), "backward of stage 1 runs before tail of stage 1"),
+        (drop(Op.WAIT_GATHER_ROWS), "wait_gather_rows of stage 1 is there 0 times on rank 2; expected once"),
+        (move(Op.TAIL, Op.FORWARD, -1, 0), "forward of stage 1, microbatch 2 "
+        "comes after tail of stage 1 at 5"),
+        (move(Op.TAIL, Op.GATHER_ROWS, 0, 0), "tail of stage 1 runs before gather_rows of stage 1 at 7"),
+        (move(Op.GATHER_ROWS, Op.FORWARD, -1, 0), "forward of stage 1, microbatch 2 "
+        "comes after gather_rows of stage 1 at 5"),
+        (move(Op.TAIL, Op.BACKWARD, 0, 1), "backward of stage 1, microbatch 0 "
+        "runs before tail of stage 1 at 9"),
         (of_stage_0, "tail of stage 0 is not in the plan for rank 2"),
     ],
 )  # fmt: skip
@@ -125,7 +128,7 @@ def test_a_result_that_is_sent_before_the_tail_makes_it_is_refused() -> None:
     instructions.remove(result)
     (tail,) = [number for number, each in enumerate(instructions) if each.op is Op.TAIL]
     instructions.insert(tail, result)
-    with pytest.raises(VerifyError, match=r"loss .* leaves before it is made"):
+    with pytest.raises(VerifyError, match=r"send of result loss .* runs before tail of stage 1 at 13"):
         verify(plan, [programs[0], Program(1, tuple(instructions))])
 
 

@@ -257,35 +257,49 @@ def test_the_window_of_replicas() -> None:
 def test_replicas_that_differ_in_their_updates_are_found() -> None:
     replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
     skipped = replicated({1: lambda own: own.pop(numbers_of(own, Op.UPDATE)[2])})
-    assert "stage 0 is updated 4 times; expected 5" in skipped
-    assert "update of stage 0 makes version 2; expected 1" in replicated({1: swap_versions})
+    assert "update of stage 0, round 2, bucket 0 is missing on rank 1; expected once" in skipped
+    assert (
+        "update of stage 0, microbatch 0 names microbatch 0 and version 2; expected the first"
+        in replicated({1: swap_versions})
+    )
     other = replicated({1: change(Op.FORWARD, 3, version=1)})
     assert "forward of stage 0, microbatch 7 reads version 1; expected 2" in other
     read = replicated({1: change(Op.BACKWARD, 3, version=3)})
     assert "backward of stage 0, microbatch 7 reads version 3; expected 2" in read
     late = replicated({1: change(Op.UPDATE, 1, microbatch=4)})
-    assert "update 2 of stage 0 names microbatch 4; expected 2" in late
+    assert "update of stage 0, microbatch 4 names microbatch 4 and version 2; expected the first" in late
 
 
 def test_sums_that_are_missing_or_in_another_round_are_found() -> None:
     replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
 
     without = chain(drop(Op.REDUCE_GRAD, 1), drop(Op.WAIT_REDUCE_GRAD, 1))
-    missing = "reduce_grad of stage 0, bucket 0, round 2 meets reduce_grad of stage 0, bucket 0, round 4"
-    assert missing in replicated({1: without})
-    assert "bucket 0 of stage 0 is summed 4 times; expected 5" in replicated({0: without, 1: without})
+    missing = "has no reduce_grad or update before it; expected of round"
+    assert f"backward of stage 0, microbatch 5 {missing}" in replicated({1: without})
+    assert f"backward of stage 0, microbatch 4 {missing}" in replicated({0: without, 1: without})
     other = chain(change(Op.REDUCE_GRAD, 1, microbatch=4), change(Op.WAIT_REDUCE_GRAD, 1, microbatch=4))
-    assert missing in replicated({1: other})
-    assert "reduce_grad 2 of stage 0 names microbatch 4; expected 2" in replicated({0: other, 1: other})
+    too_early = (
+        "reduce_grad of stage 0, microbatch 4, bucket 0 runs before update of stage 0, microbatch 2 at"
+    )
+    assert too_early in replicated({1: other})
+    assert too_early in replicated({0: other, 1: other})
     early = replicated({1: move(Op.REDUCE_GRAD, 0, Op.FORWARD, 0)})
-    assert "the gradients of stage 0, microbatch 1, are made at" in early
-    assert "but belong into version 1" in early
+    assert (
+        "backward of stage 0, microbatch 1 comes after reduce_grad of stage 0, microbatch 0, bucket 0"
+        in early
+    )
     late = replicated({0: move(Op.WAIT_REDUCE_GRAD, 0, Op.UPDATE, 0)})
-    assert "version 1 of stage 0 is made before bucket 0 is summed for it" in late
+    assert (
+        "stash of stage 0, microbatch 0 runs before wait_reduce_grad of stage 0, microbatch 0, bucket 0 at"
+        in late
+    )
     next_one = replicated({0: move(Op.UPDATE, 3, Op.REDUCE_GRAD, 4)})
-    assert "bucket 0 of stage 0 is summed for version 5 before version 4 is made" in next_one
+    assert (
+        "reduce_grad of stage 0, microbatch 8, bucket 0 runs before update of stage 0, microbatch 6 at"
+        in next_one
+    )
     unawaited = replicated({0: drop(Op.WAIT_REDUCE_GRAD)})
-    assert "reduce_grad of stage 0 microbatch 0 bucket 0 is never awaited; expected wait_reduce" in unawaited
+    assert "stash of stage 0, microbatch 0 has no wait_reduce_grad before it" in unawaited
     assert "reduce_grad of stage 0 names bucket 3; expected 0" in replicated(
         {0: change(Op.REDUCE_GRAD, 1, bucket=3)}
     )
@@ -294,24 +308,24 @@ def test_sums_that_are_missing_or_in_another_round_are_found() -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (drop(Op.PAUSE), "comes before the pause for mini-batch 0, whose request decides about it"),
-        (drop(Op.PAUSE, -1), "comes before the pause for mini-batch 8, whose request decides about it"),
-        (repeat(Op.PAUSE, 1), "pauses for microbatch 1; expected 2"),
+        (drop(Op.PAUSE), "wait_recv of loss (1 -> all), microbatch 0 has no pause before it"),
+        (drop(Op.PAUSE, -1), "update of stage 0, microbatch 8 has no pause before it"),
+        (repeat(Op.PAUSE, 1), "pause of microbatch 1 is there again; the first is at 5"),
         (
             chain(change(Op.PAUSE, 2, microbatch=3), change(Op.PAUSE, 3, microbatch=2)),
-            "pauses for microbatch 3; expected 2",
+            "wait_recv of loss (1 -> all), microbatch 2 comes after pause of microbatch 3 at 11",
         ),
         (
             move(Op.PAUSE, 1, Op.PAUSE, 0),
-            "pauses for mini-batch 1 before it has the results of 0, which the script waits for",
+            "wait_recv of loss (1 -> all), microbatch 0 comes after pause of microbatch 1 at 3",
         ),
         (
             move(Op.PAUSE, -1, Op.UPDATE, -1),
-            "comes before the pause for mini-batch 8, whose request decides about it",
+            "update of stage 0, microbatch 8 runs before pause of microbatch 8 at 71",
         ),
         (
             chain(drop(Op.PAUSE, 8), move(Op.PAUSE, 7, Op.UPDATE, 3)),
-            "comes before the pause for mini-batch 7, whose request decides about it",
+            "wait_recv of loss (1 -> all), microbatch 7 runs before pause of microbatch 7 at 67",
         ),
         (change(Op.PAUSE, 0, stage=0), "pause names stage 0, microbatch 0; expected no stage"),
         (change(Op.PAUSE, 0, microbatch=9), "pause names stage -1, microbatch 9; expected no stage, and a"),
@@ -331,7 +345,7 @@ def test_a_script_that_would_wait_for_ever_is_found() -> None:
         own.insert(numbers_of(own, Op.UPDATE)[0] + 1, moved)
 
     found = fault({1: have_late}, num_batches=9, replicas=(2, 1))
-    assert "pauses for mini-batch 1 before it has the results of 0, which the script waits for" in found
+    assert "wait_recv of loss (1 -> all), microbatch 0 comes after pause of microbatch 1 at 4" in found
 
 
 def is_loss(instruction: Instruction) -> bool:
@@ -347,61 +361,62 @@ def test_a_version_that_another_one_should_be_is_found() -> None:
 
 
 def test_updates_that_are_out_of_order_or_missing_are_found() -> None:
-    assert "update of stage 2 makes version 2; expected 1" in fault({2: swap_versions})
+    assert "update of stage 2, microbatch 0 names microbatch 0 and version 2; expected the first" in fault(
+        {2: swap_versions}
+    )
     missing = fault({2: lambda own: own.pop(numbers_of(own, Op.UPDATE)[1])})
-    assert "stage 2 is updated 3 times; expected 4" in missing
+    assert "update of stage 2, round 1 is missing on rank 2; expected once" in missing
     early = fault({2: move(Op.UPDATE, 1, Op.UPDATE, 0)})
-    assert "the gradients of stage 2, microbatch 1, are made at" in early
-    assert "but belong into version 2" in early
+    assert "backward of stage 2, microbatch 1 comes after update of stage 2, microbatch 1 at 12" in early
 
 
 def test_an_update_that_comes_too_late_or_too_early_is_found() -> None:
     late = fault({2: move(Op.UPDATE, 0, Op.FORWARD, 1)})
-    assert "reads version 1 of stage 2, which is not made yet" in late
+    assert "forward of stage 2, microbatch 1 runs before update of stage 2, microbatch 0 at 14" in late
     schedule = pipedream.for_batches((1, 1, 1), 1, 4)
     sync_spec = replace(ending_of(schedule), stream=Stream(VersionPolicy.STASHED))
     gpipe_like = make_schedule("gpipe", 3, 4)
     programs = lower(replace(gpipe_like, stream=schedule.stream), chain_links(3), sync_spec=sync_spec)
-    with pytest.raises(VerifyError, match="is not made yet"):
+    with pytest.raises(VerifyError, match="runs before update of stage"):
         verify_programs(programs, schedule.placement, chain_links(3), 4, sync_spec=sync_spec)
 
 
 def test_weights_that_are_not_stashed_before_their_update_are_found() -> None:
     """Stage 1 of 3 stashes versions 1 and 2, which later backwards read."""
-    assert "reads version 0 of stage 1, which is not stashed before the update at" in fault(
-        {1: drop(Op.STASH)}
-    )
-    at_another_time = "of stage 1 at another time than before the update at"
-    assert f"stashes version 0 {at_another_time}" in fault({1: move(Op.STASH, 0, Op.UPDATE, 0)})
-    assert f"stashes version 1 {at_another_time}" in fault({1: move(Op.STASH, 1, Op.FORWARD, 0)})
+    assert "backward of stage 1, microbatch 1 has no stash before it" in fault({1: drop(Op.STASH)})
+    stash = "stash of stage 1, microbatch"
+    late = fault({1: move(Op.STASH, 0, Op.UPDATE, 0)})
+    assert f"{stash} 0 comes after update of stage 1, microbatch 0 at 21" in late
+    early = fault({1: move(Op.STASH, 1, Op.FORWARD, 0)})
+    assert f"{stash} 1 runs before update of stage 1, microbatch 0 at 23" in early
     before_gradients = move(Op.STASH, 1, Op.BACKWARD, 1)
-    assert f"stashes version 1 {at_another_time}" in fault({1: before_gradients})
+    assert f"accumulate of stage 1, microbatch 1 comes after {stash} 1 at" in fault({1: before_gradients})
     of_replicas = functools.partial(fault, num_batches=9, replicas=(2, 1))
     before_the_sum = move(Op.STASH, 1, Op.REDUCE_GRAD, 1)
-    assert f"stashes version 1 {at_another_time.replace('1', '0')}" in of_replicas({0: before_the_sum})
+    unsummed = "stash of stage 0, microbatch 2 runs before wait_reduce_grad of stage 0, microbatch 2"
+    assert unsummed in of_replicas({0: before_the_sum})
     checked = functools.partial(fault, on_nan=NonFiniteAction.SKIP)
     before_the_check = move(Op.STASH, 1, Op.ACCUMULATE, 1)
-    assert f"stashes version 1 {at_another_time}" in checked({1: before_the_check})
-    assert f"stashes version 2 {at_another_time}" in fault({1: change(Op.STASH, 0, version=2)})
-    assert "stashes version 9 of stage 1, which is never made" in fault({1: change(Op.STASH, 0, version=9)})
-    assert "stashes version 0 of stage 1 again; expected it once" in fault({1: repeat(Op.STASH)})
+    assert f"{stash} 1 runs before check of stage 1, microbatch 1 at" in checked({1: before_the_check})
+    for version in (2, 9):
+        other = fault({1: change(Op.STASH, 0, version=version)})
+        assert f"{stash} 0 names microbatch 0 and version {version}; expected the first" in other
+    assert f"{stash} 0 is there again; the first is at 21" in fault({1: repeat(Op.STASH)})
 
 
 @pytest.mark.parametrize("op", [Op.CHECK, Op.STAGE_NORM])
 def test_updates_whose_gradients_are_not_checked_or_measured_are_found(op: Op) -> None:
     refused = functools.partial(fault, on_nan=NonFiniteAction.SKIP, clips=True)
-    message = f"update of stage 1 without one {op} of its gradients before it"
-    for edit in (
-        drop(op, 1),
-        repeat(op, 1),
-        move(op, 1, Op.UPDATE, 1),
-        move(op, 1, Op.UPDATE, 0),
-        move(op, 1, Op.SEND, 0),
-    ):
-        assert message in refused({1: edit})
+    named = f"{op} of stage 1, microbatch 1"
+    assert f"has no {op} before it; expected of round" in refused({1: drop(op, 1)})
+    assert f"{named} is there again; the first is at" in refused({1: repeat(op, 1)})
+    for edit in (move(op, 1, Op.UPDATE, 1), move(op, 1, Op.UPDATE, 0), move(op, 1, Op.SEND, 0)):
+        found = refused({1: edit}).split("\n")[0]
+        assert named in found
+        assert "runs before" in found or "comes after" in found
     summed = functools.partial(refused, replicas=(2, 1), num_batches=9)
-    before_the_sum = move(op, 1, Op.ACCUMULATE, 1)
-    assert f"update of stage 0 without one {op} of its gradients" in summed({0: before_the_sum})
+    before_the_sum = summed({0: move(op, 1, Op.ACCUMULATE, 1)})
+    assert f"{op} of stage 0, microbatch 2" in before_the_sum.split("\n")[0]
 
 
 def test_a_check_before_the_losses_that_it_looks_at_is_found() -> None:
@@ -413,7 +428,9 @@ def test_a_check_before_the_losses_that_it_looks_at_is_found() -> None:
         own.insert(update, own.pop(max(k for k in losses if k < update)))
 
     found = fault({0: check_early}, on_nan=NonFiniteAction.SKIP)
-    assert "checks mini-batch 3 before it has all of its losses" in found
+    assert (
+        "wait_recv of loss (2 -> all), microbatch 3 comes after check of stage 0, microbatch 3 at 47" in found
+    )
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
@@ -441,7 +458,9 @@ def test_an_update_before_the_gradients_that_it_uses_is_found() -> None:
         for number in numbers_of(instructions, Op.UPDATE)[:1]:
             instructions.insert(first, instructions.pop(number))
 
-    assert "are made at" in fault({0: hold_back})
+    assert "backward of stage 0, microbatch 0 comes after update of stage 0, microbatch 0 at 0" in fault(
+        {0: hold_back}
+    )
 
 
 @given(st.data(), st.sampled_from(VersionPolicy), st.lists(st.integers(1, 5), min_size=1, max_size=5))
@@ -466,7 +485,9 @@ def test_the_first_of_four_stages_holds_four_versions() -> None:
 
 def test_fields_of_updates_are_checked() -> None:
     assert "update names stage 0, microbatch 1" in fault({1: change(Op.UPDATE, 1, stage=0)})
-    assert "update carries a link, peer, slot or segment" in fault({1: change(Op.UPDATE, 1, peer=0)})
+    assert "update carries a link, peer, slot, segment or model collective" in fault(
+        {1: change(Op.UPDATE, 1, peer=0)}
+    )
 
 
 def test_what_has_no_rule_of_versions_is_refused() -> None:
@@ -519,7 +540,7 @@ def test_rounds_that_are_no_rounds_are_refused() -> None:
     with pytest.raises(VerifyError, match="rank 1 does not repeat"):
         verify([first, replace(second, instructions=(far, *second.instructions[1:]))])
     without = replace(second, instructions=tuple(x for x in second.instructions if x.op is not Op.FREE))
-    with pytest.raises(VerifyError, match="is never freed"):
+    with pytest.raises(VerifyError, match="accumulate of stage 1, microbatch 0 has no free behind it"):
         verify([first, without])
     with pytest.raises(VerifyError, match="the program of rank 0 repeats; expected that of a single step"):
         verify_programs([first, second], schedule.placement, chain_links(2), 1)

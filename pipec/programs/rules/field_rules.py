@@ -1,22 +1,21 @@
 """The rules for the fields of one instruction: each fits the plan, from the stage to the segment."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
-from pipec.ir import Instruction, Op, OpKind, Payload, count_ranks, rank_of, stages_on
+from pipec.ir import WAIT_OF, Instruction, Op, OpKind, Payload, count_ranks, rank_of, stages_on
 from pipec.ir.columns import InstructionColumns, Ints, constant, is_constant
 from pipec.ir.text_format import format_link
 from pipec.programs.program_index import ProgramIndex, Violation
 from pipec.programs.routes import rank_pairs
-from pipec.programs.rules import (
-    collective_rules,
-    model_collective_rules,
-    precompute_rules,
-    sync_spec_rules,
-    weight_version_rules,
-)
+from pipec.programs.rules import sync_spec_rules
+
+STREAM_OPS = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, Op.CHECK, Op.STAGE_NORM, Op.STASH, Op.UPDATE, Op.PAUSE)
+"""The ops of a stream that name the first microbatch of a round."""
 
 
 def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
@@ -29,10 +28,10 @@ def _violations(step: ProgramIndex, rank: int, instruction: Instruction) -> Iter
     if traits.per_microbatch:
         return _compute_misfits(step, rank, instruction)
     if instruction.op is Op.PRECOMPUTE:
-        return precompute_rules.violations(step, rank, instruction)
-    if step.plan.sync_spec.stream and instruction.op in weight_version_rules.OPS:
-        return weight_version_rules.violations(step, rank, instruction)
-    return collective_rules.violations(step, rank, instruction)
+        return _precompute_misfits(step, rank, instruction)
+    if step.plan.sync_spec.stream and instruction.op in STREAM_OPS:
+        return _stream_misfits(step, rank, instruction)
+    return _sync_misfits(step, rank, instruction)
 
 
 def _first_of_each_kind(step: ProgramIndex, rank: int) -> Sequence[int]:
@@ -118,10 +117,14 @@ def _compute_misfits(step: ProgramIndex, rank: int, instruction: Instruction) ->
     if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
         yield f"{op} carries a link, peer, slot or bucket; expected none"
     if (op.traits.awaits or op).traits.kind is OpKind.COLLECTIVE:
-        yield from model_collective_rules.violations(step, instruction)
+        yield from _model_collective_misfits(step, instruction)
         return
     if instruction.model_collective != -1:
         yield f"{op} names model collective {instruction.model_collective}; expected none"
+    if op is Op.RECOMPUTE and not (step.trains and stage in step.recompute):
+        yield f"{op} of stage {stage}, which keeps what a backward reads; expected none"
+    if (op.traits.awaits or op).traits.kind is OpKind.COPY and stage not in step.offload:
+        yield f"{op} of stage {stage}, which keeps what it saves; expected none"
     if op is Op.ACCUMULATE:
         return
     num_segments = step.num_segments(op, stage) if op.traits.kind is OpKind.COMPUTE else 1
@@ -172,6 +175,118 @@ def _tied_gradient_misfits(step: ProgramIndex, rank: int, instruction: Instructi
     if instruction.link and instruction.link.payload is not Payload.WEIGHT_GRADIENT:
         yield f"accumulate carries {format_link(instruction.link)}; expected gradients of a tied weight"
     yield from _transfer_misfits(step, rank, received)
+
+
+def _model_collective_misfits(step: ProgramIndex, instruction: Instruction) -> Iterator[str]:
+    """Faults in the fields of a model collective, except its stage and its microbatch."""
+    stage, number = instruction.stage, instruction.model_collective
+    op = instruction.op.traits.awaits or instruction.op
+    model_collectives = step.model_collectives.get(stage, ())
+    if not 0 <= number < len(model_collectives) or model_collectives[number].op is not op:
+        some = ", ".join(f"{each.op}, model_collective {k}" for k, each in enumerate(model_collectives))
+        expected = some or "none"
+        yield f"{op}, model collective {number} is not in the plan for stage {stage}; expected {expected}"
+    if instruction.segment != -1:
+        yield f"{op} names segment {instruction.segment}; expected none"
+
+
+def _precompute_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """Faults in the fields of a ``precompute``."""
+    plan, stage, microbatch = step.plan, instruction.stage, instruction.microbatch
+    if stage not in stages_on(plan.placement, rank) or not plan.stages[stage].precomputed_phases:
+        yield f"precompute names stage {stage}; expected one of this rank with something to precompute"
+    if not (0 <= microbatch < plan.num_microbatches if plan.sync_spec.stream else microbatch == -1):
+        yield f"precompute names microbatch {microbatch}; expected one in a stream, and none in a step"
+    others = (instruction.peer, instruction.slot, instruction.bucket, instruction.segment)
+    if instruction.link or any(other != -1 for other in (*others, instruction.model_collective)):
+        yield "precompute names a link, peer, slot, bucket, segment or model collective; expected none"
+
+
+def _stream_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """Faults in the fields of a sum, an update or a pause of a stream."""
+    op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
+    if op is Op.PAUSE:
+        if stage != -1 or not 0 <= microbatch < step.plan.num_microbatches:
+            expected = f"no stage, and a microbatch below {step.plan.num_microbatches}"
+            yield f"pause names stage {stage}, microbatch {microbatch}; expected {expected}"
+    elif (
+        stage not in stages_on(step.plan.placement, rank) or not 0 <= microbatch < step.plan.num_microbatches
+    ):
+        expected = f"a stage of this rank, and a microbatch below {step.plan.num_microbatches}"
+        yield f"{op} names stage {stage}, microbatch {microbatch}; expected {expected}"
+    others = instruction.peer, instruction.slot, instruction.segment, instruction.model_collective
+    if instruction.link or any(other != -1 for other in others):
+        yield f"{op} carries a link, peer, slot, segment or model collective; expected none"
+    is_sum = op in (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD)
+    buckets = step.plan.sync_spec.buckets_of(stage) if is_sum else [-1]
+    if instruction.bucket not in buckets:
+        some = ", ".join(map(str, buckets)) or "none, as the stage has no replicas"
+        yield f"{op} of stage {stage} names bucket {instruction.bucket}; expected {some}"
+
+
+class SyncKey(NamedTuple):
+    """Identifies a collective or an update: instructions of different ranks with equal keys are one."""
+
+    op: Op
+    stage: int = -1
+    bucket: int = -1
+    model_collective: int = -1
+    round: int = -1
+
+    def __str__(self) -> str:
+        of = f" of stage {self.stage}" if self.stage >= 0 else ""
+        numbers = {"bucket": self.bucket, "model collective": self.model_collective, "round": self.round}
+        named = (f"{word} {number}" for word, number in numbers.items() if number >= 0)
+        return ", ".join([f"{self.op}{of}", *named])
+
+
+def _sync_misfits(step: ProgramIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """Faults in the fields of a collective or an update."""
+    key = SyncKey(instruction.op, instruction.stage, instruction.bucket)
+    others = (
+        *(instruction.microbatch, instruction.peer, instruction.slot),
+        *(instruction.segment, instruction.model_collective),
+    )
+    if instruction.link or any(other != -1 for other in others):
+        yield f"{key} names a microbatch, link, peer, slot, segment or model collective; expected none"
+    expected = expected_sync(step, rank)
+    if key not in expected:
+        some = ", ".join(map(str, expected)) or "none"
+        yield f"{key} is not in the plan for rank {rank}; expected {some}"
+
+
+def expected_sync(step: ProgramIndex, rank: int) -> Mapping[SyncKey, int]:
+    """The collectives and updates of a rank, and how often each runs; -1 means any number of times."""
+    sync_spec, keys = step.plan.sync_spec, dict[SyncKey, int]()
+    for stage in stages_on(step.plan.placement, rank):
+        if stage in sync_spec.count_stages and sync_spec.runs_microbatches:
+            keys[SyncKey(Op.SUM_COUNTS, stage)] = 1
+        if stage == step.plan.tail_stage and sync_spec.runs_microbatches:
+            keys[SyncKey(Op.TAIL, stage)] = 1
+            if len(step.plan.placement[stage]) > 1:
+                keys[SyncKey(Op.GATHER_ROWS, stage)] = 1
+        if stage in sync_spec.buffer_sync_stages and sync_spec.runs_microbatches:
+            keys[SyncKey(Op.AVERAGE_BUFFERS, stage)] = 1
+        if sync_spec.runs_update and not sync_spec.stream:
+            keys[SyncKey(Op.UPDATE, stage)] = 1
+        rounds = ceil(step.plan.num_microbatches / len(step.plan.placement[stage]))
+        for number in sync_spec.buckets_of(stage) if not sync_spec.stream else ():
+            bucket = sync_spec.buckets[number]
+            if sync_spec.runs_microbatches and not sync_spec.only_gathers:
+                keys[SyncKey(Op.REDUCE_GRAD, stage, number)] = (
+                    rounds if sync_spec.reduces_every_round(bucket) else 1
+                )
+            if sync_spec.reshards_after_use(bucket):
+                often = -1 if sync_spec.runs_microbatches else 0
+                keys |= {SyncKey(op, stage, number): often for op in (Op.UNSHARD, Op.RESHARD)}
+            elif sync_spec.shard and sync_spec.runs_update:
+                keys[SyncKey(Op.UNSHARD, stage, number)] = 1
+    if sync_spec.has_grad_norm:
+        keys[SyncKey(Op.GRAD_NORM)] = 1
+        if sync_spec.may_skip_step:
+            keys[SyncKey(Op.CHECK)] = 1
+    waits = {key._replace(op=WAIT_OF[key.op]): often for key, often in keys.items() if key.op in WAIT_OF}
+    return keys | waits
 
 
 def fits_plan(step: ProgramIndex) -> Iterator[Violation]:
