@@ -36,7 +36,7 @@ from pipec.ir import Plan, Program
 from pipec.ir.json_form import dump_json, parse_json
 from pipec.ir.text_format import format_program, parse_program
 
-FORMAT = "pipec artifact 7"
+FORMAT = "pipec artifact 8"
 
 CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
     "SHA256SUMS",
@@ -76,7 +76,7 @@ class Artifact:
     @functools.cached_property
     def has_random_operators(self) -> bool:
         """Whether the functions of any stage take ``rng``, for random operators."""
-        return any(re.search(r"^def .*\brng\b.*:$", source, re.MULTILINE) for source in self.sources)
+        return any('frame["rng"]' in source for source in self.sources)
 
     def canonical_text(self) -> str:
         """All that ranks must agree on, as one text."""

@@ -289,8 +289,8 @@ class CompiledCalls:
         parts = []
         for execution, batch_slice in zip(executions, batch_slices, strict=True):
             update = batch_slice is batch_slices[-1] and not self._context.steps.accumulates
-            leaves, measured = collective_call.call.leaves, self._context.steps.measured
-            parts.append(execution.run(leaves, batch_slice, collective_call.seed, recorded, update, measured))
+            leaves = collective_call.call.leaves
+            parts.append(execution.run(leaves, batch_slice, collective_call.seed, recorded, update))
         axes = groups[0][0].axes
         results = (
             parts[0] if len(parts) == 1 else merge_slices(groups[0][0].artifact.plan, parts, batch_slices)

@@ -22,7 +22,7 @@ from pipec.checkpoint.all_ranks import call_on_rank_0
 from pipec.compiler.compiler import Compiler
 from pipec.drawn_artifacts import DrawnTimeline, DrawnTrace, add_recorded_steps, draw_artifact
 from pipec.errors import InputError
-from pipec.ir import Mode, RankMemory
+from pipec.ir import Mode
 from pipec.ir.argument_checks import check_arguments
 from pipec.ir.text_format import text_as_html
 from pipec.options import Options
@@ -543,24 +543,6 @@ class Pipeline(PipelineBase):
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         return self._checkpoints.load(directory, optimizer, scheduler, model_only)
-
-    @exclusive_call
-    def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> StepMemory:
-        """Run ``step`` with these arguments, and return what each rank held. Every rank calls this.
-
-        On a GPU that one rank has for itself this is what torch's allocator says; else it is what the tensors
-        took that operators made. The step takes longer than others, and does all that they do.
-
-        Raises:
-            InputError: the programs have no end; and what ``step`` raises.
-        """
-        measured: list[RankMemory] = []
-        self._context.steps.measured = measured
-        try:
-            self.step(*args, target=target, **kwargs)
-        finally:
-            self._context.steps.measured = None
-        return StepMemory(self._context.ranks.peak_memory(measured), self.programs)
 
     @exclusive_call
     def save(self, directory: str | Path, tensors: bool = False) -> None:

@@ -143,7 +143,7 @@ class PipelineBase(ConvertedModule):
         execution = self._linked.execution(context.artifact)
         recording = context.steps.recording
         recorded = recording.of_update() if recording is not None else None
-        execution.update(recorded, context.steps.measured)
+        execution.update(recorded)
         context.steps.count_update(execution.non_finite, context.artifact)
 
     @property

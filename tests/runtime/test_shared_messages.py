@@ -78,7 +78,10 @@ class Side:
 
 
 def memory_of(ends: Sequence[SharedMemory]) -> list[int]:
-    return sorted(memory.numel() for end in ends for memory in end.held())
+    outgoing = [each for end in ends for each in end._outgoing.values()]
+    free = [slot for each in outgoing for queue in each._tag_queues.values() for slot in queue.free]
+    held = [slot for end in ends for each in end._incoming.values() for slot in each._holding.values()]
+    return sorted(slot.memory.whole.numel() for slot in (*free, *held))
 
 
 def test_values_arrive_as_they_were_sent_and_stay_while_they_are_held(

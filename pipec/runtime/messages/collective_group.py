@@ -7,8 +7,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipec.runtime.memory.meter import uncounted
-
 CollectiveWait = Callable[[], None]
 """Waits until a collective is complete. Raises TransportError if it cannot complete."""
 
@@ -55,8 +53,7 @@ class InProcessCollectives:
             if complete:
                 del self._in_process_collectives[number]
         if complete:
-            with uncounted():
-                finish([collective.inputs[each] for each in range(self.size)])
+            finish([collective.inputs[each] for each in range(self.size)])
             collective.done.set()
 
         def wait() -> None:

@@ -249,13 +249,6 @@ class DistributedTransport:
             self._buffers[key] = make_receive_buffers(instruction, self.device)
         return _Receiver(instruction, tag, self._buffers[key], receiving)
 
-    def held(self) -> Sequence[Tensor]:
-        buffers: list[ReceiveBuffer | MessagePacker] = [
-            *itertools.chain(*self._buffers.values()),
-            *self._message_packers.values(),
-        ]
-        return [memory for each in buffers for memory in each.held()] + self._shared.held()
-
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> CollectiveGroup:
         """The group of these ranks, which include this one. NCCL itself knows which ranks share a host."""
         members, others = tuple(ranks), [rank for rank in ranks if rank != self.rank]

@@ -82,10 +82,6 @@ class ReceiveBuffer:
         self.pending: Work | None = None
         self.unsynchronized: Work | None = None
 
-    def held(self) -> list[Tensor]:
-        """The memory that stays."""
-        return [self._memory.whole] if self._memory else []
-
     def synchronize(self, connections: Connections) -> None:
         """Wait until no message uses the memory."""
         if self.unsynchronized is not None:

@@ -21,10 +21,6 @@ class MessagePacker:
         self._link, self._message_layouts, self._device = link, MessageLayouts(link), device
         self._pack_buffers = deque(PackBuffer(self._memory(0)) for _ in range(MAX_IN_TRANSIT + 1))
 
-    def held(self) -> list[Tensor]:
-        """The memory that stays."""
-        return [pack_buffer.memory.whole for pack_buffer in self._pack_buffers]
-
     def messages(self, tensors: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
         """The messages of the link, with shapes evaluated with ``sizes``.
 

@@ -23,7 +23,7 @@ import os
 import socket
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,10 +90,6 @@ class SharedMemory:
         )
         return SharedReceiver(incoming, self._layouts_of(link), tag, received_slot, error_context)
 
-    def held(self) -> list[Tensor]:
-        """The memory that stays, counted on the rank that owns it at present."""
-        return [memory for each in self._ends() for memory in each.held()]
-
     def close(self) -> None:
         """Close all sockets. Waits at either end, on any thread, raise ConnectionError."""
         for each in self._ends():
@@ -143,9 +139,6 @@ class OutgoingChannel:
         self._tag_queues: defaultdict[int, _TagQueue] = defaultdict(_TagQueue)
         self._in_use: dict[int, _SenderSlot] = {}
         self._numbers = itertools.count()
-
-    def held(self) -> Iterator[Tensor]:
-        return (slot.memory.whole for tag_queue in self._tag_queues.values() for slot in tag_queue.free)
 
     def send(self, message_layout: MessageLayout, tensors: Sequence[Tensor], tag: int) -> None:
         """Copy the values of a message, and announce it. Waits while two sent messages are not posted."""
@@ -204,9 +197,6 @@ class IncomingChannel:
         self._num_posted, self._num_arrived = Counter[int](), Counter[int]()
         self._returned: defaultdict[int, dict[int, SharedSlot]] = defaultdict(dict)
         self._holding: dict[int, SharedSlot] = {}
-
-    def held(self) -> Iterator[Tensor]:
-        return (slot.memory.whole for slot in self._holding.values())
 
     def post(self, tag: int, before: SharedSlot | None) -> int:
         """Allow one more message, and send back the slot of the message ``before`` if it is free.

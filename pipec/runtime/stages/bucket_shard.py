@@ -83,11 +83,6 @@ class BucketShard:
         assert self._keeps, "parameters that are gathered before use have no lasting memory"
         self._flat, self._own = flat, flat[self._first : self._first + self._own.numel()]
 
-    def held(self) -> dict[str, list[Tensor]]:
-        """The memory by kind."""
-        gradients = [] if self._gradient is None else [self._gradient]
-        return {"parameters": [self._own], "gradients": gradients}
-
     @property
     def dtype(self) -> torch.dtype:
         return self._own.dtype

@@ -24,9 +24,6 @@ class GradientStorage(Protocol):
     def place(self, index: int) -> Tensor:
         """The memory for the parameter ``index``, with undefined values."""
 
-    def held(self) -> Sequence[Tensor]:
-        """The memory that is allocated."""
-
     def forget_step(self) -> None:
         """Release the tensors that ``place`` has returned."""
 
@@ -52,11 +49,6 @@ class GradientAccumulator:
     def accumulate_in(self, home: GradientStorage, indices: Iterable[int]) -> None:
         """Put the totals of these parameters into the memory of ``home``, from the first gradient on."""
         self._homes |= dict.fromkeys(indices, home)
-
-    def held(self) -> list[Tensor]:
-        """The gradients that exist, and the memory allocated for others."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return gradients + [memory for home in set(self._homes.values()) for memory in home.held()]
 
     def begin_step(self, factor: float = 1.0) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""

@@ -58,9 +58,6 @@ class GradientReduction:
             self._views = dict(zip(self._indices, self._layout.views(self._flat), strict=True))
         return self._views[index]
 
-    def held(self) -> Sequence[Tensor]:
-        return [] if self._flat is None else [self._flat]
-
     def forget_step(self) -> None:
         self._views = {}
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from pipec.artifact.artifact import Artifact, load_stage_module
 from pipec.errors import InputError, PipecError
-from pipec.ir import SCHEDULED_PHASES, Plan, RankMemory, StepPart, program_part, rank_of, stages_on
+from pipec.ir import SCHEDULED_PHASES, Plan, StepPart, program_part, rank_of, stages_on
 from pipec.ir.periodic_program import max_batches_ahead
-from pipec.runtime.memory.meter import MemoryMeter, make_memory_meter
 from pipec.runtime.messages.cuda import pinned_copy
 from pipec.runtime.stages.kernels import compile_functions
 from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_counts, batch_fraction
@@ -163,7 +162,6 @@ class Execution:
         seed: int,
         recorded: list[RecordedStep] | None = None,
         update: bool = True,
-        measured: list[RankMemory] | None = None,
     ) -> Mapping[str, Tensor]:
         """Run one step, or a stream of one mini-batch; returns its results by name.
 
@@ -176,10 +174,9 @@ class Execution:
             seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
             update: Whether the step ends with the update that the program has, if it has one.
-            measured: If the step succeeds, the memory of the ranks of this process is appended.
         """
         if self.is_stream:
-            require_synchronous(not update, recorded, measured)
+            require_synchronous(not update, recorded)
             return self._run_batch(leaves, batch_slice, seed)
         if self._updates is not None:
             self._updates.follow_script()
@@ -187,37 +184,30 @@ class Execution:
         updates = self.artifact.plan.sync_spec.updates
         part = StepPart.WHOLE if update or not updates else StepPart.ACCUMULATE
 
-        def run(interpreter: Interpreter, stamps: Timestamps | None, meter: MemoryMeter | None) -> Results:
-            return interpreter.run(microbatches, batch_slice, seed, stamps, part, meter)
+        def run(interpreter: Interpreter, stamps: Timestamps | None) -> Results:
+            return interpreter.run(microbatches, batch_slice, seed, stamps, part)
 
         dry_run = functools.partial(self.dry_run, microbatches, batch_slice, seed)
-        return self._run_part(part, run, recorded, measured, dry_run)
+        return self._run_part(part, run, recorded, dry_run)
 
-    def update(
-        self, recorded: list[RecordedStep] | None = None, measured: list[RankMemory] | None = None
-    ) -> None:
+    def update(self, recorded: list[RecordedStep] | None = None) -> None:
         """Run the update alone, with the gradients of all steps since the last one; otherwise as ``run``."""
         assert self._updates is not None, "the caller has checked that there are gradients"
         self._updates.follow_script()
-        self._run_part(StepPart.UPDATE, Interpreter.update, recorded, measured)
+        self._run_part(StepPart.UPDATE, Interpreter.update, recorded)
 
     def _run_part(
         self,
         part: StepPart,
-        run: Callable[[Interpreter, Timestamps | None, MemoryMeter | None], T],
+        run: Callable[[Interpreter, Timestamps | None], T],
         recorded: list[RecordedStep] | None,
-        measured: list[RankMemory] | None,
         prepare: Callable[[], object] = lambda: None,
     ) -> T:
         """What the first rank of this process returns of a part of a step that all of them run."""
         devices = self._ranks.devices
         timestamps: dict[int, Timestamps] = {} if recorded is None else {rank: [] for rank in devices}
-        meters = {
-            rank: make_memory_meter(device, list(devices.values()).count(device) > 1)
-            for rank, device in (devices.items() if measured is not None else ())
-        }
         jobs = [
-            functools.partial(run, interpreter, timestamps.get(rank), meters.get(rank))
+            functools.partial(run, interpreter, timestamps.get(rank))
             for rank, interpreter in zip(devices, self._interpreters, strict=True)
         ]
         try:
@@ -232,8 +222,6 @@ class Execution:
         if self._updates is not None:
             self._updates.mark_gradients()
         self.non_finite = self._interpreters[0].non_finite
-        if measured is not None:
-            measured += [meter.memory(rank) for rank, meter in meters.items()]
         if recorded is not None:
             sync_spec = self.artifact.plan.sync_spec
             programs = [program_part(program, sync_spec, part) for program in self.artifact.programs]
@@ -327,12 +315,8 @@ class Execution:
 def require_synchronous(
     accumulates: bool = False,
     recorded: list[RecordedStep] | None = None,
-    measured: list[RankMemory] | None = None,
 ) -> None:
-    """Raise InputError if a stream is asked for what needs the end of a step.
-
-    It is asked to add up the gradients of several mini-batches, to record times, or to measure memory.
-    """
+    """Raise InputError if a stream is asked to add up gradients over mini-batches, or to record times."""
     if accumulates:
         raise InputError(
             "an asynchronous schedule updates after every mini-batch, so that it accumulates no gradients; "
@@ -342,11 +326,6 @@ def require_synchronous(
         raise InputError(
             "an asynchronous schedule cannot be recorded or traced, because its programs do not end; use "
             "simulate() and visualize(...), or record schedule='1f1b'"
-        )
-    if measured is not None:
-        raise InputError(
-            "the memory of an asynchronous schedule cannot be measured, because its programs do not end; use "
-            "memory(), or measure schedule='1f1b'"
         )
 
 

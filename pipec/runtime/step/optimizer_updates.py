@@ -53,14 +53,6 @@ class StageUpdate:
     def _shared(self) -> dict[str, Tensor]:
         return {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
 
-    def held(self) -> dict[str, list[Tensor]]:
-        """The memory of the optimizer and the shards, by kind."""
-        found: dict[str, list[Tensor]] = {"optimizer": self.optimizer.held()}
-        for shard in self.shards.values():
-            for kind, tensors in shard.held().items():
-                found.setdefault(kind, []).extend(tensors)
-        return found
-
     def drop_gradients(self) -> None:
         """Drop all gradients, also those in transit."""
         for parameter in self.parameters.values():

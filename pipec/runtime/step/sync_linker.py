@@ -9,7 +9,7 @@ from pipec.runtime.optimizers import sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.runtime.stages.bucket_shard import BucketShard
 from pipec.runtime.stages.replica_reductions import BufferAverage, GradientReduction
-from pipec.runtime.step.compute import Action, nothing
+from pipec.runtime.step.linked_instruction import Action, nothing
 from pipec.runtime.step.non_finite import require_finite
 from pipec.runtime.step.optimizer_updates import StageUpdate
 from pipec.runtime.step.overflow_check import follow_table, norm_table, parameter_order
