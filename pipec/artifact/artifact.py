@@ -97,7 +97,7 @@ def load_stage_module(stage: int, source: str) -> types.ModuleType:
     Raises:
         ArtifactError: the code cannot be loaded, for example after it was edited.
     """
-    filename = f"<pipec {_digest(source.encode())[:12]}>/stage_{stage}.py"
+    filename = f"<pipec {_digest(source.encode())[:12]}/stage_{stage}.py>"  # debuggers keep such a name
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(f"stage_{stage}")
     try:

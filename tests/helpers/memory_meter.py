@@ -45,7 +45,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
     """Run ``pipe.step`` with these arguments; returns what each rank held. Every rank calls this."""
     found: dict[int, RankMemory] = {}
 
-    def execute(interpreter: Interpreter, actions: Sequence[Callable[[], None]]) -> None:
+    def execute(interpreter: Interpreter, actions: Sequence[Callable[[], None]], _: object) -> None:
         rank, device = interpreter._program.rank, interpreter._device
         on_device = sum(each == device for each in pipe._context.ranks.devices.values())
         meter = CudaMemoryMeter(device) if device.type == "cuda" and on_device == 1 else TensorMemoryMeter()
@@ -88,7 +88,7 @@ def _memory_at_start(interpreter: Interpreter) -> dict[str, list[Tensor]]:
         constants = [each for frame in stage.frames for each in frame.get("constants", ())]
         found["parameters"] += stage.weights
         found["gradients"] += [each.grad for each in stage.weights if each.grad is not None]
-        found["gradients"] += [x._flat for x in {*stage.gradients._homes.values()} if x._flat is not None]  # type: ignore[attr-defined]
+        found["gradients"] += [x._sums for x, _ in {*stage.gradients._homes.values()} if x._sums is not None]  # type: ignore[attr-defined]
         found["buffers"] += [*stage.buffers, *(each for each in constants if isinstance(each, Tensor))]
         found["inputs"] += [frame[x] for frame in stage.frames for x in stage.inputs if x in frame]
         if own := _update_of(interpreter, index):

@@ -125,6 +125,7 @@ class BoundStage:
         self._precompute_arguments = parameter_names(self._precompute) if hasattr(code, "precompute") else ()
         self._constants_arguments = _sizes_read(getattr(code, "constants", None))
         self.copies = HostCopies(device, stage.offloaded)
+        self._offloads = bool(stage.offloaded)
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
     def begin_step(self, loss_scale: float = 1.0) -> None:
@@ -155,7 +156,7 @@ class BoundStage:
         )
         frame["rng"] = OperatorGenerators(self.device, key)
         frame["constants"] = self._constants(*(sizes[name] for name in self._constants_arguments))
-        if not self.is_versioned:
+        if self._precompute_arguments and not self.is_versioned:
             frame["precomputed"] = self._precomputed_of(frame)
         return frame
 
@@ -229,8 +230,9 @@ class BoundStage:
         """
         frame = self.frames[microbatch]
         frame["w"] = self.versions.of(frame[VERSION])
-        self.precompute(microbatch)
-        frame["precomputed"] = self._precomputed_of(frame)
+        if self._precompute_arguments:
+            self.precompute(microbatch)
+            frame["precomputed"] = self._precomputed_of(frame)
 
     def advance(self, keeps_buffers: bool = False) -> None:
         """Switch to the next version of the weights after an update of a stream.
@@ -262,11 +264,10 @@ class BoundStage:
 
     def update_buffers(self, updates: Sequence[Tensor | None]) -> None:
         """Replace buffers for later forwards. Frames that hold the old ones keep them."""
-        if self.updated_indices:
-            self.buffers = list(self.buffers)
-            for index, update in zip(self.updated_indices, updates, strict=True):
-                if update is not None:
-                    self.buffers[index] = update
+        self.buffers = list(self.buffers)
+        for index, update in zip(self.updated_indices, updates, strict=True):
+            if update is not None:
+                self.buffers[index] = update
 
     def end_step(self) -> None:
         """Copy the updated buffers into the model's."""
@@ -275,7 +276,8 @@ class BoundStage:
 
     def forget_step(self) -> None:
         """Free every value of the step."""
-        self.copies.finish()
+        if self._offloads:
+            self.copies.finish()
         for frame in self.frames:
             frame.clear()
         for index in self._borrowed_indices:

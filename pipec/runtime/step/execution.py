@@ -87,11 +87,13 @@ class Execution:
             self._batch_counts += [
                 BatchCountsFunction(plan.stages[k], module, buffers_here, device)
                 for k, module in modules.items()
-                if k not in plan.sync_spec.count_stages
+                if plan.stages[k].batch_counts and k not in plan.sync_spec.count_stages
             ]
         readers += [(each.device, each.inputs) for each in self._batch_counts]
         self._read_here = {name for _, names in readers for name in names}
         self._read_by_gpus = {name for device, names in readers if device.type == "cuda" for name in names}
+        self.is_stream = artifact.programs[0].period > 0
+        """Whether the programs are periodic: steps overlap."""
 
     def _load(self, number: int) -> types.ModuleType:
         code = load_stage_module(number, self.artifact.sources[number])
@@ -115,17 +117,19 @@ class Execution:
 
     def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of the stages for each microbatch, by name."""
-        leaves = self._staged(leaves)
+        if self._read_by_gpus:
+            leaves = self._staged(leaves)
         microbatches = self._split(leaves, batch_slice)
-        whole = batch_counts(self._batch_counts, self.artifact.plan, leaves, microbatches, batch_slice)
-        for microbatch, size, first in zip(
-            microbatches, batch_slice.sizes, batch_slice.first_rows, strict=True
-        ):
-            numbers = {
-                "batch_fraction": batch_fraction(size, batch_slice.batch),
-                "first_row": torch.tensor(first),
-            }
-            microbatch |= numbers | whole
+        if self._batch_counts:
+            whole = batch_counts(self._batch_counts, self.artifact.plan, leaves, microbatches, batch_slice)
+            for microbatch in microbatches:
+                microbatch |= whole
+        if "batch_fraction" in self._read_here:
+            for microbatch, size in zip(microbatches, batch_slice.sizes, strict=True):
+                microbatch["batch_fraction"] = batch_fraction(size, batch_slice.batch)
+        if "first_row" in self._read_here:
+            for microbatch, first in zip(microbatches, batch_slice.first_rows, strict=True):
+                microbatch["first_row"] = torch.tensor(first)
         return microbatches
 
     def _staged(self, leaves: Sequence[object]) -> Sequence[object]:
@@ -187,8 +191,9 @@ class Execution:
         def run(interpreter: Interpreter, stamps: Timestamps | None) -> Results:
             return interpreter.run(microbatches, batch_slice, seed, stamps, part)
 
-        dry_run = functools.partial(self.dry_run, microbatches, batch_slice, seed)
-        return self._run_part(part, run, recorded, dry_run)
+        if self._dry_runs:
+            self.dry_run(microbatches, batch_slice, seed)
+        return self._run_part(part, run, recorded)
 
     def update(self, recorded: list[RecordedStep] | None = None) -> None:
         """Run the update alone, with the gradients of all steps since the last one; otherwise as ``run``."""
@@ -201,7 +206,6 @@ class Execution:
         part: StepPart,
         run: Callable[[Interpreter, Timestamps | None], T],
         recorded: list[RecordedStep] | None,
-        prepare: Callable[[], object] = lambda: None,
     ) -> T:
         """What the first rank of this process returns of a part of a step that all of them run."""
         devices = self._ranks.devices
@@ -211,7 +215,6 @@ class Execution:
             for rank, interpreter in zip(devices, self._interpreters, strict=True)
         ]
         try:
-            prepare()
             results = jobs[0]() if self._ranks.world.is_distributed else self._ranks.in_process.run(jobs)[0]
         except BaseException as error:
             if self._updates is not None and self.artifact.plan.sync_spec.updates:
@@ -240,11 +243,6 @@ class Execution:
             f"the step failed when updates had begun, of {listed}: the parameters of the stages do not fit "
             "together. Load a checkpoint to train on"
         )
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the programs are periodic: steps overlap."""
-        return self.artifact.programs[0].period > 0
 
     @property
     def num_readers(self) -> int:

@@ -55,6 +55,7 @@ class _LinkedPart:
     program: Program
     linked: Sequence[LinkedInstruction]
     actions: Sequence[Action]
+    ends: list[Action]
 
 
 class Interpreter:
@@ -255,7 +256,10 @@ class Interpreter:
         try:
             with self._running_alone():
                 self._begin_step(microbatches, batch_slice, seed)
-                self._run_actions(self._actions_on(batch_slice.sizes), timestamps)
+                actions = self._part.actions
+                if not all(batch_slice.sizes):  # microbatches without rows are not computed
+                    actions = [x.for_sizes(batch_slice.sizes) for x in self._part.linked] + self._part.ends
+                self._execute(actions, timestamps)
                 return merged_results(self._rank, batch_slice, self._device)
         finally:
             self._forget_step()
@@ -267,7 +271,7 @@ class Interpreter:
             with self._running_alone():
                 for stage in self._stages.values():
                     stage.gradients.begin_step()
-                self._run_actions(self._part.actions, timestamps)
+                self._execute(self._part.actions, timestamps)
         finally:
             self._forget_step()
 
@@ -278,8 +282,10 @@ class Interpreter:
             numbers = instructions_of_part(self._program, self._plan.sync_spec, part)
             program = program_part(self._program, self._plan.sync_spec, part)
             linked = [self._passes[0][number] for number in numbers]
-            ends = [] if part is StepPart.UPDATE else [self._rank.transport.finish, self._end_step]
-            self._parts[part] = _LinkedPart(program, linked, [*(each.action for each in linked), *ends])
+            ends = [] if part is StepPart.UPDATE else [self._rank.transport.finish]
+            if ends and any(stage.updated_indices for stage in self._stages.values()):
+                ends.append(self._end_step)
+            self._parts[part] = _LinkedPart(program, linked, [each.action for each in linked] + ends, ends)
         self._part = self._parts[part]
 
     def _begin_step(
@@ -338,19 +344,10 @@ class Interpreter:
         """The stages whose update has begun in the last step; all are complete unless the step failed."""
         return set(self._update_state.begun)
 
-    def _actions_on(self, sizes: Sequence[int]) -> Sequence[Action]:
-        """The actions of a step; microbatches without rows are not computed."""
-        if all(sizes):
-            return self._part.actions
-        return [*(each.for_sizes(sizes) for each in self._part.linked), *self._part.actions[-2:]]
-
-    def _run_actions(self, actions: Sequence[Action], timestamps: Timestamps | None) -> None:
+    def _execute(self, actions: Sequence[Action], timestamps: Timestamps | None) -> None:
         if timestamps is not None:
             self._execute_and_stamp(actions, timestamps)
-        else:
-            self._execute(actions)
-
-    def _execute(self, actions: Sequence[Action]) -> None:
+            return
         for position, action in enumerate(actions):
             self.position = position
             action()

@@ -283,7 +283,8 @@ def _bound(
     def forward() -> None:
         sent, saved, updates = function(frame)
         results.collect(microbatch, sent)
-        stage.update_buffers(updates)
+        if updates:
+            stage.update_buffers(updates)
         frame.update(sent, saved=saved)
 
     def recompute() -> None:
