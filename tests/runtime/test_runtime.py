@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from handwritten_stages import (
 from torch import Tensor
 
 from pipec.errors import ExecutionError, VerifyError
-from pipec.ir import Compute, Instruction, Mode, Phase, Program, Schedule, one_rank_per_stage
+from pipec.ir import Compute, Instruction, Mode, Payload, Phase, Program, Schedule, one_rank_per_stage
 from pipec.runtime import InProcessTransport, Interpreter
 from pipec.runtime.messages import transport
 from pipec.runtime.stages.gradients import GradientAccumulator
@@ -314,6 +315,16 @@ def make_rank_1(
     return Interpreter(
         Program(1, tuple(instructions)), plan, {1: stage}, tensors, model.buffers, endpoint, CPU
     )
+
+
+def test_a_borrowed_parameter_must_be_lent() -> None:
+    plan, model = make_plan(SCHEDULES["1f1b"]), make_model()
+    links = tuple(link for link in plan.links if link.payload is not Payload.WEIGHT)
+    endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(2)
+    with pytest.raises(VerifyError, match="stage 2: the parameters a are borrowed, but no weight link"):
+        Interpreter(
+            Program(2, ()), replace(plan, links=links), {2: Stage2}, model.parameters, {}, endpoint, CPU
+        )
 
 
 def test_missing_tensors_and_foreign_code_are_refused() -> None:

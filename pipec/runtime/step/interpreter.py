@@ -155,7 +155,7 @@ class Interpreter:
         self._begin_part(StepPart.WHOLE)
 
     def _require_inputs(self) -> None:
-        """Raise VerifyError if a stage reads an input that the plan does not have."""
+        """Raise VerifyError if a stage reads an input or borrows a parameter that the plan does not bring."""
         known = {"batch_fraction", "first_row", *(entry.value.name for entry in self._plan.inputs)}
         known |= {name for stage in self._plan.stages for name in stage.batch_counts}
         for index, stage in self._stages.items():
@@ -163,6 +163,12 @@ class Interpreter:
                 raise VerifyError(
                     f"stage {index} reads {', '.join(unknown)} of the batch, but the plan has the inputs "
                     f"{', '.join(sorted(known))}; generate the stage code from this plan"
+                )
+            weights = (x for x in self._plan.links if x.payload is Payload.WEIGHT and x.target == index)
+            if missing := sorted(stage.borrowed.difference(*(link.names for link in weights))):
+                raise VerifyError(
+                    f"stage {index}: the parameters {', '.join(missing)} are borrowed, but no weight link "
+                    "brings them; add one to the plan, from the stage that owns them"
                 )
 
     def _link(self) -> Sequence[Sequence[LinkedInstruction]]:
