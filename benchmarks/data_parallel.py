@@ -12,9 +12,11 @@ which are alive, counted in one more step of each contestant alone.
 import argparse
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import pipec
-from pipec.runtime.memory.meter import TensorMemoryMeter
+
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
+
+from memory_meter import TensorMemoryMeter
 
 RANKS, WARMUP_STEPS = 2, 3
 BUCKETS_MB = (1, 25, 400)

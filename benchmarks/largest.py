@@ -10,9 +10,11 @@ Without recompute the model is as deep as ``recompute="none"`` allows.
 
 import argparse
 import functools
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -26,6 +28,10 @@ from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.errors import InfeasibleError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.ir.text_format import format_bytes
+
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
+
+from memory_meter import measure_memory
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 MICROBATCHES_PER_RANK = 4
@@ -114,7 +120,7 @@ def measured(sizes: Sizes, pipe: pipec.Pipeline, num_ranks: int) -> str:
         return ""
     tokens, target = sizes.batch(num_ranks)
     pipe.step(tokens, target=target)
-    return format_bytes(pipe.measure_memory(tokens, target=target).peak_bytes)
+    return format_bytes(measure_memory(pipe, tokens, target=target).peak_bytes)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
     python benchmarks/memory.py --short                     # one case alone
     torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: two replicas, and sharding
 
-``pipe.memory()`` predicts and ``pipe.measure_memory(...)`` measures; the second step is measured, when the
+``pipe.memory()`` predicts and ``measure_memory(pipe, ...)`` measures; the second step is measured, when the
 state of the optimizer is there. Each cell is what was predicted over what was measured, of the rank that is
 furthest off. Each model is captured once for all its cases.
 """
@@ -13,8 +13,10 @@ import argparse
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,6 +38,10 @@ import pipec
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.runtime.processes.launch import world
+
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
+
+from memory_meter import measure_memory
 
 ROWS, MICROBATCHES, LENGTH, WORDS = 16, 8, 64, 512
 WAYS: dict[str, dict[str, Any]] = {
@@ -166,7 +172,7 @@ def measured(case: Case) -> list[tuple[float, float]]:
     """Predicted and measured bytes of each rank."""
     pipe, inputs = compiled(case)
     pipe.step(**inputs)
-    found = pipe.measure_memory(**inputs)
+    found = measure_memory(pipe, **inputs)
     return [(said.peak_bytes, most.peak_bytes) for said, most in zip(pipe.memory(), found, strict=True)]
 
 

@@ -12,6 +12,7 @@ import argparse
 import functools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,10 @@ from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
 from pipec.ir.text_format import format_bytes, format_seconds
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.runtime.memory.meter import TensorMemoryMeter
+
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
+
+from memory_meter import TensorMemoryMeter, measure_memory
 
 GPU = "a100-40gb"
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.32, 0.31, 0.3)
@@ -120,7 +124,7 @@ def measured(sizes: Sizes, rounds: int, shares: Sequence[float]) -> None:
     for pipe in pipes.values():
         pipe.step(tokens, target=target)
         pipe.zero_grad()
-    held = [pipe.measure_memory(tokens, target=target).peak_bytes for pipe in pipes.values()]
+    held = [measure_memory(pipe, tokens, target=target).peak_bytes for pipe in pipes.values()]
     steps = [functools.partial(pipe.step, tokens, target=target) for pipe in pipes.values()]
     seconds = seconds_of(steps, rounds)
     for (name, pipe), peak, taken in zip(pipes.items(), held, seconds, strict=True):
@@ -186,7 +190,7 @@ def against_torch(sizes: Sizes, rounds: int) -> None:
         except InfeasibleError:
             row(budget, format_bytes(peak), "", "more", "", "")
             continue
-        own = pipe.measure_memory(tokens, target=target).peak_bytes
+        own = measure_memory(pipe, tokens, target=target).peak_bytes
         theirs, ours = seconds_of([step, functools.partial(pipe.step, tokens, target=target)], rounds)
         shown = f"{1e3 * theirs:.1f}", format_bytes(own), f"{1e3 * ours:.1f}", f"{ours / theirs:.2f}"
         row(budget, format_bytes(peak), *shown)

@@ -140,9 +140,9 @@ def test_every_version_has_every_file() -> None:
 UNKNOWN: dict[str, tuple[str, tuple[str, str], type[PipecError], str]] = {
     "artifact": (
         "artifact/plan.json",
-        ('"pipec artifact 7"', '"pipec artifact 99"'),
+        ('"pipec artifact 8"', '"pipec artifact 99"'),
         ArtifactError,
-        "has format 'pipec artifact 99', this version reads 'pipec artifact 7'",
+        "has format 'pipec artifact 99', this version reads 'pipec artifact 8'",
     ),
     "checkpoint": (
         "checkpoint/checkpoint.pt",

@@ -42,7 +42,7 @@ from pipec.ir.json_form import dump_json, parse_json
 from pipec.ir.text_format import format_program, parse_program
 from pipec.torch_compat import pytree
 
-FORMAT = "pipec artifact 7"
+FORMAT = "pipec artifact 8"
 
 CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
     "SHA256SUMS",
@@ -92,7 +92,7 @@ class Artifact:
     @functools.cached_property
     def has_random_operators(self) -> bool:
         """Whether the functions of any stage take ``rng``, for random operators."""
-        return any(re.search(r"^def .*\brng\b.*:$", source, re.MULTILINE) for source in self.sources)
+        return any('frame["rng"]' in source for source in self.sources)
 
     def canonical_text(self) -> str:
         """All that ranks must agree on, as one text."""
@@ -146,7 +146,7 @@ def load_stage_module(stage: int, source: str) -> types.ModuleType:
     Raises:
         ArtifactError: the code cannot be loaded, for example after it was edited.
     """
-    filename = f"<pipec {_digest(source.encode())[:12]}>/stage_{stage}.py"
+    filename = f"<pipec {_digest(source.encode())[:12]}/stage_{stage}.py>"  # debuggers keep such a name
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(f"stage_{stage}")
     try:

@@ -69,6 +69,7 @@ def _faults(plan: Plan, stage: Stage, source: str, programs: Sequence[Program]) 
         yield from _missing_tail_values(stage, stage.tail, functions)
     yield from _gradients_after_reduction(plan, stage, functions)
     yield from _missing_collective_values(stage, functions)
+    yield from _unknown_values(plan, stage, functions, tables.get("INPUTS"))
     planned = (stage.parameters, stage.buffers, stage.updated_buffers)
     for name, expected in zip(("PARAMETERS", "BUFFERS", "UPDATED_BUFFERS"), planned, strict=True):
         if tables.get(name) != expected:
@@ -123,8 +124,37 @@ def _missing_collective_values(stage: Stage, functions: Mapping[str, ast.Functio
         )
         if makes in functions and name not in _sent_names(functions[makes]):
             yield f"has no {name!r} among what {makes} returns, the input of a model collective"
-        if reads in functions and name not in {argument.arg for argument in functions[reads].args.args}:
+        if reads in functions and name not in _taken_names(functions[reads]):
             yield f"has no {name!r} among what {reads} takes, the result of a model collective"
+
+
+def _unknown_values(
+    plan: Plan, stage: Stage, functions: Mapping[str, ast.FunctionDef], inputs: object
+) -> Iterator[str]:
+    """Values that functions of phases take out of their frame, and that nothing puts there."""
+    known = {"w", "gradient_sums", "precomputed", "buffers", "constants", "b", "rng", "saved", "device"}
+    known |= {"grad_loss", *(variable.name for variable in plan.variables)}
+    known |= {name for link in plan.links if link.target == stage.index for name in link.names}
+    known |= {each.value.name for each in stage.model_collectives}
+    known |= {value.name for value in (*stage.tail.inputs, *stage.tail.gradients)} if stage.tail else set()
+    known |= {*inputs} if isinstance(inputs, tuple) else set()
+    for name, function in functions.items():
+        if unknown := sorted(map(str, _taken_names(function) - known)):
+            yield f"takes {', '.join(unknown)} in {name}, which nothing puts into the frame"
+
+
+def _taken_names(function: ast.FunctionDef) -> set[object]:
+    """The names of the values that a function takes: ``frame["x"]`` and ``frame.pop("x")``."""
+    found = set[object]()
+    for node in ast.walk(function):
+        match node:
+            case ast.Subscript(value=ast.Name(id="frame"), slice=ast.Constant(value=name)):
+                found.add(name)
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="frame"), attr="pop"), args=[ast.Constant(value=name)]
+            ):
+                found.add(name)
+    return found
 
 
 def _sent_names(function: ast.FunctionDef) -> set[object]:

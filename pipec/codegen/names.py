@@ -37,6 +37,7 @@ RESERVED = frozenset(
     [
         "math",
         "torch",
+        "frame",
         "w",
         "buffers",
         "constants",

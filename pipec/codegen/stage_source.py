@@ -22,6 +22,12 @@ from pipec.codegen.names import safe_comment
 from pipec.codegen.tensor_names import name_tensors
 from pipec.graph import (
     ACCUMULATING_METHODS,
+    BatchCount,
+    BatchFraction,
+    FirstRow,
+    ModelInput,
+    TailGradient,
+    TailInput,
     TrainingGraph,
     accumulates_in_place,
     is_branch_check,
@@ -60,6 +66,9 @@ RETURN_VALUES = {
 }
 """The values that the function of each phase returns, as the interpreter unpacks them."""
 
+OF_THE_BATCH = ModelInput | BatchFraction | FirstRow | BatchCount
+"""The roles of what a step brings, and no function makes."""
+
 
 def return_values(function: PhaseFunction) -> tuple[str, ...]:
     """The values that a function returns: those of its phase, and values saved for the next segment."""
@@ -73,7 +82,8 @@ def return_values(function: PhaseFunction) -> tuple[str, ...]:
 class StageSource:
     """Writes one stage. ``names`` are the ``shared`` names, with others for the stage's own tensors.
 
-    Messages use the ``shared`` names.
+    Messages use the ``shared`` names. The stage's links carry the values ``sent``, some of which it has
+    received itself: it hands these on.
     """
 
     graph: TrainingGraph
@@ -81,13 +91,19 @@ class StageSource:
     shared: Mapping[fx.Node, str]
     names: Mapping[fx.Node, str]
     title: str
+    sent: Collection[str] = ()
 
     @classmethod
     def of(
-        cls, graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str], title: str
+        cls,
+        graph: TrainingGraph,
+        stage: StageFunctions,
+        names: Mapping[fx.Node, str],
+        title: str,
+        sent: Collection[str] = (),
     ) -> "StageSource":
         """The source of a stage, with names for the stage's own tensors."""
-        return cls(graph, stage, names, {**names, **name_tensors(graph, stage, names)}, title)
+        return cls(graph, stage, names, {**names, **name_tensors(graph, stage, names)}, title, sent)
 
     def write(self) -> str:
         """The source of the whole module. The same graph and plan give the same bytes."""
@@ -96,6 +112,7 @@ class StageSource:
         lines += self._table("BUFFERS", self.stage.buffers, described=True)
         changed = [node for node in self.stage.buffers if node.meta["role"].fqn in self.updated]
         lines += self._table("UPDATED_BUFFERS", changed, described=False)
+        lines += break_lines(f"INPUTS = {tuple_source(map(repr, self._inputs()))}", 0)
         return "\n".join([*lines, *self._functions()]) + "\n"
 
     def _functions(self) -> Iterator[str]:
@@ -125,6 +142,11 @@ class StageSource:
         """The buffers that forwards change."""
         changed = {fqn for function in self.stage.all_functions for fqn, _ in function.buffer_updates}
         return [n.meta["role"].fqn for n in self.stage.buffers if n.meta["role"].fqn in changed]
+
+    def _inputs(self) -> list[str]:
+        """The names of what functions read of the mini-batch, in order."""
+        read = (node for function in self.stage.all_functions for node in function.inputs)
+        return list(dict.fromkeys(self.names[x] for x in read if isinstance(x.meta["role"], OF_THE_BATCH)))
 
     def used_constants(self) -> list[fx.Node]:
         """The constants that functions read, in the order ``constants`` returns them."""
@@ -290,20 +312,34 @@ class _FunctionSource:
     function: PhaseFunction
 
     def lines(self) -> list[str]:
-        head = break_lines(f"def {self.function.name}({', '.join(self._parameters())})", 0, ":")
-        return [*head, *self._unpack(), *self._body(), *self._return()]
+        return [f"def {self.function.name}(frame):", *self._take(), *self._body(), *self._return()]
 
-    def _parameters(self) -> Iterator[str]:
-        """The names of the values that the function reads, in a fixed order. Callers bind them by name."""
-        function, reads = self.function, self._tensors_read()
-        yield from (name for name, nodes in self._tensor_lists().items() if reads.intersection(nodes))
-        if any(map(accumulates_in_place, function.body)):
-            yield "gradient_sums"
-        if function.takes_saved:
-            yield "saved"
-        yield from (self.module.names[node] for node in function.received + function.inputs)
+    def _take(self) -> Iterator[str]:
+        """``b, x = frame["b"], frame.pop("x")``: what no later function and no message reads is popped."""
+        function, names = self.function, self.module.names
         named = self.module.free_names(function.body)
-        yield from (name for name in (*self.module.graph.symbol_names, "device", "rng") if name in named)
+        read = [name for name in (*self.module.graph.symbol_names, "device", "rng") if name in named]
+        read += ["gradient_sums"] if any(map(accumulates_in_place, function.body)) else []
+        values = (*function.received, *function.inputs)
+        popped = [names[node] for node in values if self._reads_last(node)]
+        read += [names[node] for node in values if not self._reads_last(node)]
+        yield from _assignments(read, [f'frame["{name}"]' for name in read])
+        yield from _assignments(popped, [f'frame.pop("{name}")' for name in popped])
+        reads = self._tensors_read()
+        for table, nodes in self._tensor_lists().items():
+            yield from self.module.unpack(f'frame["{table}"]', nodes, reads)
+        if function.takes_saved:
+            saved, taken = [names[node] for node in function.saved_in], 'frame.pop("saved")'
+            yield from wrap_items("    ", saved, f" = {taken}") if saved else [f"    {taken}"]
+
+    def _reads_last(self, node: fx.Node) -> bool:
+        """Whether nothing reads a value of the frame after this function."""
+        if node in self.function.received:
+            is_handed_on = self.module.names[node] in {*self.module.sent}.difference(self._sent())
+            return not is_handed_on
+        readers = [each for each in self.module.stage.functions if node in each.inputs]
+        is_made = isinstance(node.meta["role"], TailInput | TailGradient)
+        return is_made and (not readers or readers[-1] is self.function)
 
     def _tensor_lists(self) -> dict[str, Sequence[fx.Node]]:
         """The stage's tensors, by the argument that passes them."""
@@ -323,15 +359,6 @@ class _FunctionSource:
         tensors = (*self.module.stage.parameters, *self.module.stage.buffers)
         of_stage = {node.meta["role"]: node for node in tensors}
         return {of_stage.get(node.meta.get("role"), node) for node in reads}
-
-    def _unpack(self) -> Iterator[str]:
-        reads = self._tensors_read()
-        for variable, nodes in self._tensor_lists().items():
-            yield from self.module.unpack(variable, nodes, reads)
-        if self.function.saved_in:
-            names = [self.module.names[node] for node in self.function.saved_in]
-            yield from wrap_items("    ", names, " = saved")
-            yield "    saved.clear()"
 
     def _body(self) -> Iterator[str]:
         """The operators, grouped under comments that name their module.
@@ -377,17 +404,19 @@ class _FunctionSource:
         *lines, last = break_lines(code, 4)
         yield from (*lines, with_note(last, f"{self.module.names[node]}  {self.module.type_of(node)}"))
 
-    def _return(self) -> Iterator[str]:
-        function, names = self.function, self.module.names
-        updates = dict(function.buffer_updates)
-        keys = self.module.shared
+    def _sent(self) -> dict[str, str]:
+        """The names of the values that the function returns for messages, and as results."""
+        function, names, keys = self.function, self.module.names, self.module.shared
         sent = {keys[n]: names[n.all_input_nodes[0]] for n in function.sent}
         sent |= {keys[n]: names[n] for n in function.outputs}
         sent |= {keys[n]: names[n.all_input_nodes[0]] for n in function.collectives}
-        sent |= {self.module.tail_names[role]: names[node] for role, node in function.tail_values}
-        gradients = dict(function.gradients)
+        return sent | {self.module.tail_names[role]: names[node] for role, node in function.tail_values}
+
+    def _return(self) -> Iterator[str]:
+        function, names = self.function, self.module.names
+        updates, gradients = dict(function.buffer_updates), dict(function.gradients)
         parts = {
-            "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in sent.items()) + "}",
+            "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in self._sent().items()) + "}",
             "saved": "[" + ", ".join(map(names.__getitem__, function.saved_out)) + "]",
             "updates": tuple_source(
                 names[updates[fqn]] if fqn in updates else "None" for fqn in self.module.updated
@@ -418,3 +447,11 @@ class _FunctionSource:
     def _source_line(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
         return safe_comment(operators[node.meta["operator"]].source) if operators else ""
+
+
+def _assignments(names: Sequence[str], sources: Sequence[str]) -> list[str]:
+    """``a, b = x, y`` on one line, or on one for each name."""
+    line = f"    {', '.join(names)} = {', '.join(sources)}"
+    if len(line) > LINE_LENGTH:
+        return [f"    {name} = {source}" for name, source in zip(names, sources, strict=True)]
+    return [line] if names else []

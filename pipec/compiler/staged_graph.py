@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -126,9 +127,14 @@ class EvaluatedPlan:
         if len(self.programs) == self.plan.num_ranks:
             verify_parts(self.plan, self.programs)
         names, graph = self.staged.names, self.staged.graph
+        sent: dict[int, set[str]] = defaultdict(set)
+        for link in self.plan.links:
+            if link.payload.per_microbatch:
+                sent[link.source] |= {*link.names}
+        titles = [stage_header(stage, self.plan) for stage in self.plan.stages]
         sources = tuple(
-            StageSource.of(graph, functions, names, stage_header(stage, self.plan)).write()
-            for functions, stage in zip(self.stages, self.plan.stages, strict=True)
+            StageSource.of(graph, functions, names, title, sent[functions.index]).write()
+            for functions, title in zip(self.stages, titles, strict=True)
         )
         constants = {name: x if x.is_meta else x.cpu() for name, x in graph.constants.items()}
         return Artifact(

@@ -1,8 +1,7 @@
 """What stages and ranks hold in memory: the figures that planner, search, plan and meter share."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,13 +148,12 @@ def _nothing() -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of rank ``rank`` in a step, predicted or measured, in bytes.
+    """The memory of rank ``rank`` in a step, in bytes.
 
     ``bytes_by_category`` is the memory at its peak, during instruction ``position`` of its program, with
     ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the peak during instruction ``i``, and
     ``after[i]`` the memory after it. ``host_bytes`` is the peak of host memory, which is not counted in the
-    device's peak, and ``host_after[i]`` the host memory after instruction ``i``. ``reserved_bytes`` is the
-    most that torch's allocator held of a GPU, with gaps between blocks.
+    device's peak, and ``host_after[i]`` the host memory after instruction ``i``.
     """
 
     rank: int
@@ -166,19 +164,10 @@ class RankMemory:
     most: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
     after: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
     host_after: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
-    reserved_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:
         return sum(self.bytes_by_category.values())
-
-    def as_json(self) -> dict[str, Any]:
-        """The data that ``from_json`` reads."""
-        return {**asdict(self), **{name: getattr(self, name).tolist() for name in _CURVES}}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "RankMemory":
-        return cls(**{**data, **{name: np.array(data[name]) for name in _CURVES}})
 
     @property
     def running(self) -> float:

@@ -19,7 +19,7 @@ from pipec.artifact.artifact import MODE_FOLDERS, Artifact, write_artifact
 from pipec.checkpoint.all_ranks import call_on_rank_0
 from pipec.console import notice
 from pipec.errors import InputError
-from pipec.ir import Mode, Program, RankMemory
+from pipec.ir import Mode, Program
 from pipec.ir.argument_checks import check_arguments
 from pipec.ir.text_format import text_as_html
 from pipec.pipeline.checkpointing import Checkpoints
@@ -515,7 +515,7 @@ class Pipeline(ConvertedModule):
         execution = executions.execution(executions.artifact)
         recording = self._steps.recording
         recorded = recording.of_update() if recording is not None else None
-        execution.update(recorded, self._steps.measured)
+        execution.update(recorded)
         self._steps.count_update(execution.non_finite, executions.artifact)
 
     @property
@@ -977,26 +977,6 @@ class Pipeline(ConvertedModule):
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         return self._checkpoints.load(directory, optimizer, scheduler, model_only)
-
-    @exclusive_call
-    def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> "StepMemory":
-        """Run ``step`` with these arguments, and return what each rank held. Every rank calls this.
-
-        On a GPU that one rank has for itself this is what torch's allocator says; else it is what the tensors
-        took that operators made. The step takes longer than others, and does all that they do.
-
-        Raises:
-            InputError: the programs have no end; and what ``step`` raises.
-        """
-        from pipec.plan.step_memory import StepMemory
-
-        measured: list[RankMemory] = []
-        self._steps.measured = measured
-        try:
-            self.step(*args, target=target, **kwargs)
-        finally:
-            self._steps.measured = None
-        return StepMemory(self.ranks.peak_memory(measured), self.programs)
 
     @exclusive_call
     def save(self, directory: str | Path, tensors: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The memory of the ranks in a step, predicted or measured, as a table and as curves."""
+"""The memory of the ranks in a step, as a table and as curves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,12 +36,10 @@ class StepMemory(Sequence[RankMemory]):
             kind for kind in MEMORY_CATEGORIES if any(each.bytes_by_category.get(kind) for each in self.ranks)
         ]
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        reserved = ["reserved"] if any(each.reserved_bytes for each in self.ranks) else []
-        for heading in ("rank", *kinds, "peak", *reserved, "while it runs"):
+        for heading in ("rank", *kinds, "peak", "while it runs"):
             table.add_column(heading, justify="left" if heading == "while it runs" else "right", no_wrap=True)
         for each in self.ranks:
             amounts = [*(each.bytes_by_category.get(kind, 0.0) for kind in kinds), each.peak_bytes]
-            amounts += [each.reserved_bytes] * len(reserved)
             table.add_row(str(each.rank), *map(format_bytes, amounts), self._at(each))
         return "\n".join(table_lines(table))
 

@@ -282,7 +282,7 @@ class Executions:
         parts = []
         for execution, batch_slice in zip(executions, batch_slices, strict=True):
             update = batch_slice is batch_slices[-1] and not steps.accumulates
-            parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update, steps.measured))
+            parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update))
         results = parts[0] if len(parts) == 1 else merge_slices(plan, parts, batch_slices)
         return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from pipec.artifact.artifact import Artifact
 from pipec.console import notice
 from pipec.errors import NonFiniteError
-from pipec.ir import NonFiniteAction, RankMemory, SyncSpec
+from pipec.ir import NonFiniteAction, SyncSpec
 from pipec.runtime.recording import Recording
 from pipec.runtime.step.non_finite import NonFinite, is_overflow, non_finite_message, skip_notice
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -16,9 +16,9 @@ class StepState:
     """Counts each step once all ranks have completed it, and updates the loss scale.
 
     ``num_steps`` includes the steps before a loaded checkpoint; ``num_skipped`` of them were skipped because
-    a loss or gradient was not finite. If a ``recording`` is made, some steps add their timestamps to it. A
-    step adds its memory to ``measured``, unless it is None. If it ``accumulates``, it makes no update. The
-    ``logs`` have by name what the loss function of the last step returned besides the loss.
+    a loss or gradient was not finite. If a ``recording`` is made, some steps add their timestamps to it. If
+    it ``accumulates``, a step makes no update. The ``logs`` have by name what the loss function of the last
+    step returned besides the loss.
     """
 
     def __init__(self, updates: OptimizerUpdates | None) -> None:
@@ -27,7 +27,6 @@ class StepState:
         self.num_skipped = 0
         self.accumulates = False
         self.recording: Recording | None = None
-        self.measured: list[RankMemory] | None = None
         self.logs: dict[str, Tensor] = {}
 
     @property

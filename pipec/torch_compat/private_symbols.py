@@ -86,12 +86,8 @@ SYMBOLS = (
     Symbol("torch.utils._pytree.tree_flatten_with_path", "the same with the name of each leaf", "start"),
     Symbol("torch.utils._pytree.tree_unflatten", "arguments and results of these leaves", "start"),
     Symbol("torch.utils._pytree.register_pytree_node", "a value of the step that is no leaf", "start"),
-    Symbol("torch._dynamo.lookup_backend", 'the compiler of kernels="inductor"', "inductor"),
-    Symbol(
-        "torch._inductor.codecache.PyCodeCache",
-        "the code that inductor generated, whose large values reuse memory",
-        "inductor",
-    ),
+    Symbol("torch._inductor.compile_fx.compile_fx_inner", 'the compiler of kernels="inductor"', "inductor"),
+    Symbol("torch._inductor.decomposition.select_decomp_table", "the operators that it takes", "inductor"),
     # what a later call is compared with
     Symbol(
         "torch._C._autograd._top_saved_tensors_default_hooks",

@@ -1,12 +1,11 @@
 """Private parts of torch that a rank needs that compiles nothing. None of them loads torch._dynamo."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from pipec.torch_compat.private_symbols import require
@@ -95,15 +94,41 @@ def replace_total_norm(norm_of: NormOf) -> None:
 
 
 def inductor_code(
-    graph: fx.GraphModule, inputs: Sequence[Any]
-) -> tuple[Callable[..., Any], list[ModuleType]]:
-    """What inductor compiles of a graph, and the Python modules that it generated for it."""
-    require("inductor")
-    from torch._dynamo import lookup_backend  # importing these takes seconds
-    from torch._inductor import config
-    from torch._inductor.codecache import PyCodeCache
+    function: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> tuple[Callable[[list[Any]], Any], Sequence[int], dict[str, Any]]:
+    """What inductor compiles of a function, traced with fake tensors like ``inputs``.
 
-    num_loaded = len(PyCodeCache.modules)
-    with config.patch(size_asserts=True, cpp_wrapper=False):
-        code = lookup_backend("inductor")(graph, [*inputs])
-    return code, PyCodeCache.modules[num_loaded:]
+    Returns the code, which takes the inputs at the returned positions out of a list, and the names of the
+    Python module that inductor generated. What the function writes into its inputs is not written back.
+    """
+    require("inductor")
+    from torch._dynamo.functional_export import _compiling_state_context  # importing these takes seconds
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.func import functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake_mode = FakeTensorMode()
+    fakes = [fake_mode.from_tensor(each.detach(), static_shapes=True) for each in inputs]
+    table = {**select_decomp_table(), **decompositions}
+    with torch.no_grad(), _compiling_state_context():
+        functional = functionalize(function, remove="mutations")
+        traced = make_fx(functional, table, tracing_mode="fake")(*fakes)
+    for node in [*traced.graph.nodes]:
+        if node.target is torch.ops.aten.copy_.default:
+            traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()
+    arguments = traced.graph.find_nodes(op="placeholder")
+    taken = [position for position, node in enumerate(arguments) if node.users]
+    for node in arguments:
+        if not node.users:
+            traced.graph.erase_node(node)
+    traced.recompile()
+    with torch.no_grad(), config.patch(size_asserts=True, cpp_wrapper=False):
+        code: Any = compile_fx_inner(traced, [fakes[position] for position in taken])
+    generated = code.current_callable
+    return code, taken, getattr(generated, "__func__", generated).__globals__

@@ -54,9 +54,9 @@ def outline(sources: Sequence[str], parameters: Sequence[Sequence[str]]) -> list
 
 
 def _unpacked(function: ast.FunctionDef) -> list[str]:
-    """The names to which a function unpacks its weights, ``w``."""
+    """The names to which a function unpacks its weights, ``frame["w"]``."""
     for statement in function.body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.value) == "w":
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.value) == "frame['w']":
             return _names(statement.targets[0], ast.Store)
     return []
 
@@ -76,7 +76,7 @@ def _operators(
             if match := _ORIGIN.fullmatch(line):
                 module, module_type, source = (text or "" for text in match.groups())
         read = statement.end_lineno or statement.lineno
-        if not isinstance(statement, ast.Assign) or ast.unparse(statement.value) == "w":
+        if not isinstance(statement, ast.Assign) or "frame" in _names(statement.value, ast.Load):
             continue
         results, used = _names(statement.targets[0], ast.Store), _names(statement.value, ast.Load)
         operator = OutlinedOperator(

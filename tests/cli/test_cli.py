@@ -345,6 +345,10 @@ def without_sends(program: Program) -> Program:
             "has no function backward, which the program",
         ),
         (
+            lambda code: code.replace('frame.pop("', 'frame.pop("other_', 1),
+            "takes other_.* in forward, which nothing puts into the frame",
+        ),
+        (
             lambda code: code.replace("'6.bias'", "'7.bias'"),
             r"has PARAMETERS = .*'7.bias'.* but the plan has",
         ),

@@ -191,9 +191,9 @@ def test_a_backward_is_divided_where_groups_of_gradients_are_complete() -> None:
 
 
 BACKWARDS = """\
-def backward_0(saved, y, grad_loss):
-    input_2, input_4, input_5 = saved
-    saved.clear()
+def backward_0(frame):
+    y, grad_loss = frame["y"], frame["grad_loss"]
+    input_2, input_4, input_5 = frame.pop("saved")
     grad_input_5 = torch.ops.aten.mse_loss_backward.default(grad_loss, input_5, y, 1)
     del input_5
     grad_layers_4_weight = torch.mm(grad_input_5.t(), input_4)
@@ -205,10 +205,9 @@ def backward_0(saved, y, grad_loss):
     )
 
 
-def backward_1(w, saved):
-    layers_0_weight, layers_0_bias, layers_2_weight, layers_2_bias, layers_4_weight, *_ = w
-    input_2, input_4, grad_input_5 = saved
-    saved.clear()
+def backward_1(frame):
+    layers_0_weight, layers_0_bias, layers_2_weight, layers_2_bias, layers_4_weight, *_ = frame["w"]
+    input_2, input_4, grad_input_5 = frame.pop("saved")
     grad_input_4 = torch.mm(grad_input_5, layers_4_weight)
     del grad_input_5
     grad_input_3 = torch.ops.aten.tanh_backward.grad_input(
@@ -224,10 +223,10 @@ def backward_1(w, saved):
     )
 
 
-def backward_2(w, saved, x):
-    layers_0_weight, layers_0_bias, layers_2_weight, *_ = w
-    input_2, grad_input_3 = saved
-    saved.clear()
+def backward_2(frame):
+    x = frame["x"]
+    layers_0_weight, layers_0_bias, layers_2_weight, *_ = frame["w"]
+    input_2, grad_input_3 = frame.pop("saved")
     grad_input_2 = torch.mm(grad_input_3, layers_2_weight)
     del grad_input_3
     grad_input_1 = torch.ops.aten.tanh_backward.grad_input(

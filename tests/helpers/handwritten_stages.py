@@ -38,31 +38,30 @@ class Stage0:
     PARAMETERS = ("a",)
     BUFFERS = ()
     UPDATED_BUFFERS = ()
+    INPUTS = ("x",)
 
     @staticmethod
-    def forward(w, x):
-        skip = x.mm(w[0])
+    def forward(frame):
+        x, (a,) = frame["x"], frame["w"]
+        skip = x.mm(a)
         hidden_1 = skip.tanh()
         return {"hidden_1": hidden_1, "skip": skip}, [x, hidden_1], ()
 
     @staticmethod
-    def backward(saved, grad_hidden_1, grad_skip):
-        x, hidden_1 = saved
-        saved.clear()
-        grad = torch.ops.aten.tanh_backward(grad_hidden_1, hidden_1) + grad_skip
-        return {}, (x.t().mm(grad),)
+    def backward(frame):
+        sent, saved, _ = Stage0.backward_input(frame)
+        return sent, Stage0.backward_weight({"saved": saved})
 
     @staticmethod
-    def backward_input(saved, grad_hidden_1, grad_skip):
-        x, hidden_1 = saved
-        saved.clear()
+    def backward_input(frame):
+        grad_hidden_1, grad_skip = frame.pop("grad_hidden_1"), frame.pop("grad_skip")
+        x, hidden_1 = frame.pop("saved")
         grad = torch.ops.aten.tanh_backward(grad_hidden_1, hidden_1) + grad_skip
         return {}, [x, grad], (None,)
 
     @staticmethod
-    def backward_weight(saved):
-        x, grad = saved
-        saved.clear()
+    def backward_weight(frame):
+        x, grad = frame.pop("saved")
         return (x.t().mm(grad),)
 
 
@@ -70,30 +69,38 @@ class Stage1:
     PARAMETERS = ("w", "bias")
     BUFFERS = ("unused", "mean")
     UPDATED_BUFFERS = ("mean",)
+    INPUTS = ()
 
     @staticmethod
-    def forward(w, buffers, rng, device, hidden_1):
-        z = hidden_1.mm(w[0]) + w[1]
+    def forward(frame):
+        return Stage1.computed(frame, frame.pop("hidden_1"))
+
+    @staticmethod
+    def computed(frame, hidden_1):
+        rng, device = frame["rng"], frame["device"]
+        w, bias = frame["w"]
+        _, mean = frame["buffers"]
+        z = hidden_1.mm(w) + bias
         mask = torch.rand(z.shape, generator=rng(DROPOUT_ID), device=device) > 0.5
-        sent = {"hidden_2": (z.relu() - buffers[1]) * mask}
-        return sent, [hidden_1, z, mask], (buffers[1] * 0.9 + z.mean(0) * 0.1,)
+        sent = {"hidden_2": (z.relu() - mean) * mask}
+        return sent, [hidden_1, z, mask], (mean * 0.9 + z.mean(0) * 0.1,)
 
     @staticmethod
-    def backward(w, saved, grad_hidden_2):
-        sent, saved, _ = Stage1.backward_input(w, saved, grad_hidden_2)
-        return sent, Stage1.backward_weight(saved)
+    def backward(frame):
+        sent, saved, _ = Stage1.backward_input(frame)
+        return sent, Stage1.backward_weight({"saved": saved})
 
     @staticmethod
-    def backward_input(w, saved, grad_hidden_2):
-        hidden_1, z, mask = saved
-        saved.clear()
+    def backward_input(frame):
+        grad_hidden_2 = frame.pop("grad_hidden_2")
+        w, _ = frame["w"]
+        hidden_1, z, mask = frame.pop("saved")
         grad = torch.ops.aten.threshold_backward(grad_hidden_2 * mask, z, 0)
-        return {"grad_hidden_1": grad.mm(w[0].t())}, [hidden_1, grad], (None, None)
+        return {"grad_hidden_1": grad.mm(w.t())}, [hidden_1, grad], (None, None)
 
     @staticmethod
-    def backward_weight(saved):
-        hidden_1, grad = saved
-        saved.clear()
+    def backward_weight(frame):
+        hidden_1, grad = frame.pop("saved")
         return hidden_1.t().mm(grad), grad.sum(0)
 
 
@@ -101,52 +108,55 @@ class ReplayedStage1(Stage1):
     """Stage 1 saving only what it received; the mask is drawn again from the same stream."""
 
     @staticmethod
-    def forward(w, buffers, rng, device, hidden_1):
-        sent, _, updates = Stage1.forward(w, buffers, rng, device, hidden_1)
+    def forward(frame):
+        hidden_1 = frame.pop("hidden_1")
+        sent, _, updates = Stage1.computed(frame, hidden_1)
         return sent, [hidden_1], updates
 
     @staticmethod
-    def recompute(w, buffers, rng, device, saved):
-        (hidden_1,) = saved
-        saved.clear()
-        return Stage1.forward(w, buffers, rng, device, hidden_1)[1]
+    def recompute(frame):
+        (hidden_1,) = frame.pop("saved")
+        return Stage1.computed(frame, hidden_1)[1]
 
 
 class Stage2:
     PARAMETERS = ("a",)
     BUFFERS = ()
     UPDATED_BUFFERS = ()
+    INPUTS = ("target",)
 
     @staticmethod
     def constants(b, device):
         return (torch.arange(b, device=device)[:, None] * 0.01,)
 
     @staticmethod
-    def forward(w, constants, hidden_2, skip, target):
+    def forward(frame):
+        hidden_2, skip, target = frame.pop("hidden_2"), frame.pop("skip"), frame["target"]
+        (a,) = frame["w"]
+        (position,) = frame["constants"]
         u = hidden_2 + skip
-        output = u.mm(w[0].t()) + constants[0]
+        output = u.mm(a.t()) + position
         difference = output - target
         loss = (difference * difference).mean()
         return {"loss": loss, "output": output}, [u, difference], ()
 
     @staticmethod
-    def backward(w, saved, grad_loss):
-        sent, saved, _ = Stage2.backward_input(w, saved, grad_loss)
-        return sent, Stage2.backward_weight(saved)
+    def backward(frame):
+        sent, saved, _ = Stage2.backward_input(frame)
+        return sent, Stage2.backward_weight({"saved": saved})
 
     @staticmethod
-    def backward_input(w, saved, grad_loss):
-        u, difference = saved
-        saved.clear()
+    def backward_input(frame):
+        grad_loss, (a,) = frame["grad_loss"], frame["w"]
+        u, difference = frame.pop("saved")
         half = grad_loss.expand(difference.shape) / difference.numel() * difference
         grad = half + half
-        grad_u = grad.mm(w[0])
+        grad_u = grad.mm(a)
         return {"grad_hidden_2": grad_u, "grad_skip": grad_u}, [u, grad], (None,)
 
     @staticmethod
-    def backward_weight(saved):
-        u, grad = saved
-        saved.clear()
+    def backward_weight(frame):
+        u, grad = frame.pop("saved")
         return (grad.t().mm(u),)
 
 
@@ -320,7 +330,7 @@ Outcome = dict[str, Any]
 
 class FailingStage1(Stage1):
     @staticmethod
-    def backward(w, saved, grad_hidden_2):
+    def backward(frame):
         raise ValueError("the backward of stage 1 is broken")
 
 
@@ -328,14 +338,14 @@ class SlowStage0(Stage0):
     """Sends its first activation only long after its peers gave up."""
 
     @staticmethod
-    def forward(w, x):
+    def forward(frame):
         time.sleep(HANG_SECONDS)
-        return Stage0.forward(w, x)
+        return Stage0.forward(frame)
 
 
 class DyingStage1(Stage1):
     @staticmethod
-    def backward(w, saved, grad_hidden_2):
+    def backward(frame):
         os._exit(1)
 
 
@@ -360,9 +370,9 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
 
     class Watching(Stage2):
         @staticmethod
-        def forward(w, constants, hidden_2, skip, target):
-            lent.append(w[0].data_ptr())
-            return Stage2.forward(w, constants, hidden_2, skip, target)
+        def forward(frame):
+            lent.append(frame["w"][0].data_ptr())
+            return Stage2.forward(frame)
 
     interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
     results = [interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step) for step in range(2)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from memory_meter import measure_memory
 from torch import nn
 
 import pipec
@@ -32,7 +33,7 @@ def facts(shard: str | None, offload: str | None = None) -> dict[str, Any]:
         offload=offload,
     )
     pipe.step(x, target=x)
-    rank, measured = dist.get_rank(), pipe.measure_memory(x, target=x)
+    rank, measured = dist.get_rank(), measure_memory(pipe, x, target=x)
     return {
         "first": measured[rank].bytes_by_category,
         "most": measured[rank].peak_bytes,

@@ -33,9 +33,8 @@ from pipec.ir import ParameterShard, Sharding
 from pipec.pipeline.pipeline import Pipeline
 from pipec.runtime import executions
 from pipec.runtime.optimizers import PipelineOptimizer, StageOptimizer
-from pipec.runtime.stages.bucket_shard import BucketShard
+from pipec.runtime.stages.flat_bucket import FlatBucket
 from pipec.runtime.stages.gradients import GradientAccumulator
-from pipec.runtime.stages.replica_reductions import GradientReduction
 from pipec.runtime.step import optimizer_updates, overflow_check
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates, StageUpdate
 
@@ -205,7 +204,7 @@ FAULTS: Mapping[str, Fault] = {
     "accumulate() updates": replaced(Pipeline, "accumulate", lambda _: always_updating),
     "replicas average": replaced(GradientAccumulator, "add_reduced", averaged),
     "tied gradients count twice": replaced(GradientAccumulator, "add_tied", counted_twice),
-    "gradients of a shard are off by one": replaced(BucketShard, "gradients", rolled),
+    "gradients of a shard are off by one": replaced(FlatBucket, "gradients", rolled),
     "the slice of a shard is one too short": replaced(Sharding, "_piece", one_short),
     "eval_step leaves the mode": replaced(Pipeline, "eval_step", left_in_evaluation),
     "a loaded state is ignored": replaced(StageOptimizer, "load", nothing),
@@ -217,9 +216,9 @@ FAULTS: Mapping[str, Fault] = {
 
 OF_RANKS: Mapping[str, Fault] = {
     "replicas count twice in the norm": replaced(StageUpdate, "norm_gradients", of_all_replicas),
-    "what was updated is not gathered": replaced(BucketShard, "start_gather", nothing),
-    "replicas do not sum": replaced(GradientReduction, "finish", nothing),
-    "shares are not taken over": replaced(BucketShard, "reshard_updated", lambda _: BucketShard.drop),
+    "what was updated is not gathered": replaced(FlatBucket, "start_gather", nothing),
+    "replicas do not sum": replaced(FlatBucket, "finish_reduce", lambda _: lambda *_: {}),
+    "shares are not taken over": replaced(FlatBucket, "reshard_updated", lambda _: FlatBucket.drop),
 }
 """What only processes that each have a replica can get wrong."""
 

@@ -48,7 +48,6 @@ def test_calls_of_other_threads_are_refused(pipe: pipec.Pipeline, tmp_path: Path
         "eval_step": lambda: pipe.eval_step(**batch),
         "prepare": lambda: pipe.prepare(**batch),
         "stream": lambda: next(pipe.stream(batches(1))),
-        "measure_memory": lambda: pipe.measure_memory(**batch),
         "join": pipe.join,
         "drain": pipe.drain,
         "train": pipe.train,

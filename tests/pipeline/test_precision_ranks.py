@@ -13,6 +13,7 @@ import functools, json, os, sys
 sys.path.insert(0, {tests!r})
 import torch, pipec
 from torch import nn
+from tests.helpers.memory_meter import measure_memory
 from tests.pipeline.test_precision import batches, pair
 
 def told(name, local=False, **options):
@@ -37,7 +38,7 @@ def held(shard):
         optimizer=functools.partial(torch.optim.AdamW, foreach=False), timeout=30.0,
     )
     pipe.step(x, target=x)
-    found = pipe.measure_memory(x, target=x)[rank].peak_bytes
+    found = measure_memory(pipe, x, target=x)[rank].peak_bytes
     return {{"name": f"held {{shard}}", "ratio": pipe.memory()[rank].peak_bytes / found}}
 
 print(json.dumps([

@@ -13,6 +13,7 @@ import torch
 from bare_programs import lower, verify_programs
 from compile_variants import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
 from huggingface_models import Factory, perceptron
+from memory_meter import measure_memory
 from torch import Tensor, nn
 from unsplit_reference import StepResult, assert_equal, unsplit_step
 from worker_processes import read_outcome, train
@@ -337,7 +338,7 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
         pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute, device_model=device)
         assert all(map(torch.equal, step(pipe), expected))
         pipe.zero_grad()
-        predicted, measured = pipe.memory(), pipe.measure_memory(x, target=y)
+        predicted, measured = pipe.memory(), measure_memory(pipe, x, target=y)
         assert predicted.peak_bytes <= limit
         assert pipe.simulate().makespan < 1.02 * free.simulate().makespan
         for mine, theirs in zip(predicted, measured, strict=True):
@@ -393,7 +394,7 @@ def test_state_on_the_host_leaves_every_bit(replicas: int) -> None:
     for number, entries in theirs["state"].items():
         assert all(torch.equal(mine["state"][number][key], value) for key, value in entries.items())
     x = torch.randn(16, 8)
-    predicted, measured = pipe.memory(), pipe.measure_memory(x, target=x)
+    predicted, measured = pipe.memory(), measure_memory(pipe, x, target=x)
     for one, other, before in zip(predicted, measured, plain.memory(), strict=True):
         assert one.bytes_by_category["optimizer"] == other.bytes_by_category.get("optimizer", 0) == 0
         assert one.host_bytes == other.host_bytes == before.bytes_by_category["optimizer"] > 0
@@ -409,4 +410,4 @@ def test_state_that_was_loaded_goes_to_the_host_as_well() -> None:
     x = torch.randn(16, 8)
     assert torch.equal(pipe.step(x, target=x), plain.step(x, target=x))
     assert all(map(torch.equal, pipe.state_dict().values(), plain.state_dict().values()))
-    assert pipe.measure_memory(x, target=x)[0].bytes_by_category.get("optimizer", 0) == 0
+    assert measure_memory(pipe, x, target=x)[0].bytes_by_category.get("optimizer", 0) == 0

@@ -148,7 +148,7 @@ def test_ranks_on_two_gpus_share_the_copies_of_a_direction(cuda: Cuda) -> None:
     for tag in (0, 1):
         mailbox = ranks.mailbox(tag, 0, 1)
         mailbox.send([x], {})
-        mailbox.wait(mailbox.post({}))
+        mailbox.wait(mailbox.post())
     copied = [line for line in cuda.log if "is copied" in line]
     assert copied == ["x is copied by leaving to arriving"] * 2
 
@@ -224,10 +224,11 @@ class Launching:
     """A stage of which a microbatch keeps the GPU busy for as many milliseconds as it has rows."""
 
     PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+    INPUTS = ("x",)
 
     @staticmethod
-    def forward(x: Tensor) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
-        Gpu.now += len(x)
+    def forward(frame: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+        Gpu.now += len(frame["x"])
         return {}, [], ()
 
 

@@ -1,17 +1,21 @@
 """Stages whose functions torch compiles, against the same ones as their source."""
 
 import copy
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import compile_fx, decomposition
 
 import pipec
 from pipec.errors import InputError
-from pipec.runtime.stages import kernels
+from pipec.runtime.memory import block_cache
+from pipec.runtime.memory.block_cache import clear_block_cache
+from pipec.runtime.stages import inductor, kernels
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +56,24 @@ def train(
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    """Let a stage's functions be compiled by another backend, which keeps the source's bits or fails."""
-    monkeypatch.setattr(kernels, "compile_graph", backend)
+    """Let another backend compile what is traced. Operators then keep the source's bits."""
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", backend)
+    monkeypatch.setattr(decomposition, "select_decomp_table", dict)
+    monkeypatch.setattr(inductor, "split_bias_addition", lambda *args, **named: NotImplemented)
 
 
-aot_eager = torch._dynamo.lookup_backend("aot_eager")
+def run_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    return as_code(lambda given: graph(*given))
+
+
+def as_code(call: Callable[[list[Any]], Any]) -> Any:
+    """What inductor returns for code that it has generated."""
+
+    class Code:
+        current_callable = staticmethod(call)
+        __call__ = staticmethod(call)
+
+    return Code()
 
 
 def refuse(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -73,7 +90,7 @@ def test_compiled_functions_have_the_bits_of_their_source_where_their_kernels_ha
     expected: tuple[list[Tensor], nn.Module],
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    use_backend(monkeypatch, aot_eager)
+    use_backend(monkeypatch, run_graph)
     losses, compiled = train(Model.seeded(), "inductor", ROWS)
     assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
     for own, other in zip(compiled.parameters(), expected[1].parameters(), strict=True):
@@ -87,10 +104,10 @@ def test_what_cannot_be_compiled_runs_as_its_source_and_says_why(
     monkeypatch: pytest.MonkeyPatch, expected: tuple[list[Tensor], nn.Module]
 ) -> None:
     use_backend(monkeypatch, refuse)
-    with pytest.warns(UserWarning, match="torch.compile cannot compile") as warned:
+    with pytest.warns(UserWarning, match="inductor cannot compile") as warned:
         losses, _ = train(Model.seeded(), "inductor", ROWS)
     assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
-    told = [text for text in (str(each.message) for each in warned) if "torch.compile cannot" in text]
+    told = [text for text in (str(each.message) for each in warned) if "inductor cannot" in text]
     named = Counter(text.split(",")[0].split("cannot compile ")[1] for text in told)
     assert named.keys() == {
         f"{phase} of stage_{stage}" for phase in ("forward", "backward") for stage in (0, 1)
@@ -104,6 +121,99 @@ def test_inductor(recwarn: pytest.WarningsRecorder) -> None:
     torch.testing.assert_close(own[0], other[0])
     torch.testing.assert_close(own[1].first.weight.grad, other[1].first.weight.grad)
     assert not [each for each in recwarn if "cannot compile" in str(each.message)]
+
+
+def backward(frame: dict[str, Any]) -> Any:
+    b = frame["b"]
+    (first,) = frame["w"]
+    kept, number = frame.pop("saved")
+    return {"grad_x": kept * first * b}, (None, kept * number)
+
+
+def a_frame(**others: Any) -> dict[str, Any]:
+    given = {"b": 4, "w": [torch.linspace(0, 1, 3)], "saved": [torch.ones(4, 3), 2], "other": 5}
+    return given | others
+
+
+@torch.no_grad()
+def test_a_call_of_other_sizes_numbers_or_types_is_compiled_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, run_graph)
+    compiled = kernels.CompiledFunction(backward, "backward")
+    others: list[dict[str, Any]] = [
+        {},
+        {"b": 5},
+        {"saved": [torch.ones(2, 3), 2]},
+        {"saved": [torch.ones(4, 3), 3]},
+        {"saved": [torch.ones(4, 3, dtype=torch.float64), 2]},
+        {"saved": [torch.ones(3, 4).t(), 2]},
+    ]
+    for other in others * 2:
+        frame, expected = a_frame(**other), backward(a_frame(**other))
+        torch.testing.assert_close(compiled(frame), expected, rtol=0, atol=0)
+        assert frame.keys() == {"b", "w", "other"}
+    assert len(compiled._programs) == len(others)
+
+
+@torch.no_grad()
+def test_sizes_that_keep_changing_run_as_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, run_graph)
+    monkeypatch.setattr(kernels, "MAX_SIZES", 3)
+    compiled = kernels.CompiledFunction(backward, "backward")
+    for rows in range(2, 9):
+        given = {"saved": [torch.ones(rows, 3), 2]}
+        torch.testing.assert_close(compiled(a_frame(**given)), backward(a_frame(**given)))
+    assert len(compiled._programs) == 3
+
+
+@torch.no_grad()
+def test_nothing_but_compiled_code_holds_saved_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It frees each when its last reader has run."""
+    alive: list[bool] = []
+
+    def frees(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        def code(given: list[Tensor]) -> Any:
+            saved, returned = [weakref.ref(x) for x in given if len(x) == 4], graph(*given)
+            given.clear()
+            alive.extend(each() is not None for each in saved)
+            return returned
+
+        return as_code(code)
+
+    use_backend(monkeypatch, frees)
+    compiled = kernels.CompiledFunction(backward, "backward")
+    for _ in range(2):
+        compiled(a_frame())
+    assert alive == [False, False]
+
+
+@torch.no_grad()
+def test_too_little_memory_is_no_reason_to_run_as_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be there the next time. The frame is as before if compiling failed."""
+    causes = iter([True, False])
+
+    def short(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if next(causes):
+            raise RuntimeError("a backend failed") from torch.OutOfMemoryError("no memory")
+        return run_graph(graph, inputs)
+
+    use_backend(monkeypatch, short)
+    compiled, frame = kernels.CompiledFunction(backward, "backward"), a_frame()
+    with pytest.raises(RuntimeError, match="a backend failed"):
+        compiled(frame)
+    torch.testing.assert_close(compiled(frame), backward(a_frame()))
+    assert list(compiled._programs.values()) != [None]
+
+
+@torch.no_grad()
+def test_large_values_of_compiled_code_reuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every value taken for large."""
+    monkeypatch.setattr(inductor, "MMAP_THRESHOLD_BYTES", 1)
+    clear_block_cache()
+    compiled = kernels.CompiledFunction(backward, "backward")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(a_frame()), backward(a_frame()))
+    assert len(block_cache._cache.blocks) == 2
+    clear_block_cache()
 
 
 def test_a_name_that_is_no_kind_of_kernels_is_refused() -> None:

@@ -1,20 +1,17 @@
-"""What ``pipe.memory()`` predicts is what ``pipe.measure_memory(...)`` finds, and the meter counts right."""
+"""What ``pipe.memory()`` predicts is what ``measure_memory(pipe, ...)`` finds, and the meter counts right."""
 
 import functools
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
+from memory_meter import TensorMemoryMeter, measure_memory
 from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
-from pipec.errors import InputError
 from pipec.ir import Phase
 from pipec.pipeline import Pipeline
-from pipec.plan.step_memory import StepMemory
-from pipec.runtime.memory.meter import TensorMemoryMeter, make_memory_meter
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 
@@ -63,7 +60,7 @@ def trained(devices: int, **options: object) -> Pipeline:
 def test_each_rank_holds_what_is_predicted(devices: int, options: dict[str, object]) -> None:
     pipe = trained(devices, **options)
     x, y = batch()
-    measured, predicted = pipe.measure_memory(x, target=y), pipe.memory()
+    measured, predicted = measure_memory(pipe, x, target=y), pipe.memory()
     for found, said in zip(measured, predicted, strict=True):
         assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01), f"rank {found.rank}"
         assert said.most[0] == pytest.approx(found.most[0], rel=0.01), "buffers for messages stay"
@@ -79,7 +76,7 @@ def held_by_a_second_step(devices: int, **options: object) -> list[tuple[float, 
     pipe = pipec.compile(net, devices, loss_fn=loss, microbatches=4, **options)  # type: ignore[arg-type]
     pipe.step(x, target=y)
     net.zero_grad()
-    found = pipe.measure_memory(x, target=y)
+    found = measure_memory(pipe, x, target=y)
     return [(said.peak_bytes, most.peak_bytes) for said, most in zip(pipe.memory(), found, strict=True)]
 
 
@@ -106,7 +103,7 @@ def test_each_part_of_a_backward_holds_what_is_predicted() -> None:
     pipe = pipec.compile(net, 2, loss_fn=loss, microbatches=4, stages=1, replicas=2, optimizer=ADAM)
     pipe.step(x, target=y)
     assert pipe.plan.segments == {(0, Phase.BACKWARD): 2}
-    found, said = pipe.measure_memory(x, target=y)[0], pipe.memory()[0]
+    found, said = measure_memory(pipe, x, target=y)[0], pipe.memory()[0]
     assert said.most == pytest.approx(found.most, rel=0.001)
     assert said.after == pytest.approx(found.after, rel=0.001)
 
@@ -117,19 +114,13 @@ def test_a_measured_step_is_a_step() -> None:
     torch.manual_seed(3)
     plain.step(x, target=y)
     torch.manual_seed(3)
-    memory = measured.measure_memory(x, target=y)
+    memory = measure_memory(measured, x, target=y)
     for (name, one), (_, other) in zip(plain.named_parameters(), measured.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     assert memory[0].bytes_by_category["optimizer"] > 2 * memory[0].bytes_by_category["parameters"]
     assert "forward of stage 0 of microbatch 2" in str(memory)
     assert len(memory.curve(1).splitlines()) == len(measured.programs[1].instructions)
     assert "running" in str(measured.memory())
-
-
-def test_a_stream_has_no_end_to_be_measured_at() -> None:
-    x, y = batch()
-    with pytest.raises(InputError, match="cannot be measured, because its programs do not end"):
-        trained(2, schedule="pipedream-2bw").measure_memory(x, target=y)
 
 
 def readings(meter: TensorMemoryMeter) -> tuple[float, float]:
@@ -174,20 +165,3 @@ def test_the_meter_counts_what_its_own_thread_makes() -> None:
         release.join()
         del own, made[:]
         assert readings(meter) == (400, 0)
-
-
-def test_what_the_allocator_has_reserved_is_shown_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gaps between blocks are no tensor's, and yet nobody else's."""
-    figures = {"memory_allocated": 50, "max_memory_allocated": 70, "max_memory_reserved": 96}
-    for name, figure in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    meter = make_memory_meter(torch.device("cuda", 0), is_shared=False)
-    with meter:
-        meter.begin({"parameters": []})
-        meter.note()
-    memory = meter.memory(0)
-    assert (memory.peak_bytes, memory.reserved_bytes) == (20, 96)
-    lines = str(StepMemory([replace(memory, position=-1)], ())).splitlines()
-    assert lines[0].split()[-5:-3] == ["peak", "reserved"]
-    assert " 96 B" in lines[-1]

@@ -762,17 +762,20 @@ class Loading:
 
         class Source:
             PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+            INPUTS: tuple[str, ...] = ("x",)
 
             @staticmethod
-            def forward(x: Tensor) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+            def forward(frame: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
                 self.use("source")
-                return {"hidden": x + 1}, [], ()
+                return {"hidden": frame["x"] + 1}, [], ()
 
         class Sink(Source):
+            INPUTS = ()
+
             @staticmethod
-            def forward(hidden: Tensor) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+            def forward(frame: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
                 self.use("sink")
-                return {"sum": hidden.sum()}, [], ()
+                return {"sum": frame.pop("hidden").sum()}, [], ()
 
         return {0: Source, 1: Sink, 2: Source, 3: Sink}
 
@@ -890,9 +893,9 @@ def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) 
 
     class Counted(Stage1):
         @staticmethod
-        def forward(w, buffers, rng, device, hidden_1):  # type: ignore[no-untyped-def]
-            calls.append(len(hidden_1))
-            return Stage1.forward(w, buffers, rng, device, hidden_1)
+        def forward(frame):  # type: ignore[no-untyped-def]
+            calls.append(len(frame["hidden_1"]))
+            return Stage1.forward(frame)
 
     programs, plan = lower(schedule, LINKS), make_plan(schedule)
 
@@ -903,7 +906,8 @@ def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) 
         interpreter, results = Interpreter(*made, transport, torch.device("cpu")), []
         for step, sizes in enumerate(batches):
             given = make_batch(sizes, step), whole_batch(sizes), 5 + step
-            dry_runs.dry_run(*given)
+            if dry_runs.needs_dry_run(given[1]):
+                dry_runs.dry_run(*given)
             results.append(interpreter.run(*given))
         return results
 

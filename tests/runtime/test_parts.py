@@ -491,10 +491,10 @@ def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pyte
     seen: list[list[torch.device]] = []
 
     class Code:
-        PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+        PARAMETERS = BUFFERS = UPDATED_BUFFERS = INPUTS = ()
 
         @staticmethod
-        def forward() -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+        def forward(frame: object) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
             seen.append(list(entered))
             return {}, [], ()
 

@@ -6,11 +6,11 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from bare_programs import lower
 from handwritten_stages import (
     CPU,
     NUM_RANKS,
@@ -33,7 +33,7 @@ from handwritten_stages import (
 from torch import Tensor
 
 from pipec.errors import ExecutionError, VerifyError
-from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
+from pipec.ir import Compute, Instruction, Mode, Payload, Phase, Program, Schedule, one_rank_per_stage
 from pipec.runtime import InProcessTransport, Interpreter
 from pipec.runtime.messages import transport
 from pipec.runtime.stages.gradients import GradientAccumulator
@@ -150,16 +150,17 @@ def test_a_received_value_is_dropped_by_its_last_reader_and_saved_values_when_th
 
     class Watching(Stage1):
         @staticmethod
-        def forward(w, buffers, rng, device, hidden_1):
+        def forward(frame):
             alive.append([reference() is not None for reference in received])
+            hidden_1 = frame.pop("hidden_1")
             received.append(weakref.ref(hidden_1))
-            sent, (_, z, mask), updates = Stage1.forward(w, buffers, rng, device, hidden_1)
+            sent, (_, z, mask), updates = Stage1.computed(frame, hidden_1)
             return sent, [hidden_1.clone(), z, mask], updates
 
     class Careless(Stage0):
         @staticmethod
-        def forward(w, x):
-            sent, saved, updates = Stage0.forward(w, x)
+        def forward(frame):
+            sent, saved, updates = Stage0.forward(frame)
             return sent, [saved[0], saved[1].clone()], updates
 
     Pipeline(SCHEDULES["gpipe"], {**STAGES, 0: Careless, 1: Watching}).step(SIZES)
@@ -171,9 +172,9 @@ def test_nothing_of_a_step_outlives_it() -> None:
 
     class Watching(Stage1):
         @staticmethod
-        def forward(w, buffers, rng, device, hidden_1):
-            sent, saved, updates = Stage1.forward(w, buffers, rng, device, hidden_1)
-            made.extend(weakref.ref(tensor) for tensor in (hidden_1, *sent.values(), *saved, *updates))
+        def forward(frame):
+            sent, saved, updates = Stage1.forward(frame)
+            made.extend(weakref.ref(tensor) for tensor in (*sent.values(), *saved, *updates))
             return sent, saved, updates
 
     pipeline = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Watching})
@@ -190,14 +191,14 @@ def test_the_first_gradient_of_a_step_is_not_copied(schedule: str) -> None:
 
     class Watching(Stage1):
         @staticmethod
-        def backward(w, saved, grad_hidden_2):
-            sent, gradients = Stage1.backward(w, saved, grad_hidden_2)
+        def backward(frame):
+            sent, gradients = Stage1.backward(frame)
             addresses.append(gradients[0].data_ptr())
             return sent, gradients
 
         @staticmethod
-        def backward_weight(saved):
-            gradients = Stage1.backward_weight(saved)
+        def backward_weight(frame):
+            gradients = Stage1.backward_weight(frame)
             addresses.append(gradients[0].data_ptr())
             return gradients
 
@@ -231,13 +232,13 @@ def test_what_a_backward_sends_leaves_before_its_gradients_are_added(
 def test_a_received_value_may_be_read_by_several_phases() -> None:
     class Rereading(Stage1):
         @staticmethod
-        def forward(w, buffers, rng, device, hidden_1):
-            sent, saved, updates = Stage1.forward(w, buffers, rng, device, hidden_1)
+        def forward(frame):
+            sent, saved, updates = Stage1.computed(frame, frame["hidden_1"])
             return sent, saved[1:], updates
 
         @staticmethod
-        def backward(w, hidden_1, saved, grad_hidden_2):
-            return Stage1.backward(w, [hidden_1, *saved], grad_hidden_2)
+        def backward(frame):
+            return Stage1.backward({**frame, "saved": [frame.pop("hidden_1"), *frame.pop("saved")]})
 
     pipeline, model = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Rereading}), make_model()
     assert_same_bits(pipeline.step(SIZES)[0], reference_step(model, SIZES, 0))
@@ -254,38 +255,44 @@ def link_rank(
     make_interpreter(schedule, rank, endpoint, make_model(), stages)
 
 
-def test_a_name_that_nothing_provides_is_refused_when_linking() -> None:
+def test_a_name_that_nothing_provides_is_an_error_of_the_step() -> None:
     class Asking(Stage1):
         @staticmethod
-        def forward(w, hidden_1, hidden_9):
-            raise AssertionError
+        def forward(frame):
+            return Stage1.computed(frame, frame.pop("hidden_9"))
 
-    with pytest.raises(
-        VerifyError, match=r"stage 1, forward, microbatch 0: nothing provides 'hidden_9'.* hidden_1"
-    ):
-        link_rank(1, {**STAGES, 1: Asking})
+    pipeline = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Asking})
+    with pytest.raises(ExecutionError, match="rank 1, stage 1, microbatch 0, forward: KeyError: 'hidden_9'"):
+        pipeline.step(SIZES)
 
 
 def test_a_value_is_not_provided_to_the_wrong_phase() -> None:
     class Early(Stage1):
         @staticmethod
-        def forward(w, hidden_1, grad_hidden_2):
-            raise AssertionError
+        def forward(frame):
+            return Stage1.computed(frame, frame["grad_hidden_2"])
 
-    with pytest.raises(VerifyError, match="stage 1, forward, microbatch 0: nothing provides 'grad_hidden_2'"):
-        link_rank(1, {**STAGES, 1: Early})
+    with pytest.raises(ExecutionError, match="stage 1, microbatch 0, forward: KeyError: 'grad_hidden_2'"):
+        Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Early}).step(SIZES)
 
 
 def test_grad_loss_exists_only_in_training() -> None:
     class Asking(Stage2):
         @staticmethod
-        def forward(w, grad_loss):
-            raise AssertionError
+        def forward(frame):
+            return Stage2.forward(frame), frame["grad_loss"]
 
-    endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(2)
-    schedule = forward_only(SCHEDULES["1f1b"])
-    with pytest.raises(VerifyError, match="nothing provides 'grad_loss'"):
-        make_interpreter(schedule, 2, endpoint, make_model(), {**STAGES, 2: Asking}, Mode.LOSS)
+    pipeline = Pipeline(forward_only(SCHEDULES["1f1b"]), {**STAGES, 2: Asking}, Mode.LOSS)
+    with pytest.raises(ExecutionError, match="KeyError: 'grad_loss'"):
+        pipeline.step(SIZES)
+
+
+def test_an_input_that_the_plan_does_not_have_is_refused_when_linking() -> None:
+    class Reading(Stage1):
+        INPUTS = ("y",)
+
+    with pytest.raises(VerifyError, match=r"stage 1 reads y of the batch, but the plan has the inputs .*x"):
+        link_rank(1, {**STAGES, 1: Reading})
 
 
 def test_a_phase_without_function_is_refused_when_linking() -> None:
@@ -310,27 +317,14 @@ def make_rank_1(
     )
 
 
-def test_a_read_after_free_is_refused_when_linking() -> None:
-    receive = lower(SCHEDULES["1f1b"], make_plan(SCHEDULES["1f1b"]).links)[1].instructions[0]
-    assert receive.op is Op.RECV
-    free = Instruction(Op.FREE, 1, 0)
-    forward = Instruction(Op.FORWARD, 1, 0)
-    with pytest.raises(VerifyError, match="stage 1, forward, microbatch 0: nothing provides 'hidden_1'"):
-        make_rank_1([receive, free, forward])
-
-
-def test_a_borrowed_parameter_must_be_lent_before_it_is_read() -> None:
-    schedule = SCHEDULES["1f1b"]
-    plan, model = make_plan(schedule), make_model()
-    program = lower(schedule, plan.links)[2]
-    without = [
-        each for each in program.instructions if not (each.link and each.link.payload is Payload.WEIGHT)
-    ]
+def test_a_borrowed_parameter_must_be_lent() -> None:
+    plan, model = make_plan(SCHEDULES["1f1b"]), make_model()
+    links = tuple(link for link in plan.links if link.payload is not Payload.WEIGHT)
     endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(2)
-    with pytest.raises(
-        VerifyError, match=r"stage 2, forward: the parameters a are borrowed, but no weight link"
-    ):
-        Interpreter(Program(2, tuple(without)), plan, {2: Stage2}, model.parameters, {}, endpoint, CPU)
+    with pytest.raises(VerifyError, match="stage 2: the parameters a are borrowed, but no weight link"):
+        Interpreter(
+            Program(2, ()), replace(plan, links=links), {2: Stage2}, model.parameters, {}, endpoint, CPU
+        )
 
 
 def test_missing_tensors_and_foreign_code_are_refused() -> None:
@@ -352,8 +346,8 @@ def test_a_failing_rank_stops_all_and_the_pipeline_works_again_afterwards() -> N
 
     class Once(Stage1):
         @staticmethod
-        def backward(w, saved, grad_hidden_2):
-            return (FailingStage1 if next(broken, False) else Stage1).backward(w, saved, grad_hidden_2)
+        def backward(frame):
+            return (FailingStage1 if next(broken, False) else Stage1).backward(frame)
 
     pipeline, model = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Once}), make_model()
     buffers = {name: buffer.clone() for name, buffer in pipeline.model.buffers.items()}
@@ -386,7 +380,7 @@ def test_a_failing_rank_stops_all_and_the_pipeline_works_again_afterwards() -> N
 def test_ctrl_c_on_one_rank_stops_all() -> None:
     class Interrupted(Stage1):
         @staticmethod
-        def backward(w, saved, grad_hidden_2):
+        def backward(frame):
             raise KeyboardInterrupt
 
     pipeline = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Interrupted})
@@ -401,9 +395,9 @@ def test_an_error_before_the_first_and_after_the_last_instruction_says_so() -> N
 
     class Counting(Stage2):
         @staticmethod
-        def forward(w, constants, hidden_2, skip, target):
-            sent, saved, updates = Stage2.forward(w, constants, hidden_2, skip, target)
-            return {**sent, "loss": torch.tensor(len(target))}, saved, updates
+        def forward(frame):
+            sent, saved, updates = Stage2.forward(frame)
+            return {**sent, "loss": torch.tensor(len(frame["target"]))}, saved, updates
 
     pipeline = Pipeline(SCHEDULES["one rank"], {**STAGES, 2: Counting})
     with pytest.raises(ExecutionError, match="rank 0, finishing the step: InputError: the result loss"):

@@ -15,7 +15,9 @@ def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> N
     model = captured(perceptron)
     artifact = compiled(model, Variant(2, "1f1b", "none"))
     first, last = artifact.sources
-    broken = replace(artifact, sources=(first, last.replace("    saved.clear()\n", "    saved.sort(0)\n", 1)))
+    broken = replace(
+        artifact, sources=(first, last.replace('frame.pop("saved")', 'frame.pop("saved").sort(0)', 1))
+    )
     directory = save_with_tensors(broken, model.model, tmp_path / "artifact")
     errors = train([directory] * 2, model.inputs, tmp_path)
     original = "rank 1, stage 1, microbatch 0, backward: TypeError: sort() takes no positional arguments ("

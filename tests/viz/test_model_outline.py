@@ -6,8 +6,8 @@ STAGE_0 = """\
 import torch
 
 
-def forward(w, tokens):
-    (wte_weight, h_0_weight) = w
+def forward(frame):
+    (wte_weight, h_0_weight) = frame["w"]
     # wte · Embedding                                             # model.py:17
     x = torch.embedding(wte_weight, tokens)                       # f32[b, 8]
     # h.0 · Linear                                                # model.py:9
@@ -18,15 +18,16 @@ def forward(w, tokens):
     return (y,), ()
 
 
-def backward(w, grad_y):
+def backward(frame):
     # h.0 · Linear                                                # model.py:9
     grad_x = torch.relu(grad_y)
     return grad_x
 """
 
 STAGE_1 = """\
-def forward(w, y):
-    (wte_weight,) = w
+def forward(frame):
+    y = frame.pop("y")
+    (wte_weight,) = frame["w"]
     # loss
     z = torch.ops.aten._log_softmax.out(y, wte_weight, out=y)     # f32[]
     return z * 2
@@ -43,5 +44,5 @@ def test_operators_have_modules_lines_inputs_and_weights() -> None:
             *(0, 9, "h.0", "Linear", "model.py:9", "native_layer_norm", "y", "f32[b, 8], f32[b]"),
             *((0,), ("h.0.weight",)),
         ),
-        OutlinedOperator(1, 4, "loss", "", "", "_log_softmax", "z", "f32[]", (1,), ("wte.weight",)),
+        OutlinedOperator(1, 5, "loss", "", "", "_log_softmax", "z", "f32[]", (1,), ("wte.weight",)),
     ]

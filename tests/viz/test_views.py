@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bare_programs import lower
+from memory_meter import measure_memory
 from page_views import Open, color_at, drag, hover, in_browser, lane, one_f_one_b, point, press, settle
 from playwright.sync_api import Page
 from simulated_updates import EVERYTHING, ended
@@ -372,7 +373,7 @@ def test_what_is_in_host_memory_is_below_the_line_and_outside_of_the_limit(open_
     page = open_page({}, steps=steps, pipeline=DrawnPipeline(pipe.plan, pipe.programs, sources, [1.2e6] * 2))
     tab(page, "memory")
     on_host = page.evaluate("() => timelines[0].memory.map(({ host }) => largest(host))")
-    assert on_host == [measured.host_bytes for measured in pipe.measure_memory(x, target=x)]
+    assert on_host == [measured.host_bytes for measured in measure_memory(pipe, x, target=x)]
     assert min(on_host) > 1e5
     assert "below: offloaded, in host memory" in page.locator("#memoryLegend").inner_text()
     lines = page.evaluate("""() => timelines[0].lanes.map((lane, rank) => {

@@ -7,8 +7,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipec.runtime.memory.meter import uncounted
-
 CollectiveWait = Callable[[], None]
 """Waits until a collective is complete. Raises TransportError if it cannot complete."""
 
@@ -53,8 +51,7 @@ class InProcessCollectives:
             collective.inputs[index] = tensors
             complete = len(collective.inputs) == self.size
         if complete:
-            with uncounted():  # if it raises, ``wake`` still finds the collective, and frees the others
-                finish([collective.inputs[each] for each in range(self.size)])
+            finish([collective.inputs[each] for each in range(self.size)])
             collective.done.set()
             with self._lock:
                 self._in_process_collectives.pop(number, None)

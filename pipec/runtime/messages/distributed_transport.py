@@ -237,10 +237,6 @@ class DistributedTransport:
             return shared
         return _Receiver(instruction, tag, self.device, receiving)
 
-    def held(self) -> Sequence[Tensor]:
-        """Nothing: each message gets new memory."""
-        return ()
-
     def group(self, ranks: Sequence[int]) -> CollectiveGroup:
         members, others = tuple(ranks), [rank for rank in ranks if rank != self.rank]
         activity = f"meeting {format_ranks(others)} in a collective"

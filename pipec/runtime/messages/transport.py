@@ -14,7 +14,6 @@ from pipec.errors import TransportError
 from pipec.ir import Instruction, Sizes
 from pipec.runtime.messages.collective_group import CollectiveGroup, InProcessCollectives, InProcessGroup
 from pipec.runtime.messages.cuda import CallerStreams, PeerToPeerCopies
-from pipec.runtime.messages.metered_copy import MeteredReceiver, metered_send
 from pipec.runtime.processes.worker import Worker
 
 T = TypeVar("T")
@@ -50,9 +49,6 @@ class Transport(Protocol):
     def sender(self, instruction: Instruction, tag: int) -> Send: ...
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
-
-    def held(self) -> Sequence[Tensor]:
-        """The memory for messages that stays from step to step."""
 
     def group(self, ranks: Sequence[int]) -> CollectiveGroup:
         """The group of these ranks, which include this one, for collectives."""
@@ -196,20 +192,12 @@ class _Endpoint:
     def __init__(self, ranks: InProcessTransport, rank: int) -> None:
         self._ranks = ranks
         self._rank = rank
-        self._metered_receivers: list[MeteredReceiver] = []
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
-        send = self._ranks.mailbox(tag, self._rank, instruction.peer).send
-        return metered_send(send, (instruction.link, instruction.peer))
+        return self._ranks.mailbox(tag, self._rank, instruction.peer).send
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
-        mailbox = self._ranks.mailbox(tag, instruction.peer, self._rank)
-        self._metered_receivers.append(MeteredReceiver(mailbox, instruction, self._ranks.devices[self._rank]))
-        return self._metered_receivers[-1]
-
-    def held(self) -> Sequence[Tensor]:
-        """Empty, as messages own their memory; while a meter counts, the buffers of several processes."""
-        return [memory for inbox in self._metered_receivers for memory in inbox.held()]
+        return _Receiver(self._ranks.mailbox(tag, instruction.peer, self._rank))
 
     def group(self, ranks: Sequence[int]) -> CollectiveGroup:
         return self._ranks.group(ranks, self._rank)
@@ -222,6 +210,19 @@ class _Endpoint:
 
     def fail(self, error: BaseException) -> None:
         self._ranks.fail(error)
+
+
+class _Receiver:
+    """A receive instruction: it awaits the message that it has posted last."""
+
+    def __init__(self, mailbox: "_Mailbox") -> None:
+        self._mailbox, self._number = mailbox, 0
+
+    def post(self, sizes: Sizes) -> None:
+        self._number = self._mailbox.post()
+
+    def wait(self) -> Sequence[Tensor]:
+        return self._mailbox.wait(self._number)
 
 
 _Receive = Callable[[], Sequence[Tensor]]
@@ -246,7 +247,7 @@ class _Mailbox:
         self._check_running()
         self._queue.put(self._device_copy(tensors))
 
-    def post(self, sizes: Sizes) -> int:
+    def post(self) -> int:
         """The number of the message, which owns its memory."""
         number, self._num_posted = self._num_posted, self._num_posted + 1
         return number

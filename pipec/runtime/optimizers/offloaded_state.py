@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipec.runtime.memory.meter import uncounted
-
 
 class OffloadedState:
     """Keeps the tensors of the optimizer state on the host. ``named`` maps ids of parameters to names.
@@ -19,14 +17,6 @@ class OffloadedState:
     def __init__(self, named: Mapping[int, str]) -> None:
         self._named = named
         self._hosts: dict[tuple[str, str], Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the state on the host."""
-        return sum(host.untyped_storage().nbytes() for host in self._hosts.values())
-
-    def is_offloaded(self, tensor: Tensor) -> bool:
-        return any(host is tensor for host in self._hosts.values())
 
     @contextlib.contextmanager
     def on_device(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -50,8 +40,7 @@ class OffloadedState:
         """A copy on the host, in the memory of the previous copy if layouts are equal."""
         host = self._hosts.get(name)
         if host is None or _layout(host) != _layout(value):
-            with uncounted():
-                host = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+            host = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
             self._hosts[name] = host
         return host.copy_(value)
 

@@ -1,13 +1,16 @@
 """Predicts the temporary memory of an update by running one on meta, which computes nothing."""
 
 import contextlib
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.runtime.memory.meter import TensorMemoryMeter
+from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
+from pipec.torch_compat.operators import TorchDispatchMode
 
 
 def update_scratch(factory: Factory, parameters: Mapping[str, Tensor], on_cuda: bool) -> tuple[float, bool]:
@@ -33,11 +36,29 @@ def _measured(
         if group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
     tried[largest].grad = torch.empty_like(tried[largest])
-    with TensorMemoryMeter() as meter:
-        meter.begin({})
+    with _AllocatedBytes() as allocated:
         for each in optimizers:
             each.step()
-        meter.note()
-    found = meter.memory(0)
-    share = float(found.most[0] - found.after[0]) / max(tried[largest].nbytes, 1)
+    share = (allocated.most - allocated.now) / max(tried[largest].nbytes, 1)
     return share, any(group["foreach"] for group in groups)
+
+
+class _AllocatedBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators allocate, while something refers to them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        passed = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        made = {id(x.untyped_storage()): x.untyped_storage() for x in tensors_in(result)}
+        for key in made.keys() - passed:
+            weakref.finalize(made[key], self._count, -made[key].nbytes())
+            self._count(made[key].nbytes())
+        return result
+
+    def _count(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.most = max(self.most, self.now)

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from pipec.errors import InputError
 from pipec.ir import ParameterShard
-from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.optimizers.factory import (
     Factory,
     call_factory,
@@ -106,16 +105,6 @@ class StageOptimizer:
         finally:
             for tensor in self._tensors.values():
                 tensor.grad = None
-
-    def held(self) -> list[Tensor]:
-        """The tensors of the state on the device."""
-        found = [each for optimizer, _ in self._optimizers for each in tensors_in(optimizer.state)]
-        return found if self._host is None else [each for each in found if not self._host.is_offloaded(each)]
-
-    @property
-    def host_bytes(self) -> int:
-        """The bytes of the state in host memory."""
-        return self._host.num_bytes if self._host else 0
 
     def _offload_state(self) -> None:
         if self._host:

@@ -12,58 +12,66 @@ from pipec.errors import VerifyError
 from pipec.ir import Sizes, Stage
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.gradients import GradientAccumulator
-from pipec.runtime.stages.host_copies import HostCopies, host_bytes
+from pipec.runtime.stages.host_copies import HostCopies
 from pipec.runtime.stages.weight_versions import WeightVersions
 
 Frame = dict[str, Any]
-"""The values of one microbatch in a stage, by the names of its phase functions' parameters."""
+"""The values of one microbatch in a stage, by name."""
+
+VERSION, BATCH = "weight version", "mini-batch"
+"""Where the frame of a stream's microbatch has the version that it reads, and its mini-batch."""
 
 
 class StageCode(Protocol):
-    """A generated stage module. Each parameter of a phase function is passed by its name:
+    """A generated stage module. Each function takes the frame of a microbatch, and from it by name:
 
     =============== ===================================================================================
     ``w``           list of parameters, in the order of ``PARAMETERS``
     ``gradient_sums`` sums of their gradients by index, to which a function may add
-    ``precomputed`` tuple returned by ``precompute`` for these parameters
+    ``precomputed`` list of what ``precompute`` returns for these parameters
     ``buffers``     list of buffers at the microbatch's forward, in the order of ``BUFFERS``
     ``constants``   tuple returned by ``constants``
     ``b``           number of samples in the microbatch
     ``t``, ...      size of each variable of the plan, under its name
     ``rng``         function from an operator's id to the ``torch.Generator`` it draws from
-    ``saved``       list returned by the phase before; the function empties it, which frees the values
+    ``saved``       list returned by the phase before
     ``grad_loss``   0-dim tensor: the microbatch's weight, from which the backward starts,
                     times the loss scale
     ``device``      the stage's ``torch.device``
     ``batch_fraction`` 0-dim tensor: the rows of the microbatch as a fraction of the batch's
-    other names     a received value or a model input
+    other names     a received value, or one of ``INPUTS``: what functions read of the mini-batch
     =============== ===================================================================================
+
+    A function pops what it reads last, which frees the values as soon as it deletes them.
 
     A phase is one function, or several segments such as ``backward_0`` and ``backward_1``. Each segment but
     the last also returns ``saved``, before its gradients, for the next one. A forward segment returns None
     among its ``updates`` for those of another segment.
 
-    ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
-    ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
-    ``backward_weight(...) -> gradients``, with gradients aligned with ``PARAMETERS`` and None for no
-    gradient, ``constants(...) -> tuple`` of values that depend on sizes and ``device`` alone,
-    ``precompute(...) -> tuple`` of values that depend on ``w``, constant ``buffers`` and ``device`` alone,
-    and ``batch_counts(...) -> tuple`` of counts over the whole batch, in the order of the stage's plan.
-    ``tail`` takes the inputs of the stage's tail with all rows of the batch; ``b`` is their number, and
-    ``batch_fraction`` is 1.
+    ``sent`` is a dict of values by name. Optional functions: ``recompute(frame) -> saved``,
+    ``backward(frame) -> (sent, gradients)``, ``backward_input(frame) -> (sent, saved, gradients)``,
+    ``backward_weight(frame) -> gradients``, with gradients aligned with ``PARAMETERS`` and None for no
+    gradient. ``tail(frame)`` takes the inputs of the stage's tail with all rows of the batch; ``b`` is their
+    number, and ``batch_fraction`` is 1.
+
+    Three others take values by name: ``constants(...) -> tuple`` of values that depend on sizes and
+    ``device`` alone, ``precompute(...) -> tuple`` of values that depend on ``w``, constant ``buffers`` and
+    ``device`` alone, and ``batch_counts(...) -> tuple`` of counts over the whole batch, in the order of the
+    stage's plan.
     """
 
     PARAMETERS: tuple[str, ...]
     BUFFERS: tuple[str, ...]
     UPDATED_BUFFERS: tuple[str, ...]
+    INPUTS: tuple[str, ...]
 
     @property
-    def tail(self) -> Callable[..., tuple[dict[str, Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """``tail(...) -> (sent, updates, gradients)`` of a stage that has one, aligned as those of phases."""
+    def tail(self) -> Callable[[Frame], tuple[dict[str, Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """``tail(frame) -> (sent, updates, gradients)``, aligned as those of phases."""
 
     @property
-    def forward(self) -> Callable[..., tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]:
-        """``forward(...) -> (sent, saved, updates)``, the updates aligned with ``UPDATED_BUFFERS``."""
+    def forward(self) -> Callable[[Frame], tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]:
+        """``forward(frame) -> (sent, saved, updates)``, the updates aligned with ``UPDATED_BUFFERS``."""
 
 
 class BoundStage:
@@ -102,20 +110,21 @@ class BoundStage:
         separate = [code.PARAMETERS.index(fqn) for fqn in {*stage.borrowed_parameters, *reduced}]
         self.gradients = GradientAccumulator(self.weights, separate, defers_gradients)
         self.owns_tensors = owns_tensors
-        self.inputs: set[str] = set()
+        self.inputs = frozenset(code.INPUTS)
         self.frames: list[Frame] = [{} for _ in range(num_microbatches)]
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
         self.buffers = self.buffers_before = self._registered
         self.versions = WeightVersions(self.weights, 0)
         self.is_versioned = False
-        self._precomputed: dict[tuple[float, ...], tuple[Tensor, ...]] = {}
+        self._precomputed: dict[tuple[float, ...], list[Tensor]] = {}
         self._buffers_found: dict[int, list[Tensor]] = {}
         self._memory: set[int] = set()
         self._precompute: Callable[..., tuple[Tensor, ...]] = getattr(code, "precompute", tuple)
         self._precompute_arguments = parameter_names(self._precompute) if hasattr(code, "precompute") else ()
         self._constants_arguments = _sizes_read(getattr(code, "constants", None))
         self.copies = HostCopies(device, stage.offloaded)
+        self._offloads = bool(stage.offloaded)
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
     def begin_step(self, loss_scale: float = 1.0) -> None:
@@ -146,23 +155,9 @@ class BoundStage:
         )
         frame["rng"] = OperatorGenerators(self.device, key)
         frame["constants"] = self._constants(*(sizes[name] for name in self._constants_arguments))
+        if self._precompute_arguments and not self.is_versioned:
+            frame["precomputed"] = self._precomputed_of(frame)
         return frame
-
-    def held(self) -> dict[str, list[Tensor]]:
-        """The memory at the start of a step, by kind, with frames filled."""
-        constants = [each for frame in self.frames for each in frame.get("constants", ())]
-        inputs = [frame[name] for frame in self.frames for name in self.inputs if name in frame]
-        return {
-            "parameters": self.weights,
-            "gradients": self.gradients.held(),
-            "buffers": [*self.buffers, *(each for each in constants if isinstance(each, Tensor))],
-            "inputs": inputs,
-        }
-
-    @property
-    def host_bytes(self) -> int:
-        """The bytes in host memory."""
-        return sum(host_bytes(frame.get("saved", ())) for frame in self.frames)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -175,8 +170,9 @@ class BoundStage:
             self.weights[self.code.PARAMETERS.index(fqn)] = weight
 
     def clear_weights(self, fqns: Iterable[str]) -> None:
-        """Drop parameters that ``set_weights`` set."""
-        self._precomputed.clear()
+        """Drop parameters that ``set_weights`` set, and what was computed of them."""
+        for values in self._precomputed.values():
+            values.clear()
         dropped = set(fqns)
         for index, fqn in enumerate(self.code.PARAMETERS):
             if fqn in dropped:
@@ -185,30 +181,17 @@ class BoundStage:
     def precompute(self, microbatch: int) -> None:
         """Compute what is computed once of the weights; in a stream, of the version of a microbatch."""
         frames = [self.frames[microbatch]] if self.is_versioned else self.frames
-        if filled := next((frame for frame in frames if "constants" in frame), None):
-            self._precompute_for(filled)
+        for frame in frames:
+            if "constants" in frame and not self._precomputed_of(frame):
+                weights = self.versions.of(frame[VERSION]) if self.is_versioned else self.weights
+                arguments = {**frame, "w": weights, "buffers": self.buffers}
+                values = self._precompute(*(arguments[name] for name in self._precompute_arguments))
+                self._precomputed_of(frame).extend(values)
 
-    def select_precomputed(self, microbatch: int) -> None:
-        """Put what was computed of the weights into a microbatch's frame.
-
-        Batches of a stream that read one version of the weights may differ in length: what the program's
-        instruction did not compute for this one is computed here.
-        """
-        frame = self.frames[microbatch]
-        if self.is_versioned and self._precomputed_key(frame) not in self._precomputed:
-            self._precompute_for(frame)
-        frame["precomputed"] = self._precomputed[self._precomputed_key(frame)]
-
-    def _precompute_for(self, frame: Frame) -> None:
-        weights = self.versions.of(frame["version"]) if self.is_versioned else self.weights
-        arguments = {**frame, "w": weights, "buffers": self.buffers, "device": self.device}
-        values = self._precompute(*(arguments[name] for name in self._precompute_arguments))
-        self._precomputed[self._precomputed_key(frame)] = values
-
-    def _precomputed_key(self, frame: Frame) -> tuple[float, ...]:
-        """The version of the weights, and the sizes that ``precompute`` takes."""
+    def _precomputed_of(self, frame: Frame) -> list[Tensor]:
+        """What is computed of the version of the weights with the sizes that ``precompute`` takes."""
         sizes = (frame[name] for name in self._precompute_arguments if name not in ("w", "buffers", "device"))
-        return frame.get("version", -1), *sizes
+        return self._precomputed.setdefault((frame.get(VERSION, -1), *sizes), [])
 
     def function(self, name: str) -> Callable[..., Any]:
         """A function of the code.
@@ -239,9 +222,16 @@ class BoundStage:
         return value.clone() if is_dense and value.untyped_storage().data_ptr() in self._memory else value
 
     def select_version(self, microbatch: int) -> None:
-        """Put the weights of the version that a microbatch's frame names into the frame."""
+        """Put the version of the weights that a microbatch reads into its frame, and what is made of it.
+
+        Batches of a stream that read one version of the weights may differ in length: what the program's
+        instruction did not compute for this one is computed here.
+        """
         frame = self.frames[microbatch]
-        frame["w"] = self.versions.of(frame["version"])
+        frame["w"] = self.versions.of(frame[VERSION])
+        if self._precompute_arguments:
+            self.precompute(microbatch)
+            frame["precomputed"] = self._precomputed_of(frame)
 
     def advance(self, keeps_buffers: bool = False) -> None:
         """Switch to the next version of the weights after an update of a stream.
@@ -265,7 +255,7 @@ class BoundStage:
         """Put the present buffers into a microbatch's frame, for its forward and its backward."""
         self.frames[microbatch]["buffers"] = self.buffers
         if self.is_versioned:
-            self._buffers_found.setdefault(self.frames[microbatch]["batch"], self.buffers)
+            self._buffers_found.setdefault(self.frames[microbatch][BATCH], self.buffers)
 
     def restore_buffers(self, number: float) -> None:
         """Restore the buffers before mini-batch ``number`` of a stream, if it reached this stage."""
@@ -273,11 +263,10 @@ class BoundStage:
 
     def update_buffers(self, updates: Sequence[Tensor | None]) -> None:
         """Replace buffers for later forwards. Frames that hold the old ones keep them."""
-        if self.updated_indices:
-            self.buffers = list(self.buffers)
-            for index, update in zip(self.updated_indices, updates, strict=True):
-                if update is not None:
-                    self.buffers[index] = update
+        self.buffers = list(self.buffers)
+        for index, update in zip(self.updated_indices, updates, strict=True):
+            if update is not None:
+                self.buffers[index] = update
 
     def end_step(self) -> None:
         """Copy the updated buffers into the model's."""
@@ -286,7 +275,8 @@ class BoundStage:
 
     def forget_step(self) -> None:
         """Free every value of the step."""
-        self.copies.finish()
+        if self._offloads:
+            self.copies.finish()
         for frame in self.frames:
             frame.clear()
         for index in self._borrowed_indices:

@@ -5,30 +5,17 @@ rows of a dense sum.
 """
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pipec.runtime.memory.storage import fills_storage, is_exclusive
 from pipec.runtime.sparse_gradients import RowSparseGradient
+from pipec.runtime.stages.flat_bucket import FlatBucket
 
 # Adds lists of tensors in one call; the public API has no such function.
 _add_all = torch._foreach_add_
-
-
-class GradientStorage(Protocol):
-    """Memory for the gradient sums of some parameters."""
-
-    def place(self, index: int) -> Tensor:
-        """The memory for the parameter ``index``, with undefined values."""
-
-    def held(self) -> Sequence[Tensor]:
-        """The memory that is allocated."""
-
-    def forget_step(self) -> None:
-        """Release the tensors that ``place`` has returned."""
 
 
 class GradientAccumulator:
@@ -47,16 +34,11 @@ class GradientAccumulator:
         self._factor = 1.0
         self._totals: list[Tensor | None] = []
         self._kept: list[Tensor | RowSparseGradient | None] = []
-        self._homes: dict[int, GradientStorage] = {}
+        self._homes: dict[int, tuple[FlatBucket, str]] = {}
 
-    def accumulate_in(self, home: GradientStorage, indices: Iterable[int]) -> None:
+    def accumulate_in(self, home: FlatBucket, names: Mapping[int, str]) -> None:
         """Put the totals of these parameters into the memory of ``home``, from the first gradient on."""
-        self._homes |= dict.fromkeys(indices, home)
-
-    def held(self) -> list[Tensor]:
-        """The gradients that exist, and the memory allocated for others."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return gradients + [memory for home in set(self._homes.values()) for memory in home.held()]
+        self._homes |= {index: (home, name) for index, name in names.items()}
 
     def begin_step(self, factor: float = 1.0) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""
@@ -76,8 +58,12 @@ class GradientAccumulator:
     def forget_step(self) -> None:
         """Drop references to gradients, so that setting ``.grad`` to None frees them."""
         self._totals, self._kept = [], []
-        for home in set(self._homes.values()):
+        for home, _ in self._homes.values():
             home.forget_step()
+
+    def _home_of(self, index: int) -> Tensor:
+        home, name = self._homes[index]
+        return home.place(name)
 
     def keep(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
         """Keep a microbatch's gradients for ``accumulate``.
@@ -121,7 +107,7 @@ class GradientAccumulator:
         total = self._totals[index]
         if total is None:
             zeros = functools.partial(torch.zeros_like, self._parameters[index], requires_grad=False)
-            total = self._homes[index].place(index).zero_() if index in self._homes else zeros()
+            total = self._home_of(index).zero_() if index in self._homes else zeros()
             self._set(index, total)
         return total
 
@@ -174,7 +160,7 @@ class GradientAccumulator:
         if total.is_sparse:
             total = total.clone()  # its indices may be the memory of the batch
         elif index in self._homes:
-            total = self._homes[index].place(index).copy_(total)
+            total = self._home_of(index).copy_(total)
         elif not (total.stride() == parameter.stride() and fills_storage(total) and is_exclusive(total)):
             total = torch.empty_like(parameter, requires_grad=False).copy_(total)
         self._set(index, total.mul_(factor) if factor != 1 else total)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.runtime.memory.meter import uncounted
 from pipec.runtime.messages.cuda import CopyStream
 
 Wait = Callable[[], None]
@@ -50,10 +49,9 @@ class HostCopies:
     def offload(self, saved: list[Any]) -> None:
         """Start to copy values to the host. They may not be read until they are copied back."""
         values = [saved[position] for position in self._positions]
-        with uncounted():
-            memory = list(map(_bytes_of, values))
-            hosts = host_memory([each.numel() for each in memory], pinned=self._out is not None)
-            wait = _start(self._out, lambda: _copy_all(map(_split, memory, hosts), hosts, to_host=True))
+        memory = list(map(_bytes_of, values))
+        hosts = host_memory([each.numel() for each in memory], pinned=self._out is not None)
+        wait = _start(self._out, lambda: _copy_all(map(_split, memory, hosts), hosts, to_host=True))
         for position, value, host in zip(self._positions, values, hosts, strict=True):
             layout = value.storage_offset(), value.size(), value.stride()
             saved[position] = OffloadedValue(host, value, value.device, wait, layout, value.dtype)
@@ -88,11 +86,6 @@ class HostCopies:
         for stream in (self._out, self._back):
             if stream is not None:
                 stream.finish()
-
-
-def host_bytes(saved: Sequence[Any]) -> int:
-    """The bytes that these values take in host memory."""
-    return sum(len(piece) for each in saved if isinstance(each, OffloadedValue) for piece in each.host)
 
 
 _LEAST_BLOCK = 2**20

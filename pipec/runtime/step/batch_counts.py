@@ -39,10 +39,9 @@ class BatchCountsFunction:
             "device": self.device,
             "buffers": [self.buffers[fqn] for fqn in self.code.BUFFERS],
         }
-        names = parameter_names(self.code.batch_counts)
-        known |= {name: on_device(inputs[name], self.device) for name in names if name in inputs}
+        known |= {name: on_device(inputs[name], self.device) for name in self.inputs if name in inputs}
         with torch.no_grad():
-            made = self.code.batch_counts(*(known[name] for name in names))
+            made = self.code.batch_counts(**{name: known[name] for name in self.inputs})
         return dict(zip(self.stage.batch_counts, made, strict=True))
 
 

@@ -25,8 +25,8 @@ from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveW
 from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.stages.bound_stage import StageCode
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.compute import nothing
 from pipec.runtime.step.interpreter import Interpreter
+from pipec.runtime.step.linked_instruction import nothing
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.step_results import zeros_of
 
@@ -183,10 +183,6 @@ class _StubTransport:
 
     def group(self, ranks: Sequence[int]) -> CollectiveGroup:
         return _StubGroup(list(ranks).index(self.rank), len(ranks))
-
-    def held(self) -> Sequence[Tensor]:
-        """Nothing: what is received is made when it is waited for."""
-        return ()
 
     def finish(self) -> None:
         """Nothing was sent."""

@@ -52,9 +52,8 @@ def failure_message(program: Program, place: int, instruction: Instruction, prob
 def _described(error: Exception) -> str:
     """``ValueError: what it says (stage_1.py, line 57, in backward)``"""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
-    )
+    file = Path(frame.filename.strip("<>")).name
+    return f"{type(error).__name__}: {error} ({file}, line {frame.lineno}, in {frame.name})"
 
 
 def _fields_of(instruction: Instruction) -> list[str]:

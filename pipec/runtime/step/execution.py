@@ -14,9 +14,8 @@ from torch import Tensor
 
 from pipec.artifact.artifact import Artifact, load_stage_module
 from pipec.errors import InputError, PipecError
-from pipec.ir import SCHEDULED_PHASES, Plan, RankMemory, StepPart, program_part, rank_of, stages_on
+from pipec.ir import SCHEDULED_PHASES, Plan, StepPart, program_part, rank_of, stages_on
 from pipec.ir.periodic_program import max_batches_ahead
-from pipec.runtime.memory.meter import MemoryMeter, make_memory_meter
 from pipec.runtime.messages.cuda import pinned_copy
 from pipec.runtime.stages.kernels import compile_functions
 from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_counts, batch_fraction
@@ -88,11 +87,13 @@ class Execution:
             self._batch_counts += [
                 BatchCountsFunction(plan.stages[k], module, buffers_here, device)
                 for k, module in modules.items()
-                if k not in plan.sync_spec.count_stages
+                if plan.stages[k].batch_counts and k not in plan.sync_spec.count_stages
             ]
         readers += [(each.device, each.inputs) for each in self._batch_counts]
         self._read_here = {name for _, names in readers for name in names}
         self._read_by_gpus = {name for device, names in readers if device.type == "cuda" for name in names}
+        self.is_stream = artifact.programs[0].period > 0
+        """Whether the programs are periodic: steps overlap."""
 
     def _load(self, number: int) -> types.ModuleType:
         code = load_stage_module(number, self.artifact.sources[number])
@@ -116,17 +117,19 @@ class Execution:
 
     def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of the stages for each microbatch, by name."""
-        leaves = self._staged(leaves)
+        if self._read_by_gpus:
+            leaves = self._staged(leaves)
         microbatches = self._split(leaves, batch_slice)
-        whole = batch_counts(self._batch_counts, self.artifact.plan, leaves, microbatches, batch_slice)
-        for microbatch, size, first in zip(
-            microbatches, batch_slice.sizes, batch_slice.first_rows, strict=True
-        ):
-            numbers = {
-                "batch_fraction": batch_fraction(size, batch_slice.batch),
-                "first_row": torch.tensor(first),
-            }
-            microbatch |= numbers | whole
+        if self._batch_counts:
+            whole = batch_counts(self._batch_counts, self.artifact.plan, leaves, microbatches, batch_slice)
+            for microbatch in microbatches:
+                microbatch |= whole
+        if "batch_fraction" in self._read_here:
+            for microbatch, size in zip(microbatches, batch_slice.sizes, strict=True):
+                microbatch["batch_fraction"] = batch_fraction(size, batch_slice.batch)
+        if "first_row" in self._read_here:
+            for microbatch, first in zip(microbatches, batch_slice.first_rows, strict=True):
+                microbatch["first_row"] = torch.tensor(first)
         return microbatches
 
     def _staged(self, leaves: Sequence[object]) -> Sequence[object]:
@@ -163,7 +166,6 @@ class Execution:
         seed: int,
         recorded: list[RecordedStep] | None = None,
         update: bool = True,
-        measured: list[RankMemory] | None = None,
     ) -> Mapping[str, Tensor]:
         """Run one step, or a stream of one mini-batch; returns its results by name.
 
@@ -176,10 +178,9 @@ class Execution:
             seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
             update: Whether the step ends with the update that the program has, if it has one.
-            measured: If the step succeeds, the memory of the ranks of this process is appended.
         """
         if self.is_stream:
-            require_synchronous(not update, recorded, measured)
+            require_synchronous(not update, recorded)
             return self._run_batch(leaves, batch_slice, seed)
         if self._updates is not None:
             self._updates.follow_script()
@@ -187,41 +188,33 @@ class Execution:
         updates = self.artifact.plan.sync_spec.updates
         part = StepPart.WHOLE if update or not updates else StepPart.ACCUMULATE
 
-        def run(interpreter: Interpreter, stamps: Timestamps | None, meter: MemoryMeter | None) -> Results:
-            return interpreter.run(microbatches, batch_slice, seed, stamps, part, meter)
+        def run(interpreter: Interpreter, stamps: Timestamps | None) -> Results:
+            return interpreter.run(microbatches, batch_slice, seed, stamps, part)
 
-        dry_run = functools.partial(self.dry_run, microbatches, batch_slice, seed)
-        return self._run_part(part, run, recorded, measured, dry_run)
+        if self._dry_runs:
+            self.dry_run(microbatches, batch_slice, seed)
+        return self._run_part(part, run, recorded)
 
-    def update(
-        self, recorded: list[RecordedStep] | None = None, measured: list[RankMemory] | None = None
-    ) -> None:
+    def update(self, recorded: list[RecordedStep] | None = None) -> None:
         """Run the update alone, with the gradients of all steps since the last one; otherwise as ``run``."""
         assert self._updates is not None, "the caller has checked that there are gradients"
         self._updates.follow_script()
-        self._run_part(StepPart.UPDATE, Interpreter.update, recorded, measured)
+        self._run_part(StepPart.UPDATE, Interpreter.update, recorded)
 
     def _run_part(
         self,
         part: StepPart,
-        run: Callable[[Interpreter, Timestamps | None, MemoryMeter | None], T],
+        run: Callable[[Interpreter, Timestamps | None], T],
         recorded: list[RecordedStep] | None,
-        measured: list[RankMemory] | None,
-        prepare: Callable[[], object] = lambda: None,
     ) -> T:
         """What the first rank of this process returns of a part of a step that all of them run."""
         devices = self._ranks.devices
         timestamps: dict[int, Timestamps] = {} if recorded is None else {rank: [] for rank in devices}
-        meters = {
-            rank: make_memory_meter(device, list(devices.values()).count(device) > 1)
-            for rank, device in (devices.items() if measured is not None else ())
-        }
         jobs = [
-            functools.partial(run, interpreter, timestamps.get(rank), meters.get(rank))
+            functools.partial(run, interpreter, timestamps.get(rank))
             for rank, interpreter in zip(devices, self._interpreters, strict=True)
         ]
         try:
-            prepare()
             results = jobs[0]() if self._ranks.world.is_distributed else self._ranks.in_process.run(jobs)[0]
         except BaseException as error:
             if self._updates is not None and self.artifact.plan.sync_spec.updates:
@@ -232,8 +225,6 @@ class Execution:
         if self._updates is not None:
             self._updates.mark_gradients()
         self.non_finite = self._interpreters[0].non_finite
-        if measured is not None:
-            measured += [meter.memory(rank) for rank, meter in meters.items()]
         if recorded is not None:
             sync_spec = self.artifact.plan.sync_spec
             programs = [program_part(program, sync_spec, part) for program in self.artifact.programs]
@@ -252,11 +243,6 @@ class Execution:
             f"the step failed when updates had begun, of {listed}: the parameters of the stages do not fit "
             "together. Load a checkpoint to train on"
         )
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the programs are periodic: steps overlap."""
-        return self.artifact.programs[0].period > 0
 
     @property
     def num_readers(self) -> int:
@@ -327,12 +313,8 @@ class Execution:
 def require_synchronous(
     accumulates: bool = False,
     recorded: list[RecordedStep] | None = None,
-    measured: list[RankMemory] | None = None,
 ) -> None:
-    """Raise InputError if a stream is asked for what needs the end of a step.
-
-    It is asked to add up the gradients of several mini-batches, to record times, or to measure memory.
-    """
+    """Raise InputError if a stream is asked to add up gradients over mini-batches, or to record times."""
     if accumulates:
         raise InputError(
             "an asynchronous schedule updates after every mini-batch, so that it accumulates no gradients; "
@@ -342,11 +324,6 @@ def require_synchronous(
         raise InputError(
             "an asynchronous schedule cannot be recorded or traced, because its programs do not end; use "
             "simulate() and visualize(...), or record schedule='1f1b'"
-        )
-    if measured is not None:
-        raise InputError(
-            "the memory of an asynchronous schedule cannot be measured, because its programs do not end; use "
-            "memory(), or measure schedule='1f1b'"
         )
 
 

@@ -9,7 +9,6 @@ and the frames are taken in turn. Where the program pauses, the stream waits for
 import contextlib
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,24 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipec.errors import VerifyError
 from pipec.ir import Mode, Op, Payload, Plan, Program, StepPart, Value, program_part, rank_of, replica_counts
 from pipec.ir.periodic_program import num_frames, num_versions_behind, unrolled_instructions, version_read
 from pipec.ir.step_parts import instructions_of_part
 from pipec.runtime.memory.block_cache import clear_block_cache
-from pipec.runtime.memory.meter import MemoryMeter
 from pipec.runtime.messages.cuda import current_device, on_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.random_seeds import OperatorGenerators
-from pipec.runtime.stages.bound_stage import BoundStage, StageCode
+from pipec.runtime.stages.bound_stage import BATCH, VERSION, BoundStage, StageCode
 from pipec.runtime.stages.weight_versions import WeightVersions
 from pipec.runtime.step.batch_counts import BatchCountsFunction, ReplicaCounts, batch_fraction
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.compute import Action
 from pipec.runtime.step.error_report import failure_message, reporting_failures
-from pipec.runtime.step.linked_instruction import LinkedInstruction
+from pipec.runtime.step.linked_instruction import Action, LinkedInstruction
 from pipec.runtime.step.linker import Linker
 from pipec.runtime.step.non_finite import NonFinite
-from pipec.runtime.step.optimizer_updates import OptimizerUpdates, StageUpdate
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.rank_state import RankState, UpdateState, merged_results
 from pipec.runtime.step.step_results import StepResults, result_values
 from pipec.runtime.step.stream_results import StreamBatch, StreamResults
@@ -57,6 +55,7 @@ class _LinkedPart:
     program: Program
     linked: Sequence[LinkedInstruction]
     actions: Sequence[Action]
+    ends: list[Action]
 
 
 class Interpreter:
@@ -105,6 +104,7 @@ class Interpreter:
         for index, stage in self._stages.items() if program.period else ():
             stage.versions = WeightVersions(stage.weights, num_versions_behind(program, index))
             stage.is_versioned = True
+        self._require_inputs()
         self._own = {stage: plan.microbatches_on(stage, program.rank) for stage in self._stages}
         made = [
             (value, self._own[link.source])
@@ -154,15 +154,37 @@ class Interpreter:
         self._parts: dict[StepPart, _LinkedPart] = {}
         self._begin_part(StepPart.WHOLE)
 
+    def _require_inputs(self) -> None:
+        """Raise VerifyError if a stage reads an input or borrows a parameter that the plan does not bring."""
+        known = {"batch_fraction", "first_row", *(entry.value.name for entry in self._plan.inputs)}
+        known |= {name for stage in self._plan.stages for name in stage.batch_counts}
+        for index, stage in self._stages.items():
+            if unknown := sorted(stage.inputs - known):
+                raise VerifyError(
+                    f"stage {index} reads {', '.join(unknown)} of the batch, but the plan has the inputs "
+                    f"{', '.join(sorted(known))}; generate the stage code from this plan"
+                )
+            weights = (x for x in self._plan.links if x.payload is Payload.WEIGHT and x.target == index)
+            if missing := sorted(stage.borrowed.difference(*(link.names for link in weights))):
+                raise VerifyError(
+                    f"stage {index}: the parameters {', '.join(missing)} are borrowed, but no weight link "
+                    "brings them; add one to the plan, from the stage that owns them"
+                )
+
     def _link(self) -> Sequence[Sequence[LinkedInstruction]]:
         """The linked instructions; those of a period once for each of the frames that microbatches take."""
-        linker, program = Linker(self._rank), self._program
+        program = self._program
         if not program.period:
+            linker = Linker(self._rank, program.instructions)
             return [[linker.link(each) for each in program.instructions]]
         passes: list[dict[int, LinkedInstruction]] = [{} for _ in range(self._window // program.period)]
-        for number, place, each in unrolled_instructions(program, 2 * self._window):
-            in_frame = replace(each, microbatch=each.microbatch % self._window)
-            passes[number % len(passes)][place] = linker.link(in_frame)
+        unrolled = [
+            (number % len(passes), place, replace(each, microbatch=each.microbatch % self._window))
+            for number, place, each in unrolled_instructions(program, 2 * self._window)
+        ]
+        linker = Linker(self._rank, [each for _, _, each in unrolled])
+        for number, place, each in unrolled:
+            passes[number][place] = linker.link(each)
         return [[linked[place] for place in range(len(program.instructions))] for linked in passes]
 
     def _is_first_replica(self, stage: int) -> bool:
@@ -200,14 +222,14 @@ class Interpreter:
             if rank_of(self._plan.placement, stage.index, microbatch) != self._rank.number:
                 continue
             if self._program.period:
-                stage.frames[number]["version"] = version_read(self._program, stage.index, microbatch)
+                stage.frames[number][VERSION] = version_read(self._program, stage.index, microbatch)
             if not size:
                 continue
             frame = stage.fill_frame(number, key, self._rank.sizes_with(size))
             names = stage.inputs - self._summed_later
             frame.update({name: on_device(inputs[name], self._device) for name in names})
             if self._program.period:
-                frame["batch"] = microbatch // self._plan.num_microbatches
+                frame[BATCH] = microbatch // self._plan.num_microbatches
             if self._rank.loss:
                 frame["grad_loss"] = loss_gradient(loss_weight, self._rank.loss.dtype, self._device)
 
@@ -218,7 +240,6 @@ class Interpreter:
         seed: int = 0,
         timestamps: Timestamps | None = None,
         part: StepPart = StepPart.WHOLE,
-        meter: MemoryMeter | None = None,
     ) -> dict[str, Tensor]:
         """Execute one step. Returns the results of the microbatches together by name, on every rank.
 
@@ -232,7 +253,6 @@ class Interpreter:
                 batch and the operator alone. Each step has another.
             timestamps: The times of the step are appended.
             part: All of the step, or its microbatches alone: their gradients are kept for the next update.
-            meter: Measures the memory of the step.
 
         Raises:
             ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
@@ -240,21 +260,24 @@ class Interpreter:
         """
         self._begin_part(part)
         try:
-            with self._running_alone(), meter or contextlib.nullcontext():
+            with self._running_alone():
                 self._begin_step(microbatches, batch_slice, seed)
-                self._run_actions(self._actions_on(batch_slice.sizes), timestamps, meter)
+                actions = self._part.actions
+                if not all(batch_slice.sizes):  # microbatches without rows are not computed
+                    actions = [x.for_sizes(batch_slice.sizes) for x in self._part.linked] + self._part.ends
+                self._execute(actions, timestamps)
                 return merged_results(self._rank, batch_slice, self._device)
         finally:
             self._forget_step()
 
-    def update(self, timestamps: Timestamps | None = None, meter: MemoryMeter | None = None) -> None:
+    def update(self, timestamps: Timestamps | None = None) -> None:
         """Execute the update alone, of the gradients of all steps since the last; otherwise as ``run``."""
         self._begin_part(StepPart.UPDATE)
         try:
-            with self._running_alone(), meter or contextlib.nullcontext():
+            with self._running_alone():
                 for stage in self._stages.values():
                     stage.gradients.begin_step()
-                self._run_actions(self._part.actions, timestamps, meter)
+                self._execute(self._part.actions, timestamps)
         finally:
             self._forget_step()
 
@@ -265,8 +288,10 @@ class Interpreter:
             numbers = instructions_of_part(self._program, self._plan.sync_spec, part)
             program = program_part(self._program, self._plan.sync_spec, part)
             linked = [self._passes[0][number] for number in numbers]
-            ends = [] if part is StepPart.UPDATE else [self._rank.transport.finish, self._end_step]
-            self._parts[part] = _LinkedPart(program, linked, [*(each.action for each in linked), *ends])
+            ends = [] if part is StepPart.UPDATE else [self._rank.transport.finish]
+            if ends and any(stage.updated_indices for stage in self._stages.values()):
+                ends.append(self._end_step)
+            self._parts[part] = _LinkedPart(program, linked, [each.action for each in linked] + ends, ends)
         self._part = self._parts[part]
 
     def _begin_step(
@@ -299,7 +324,7 @@ class Interpreter:
         tail, inputs = self._rank.tails[stage], microbatches[self._own[stage][0]]
         tail.begin_step(batch_slice)
         tail.frame.update(self._rank.sizes_with(batch_slice.num_rows))
-        names = (tail.inputs & inputs.keys()) - self._summed_later
+        names = (self._stages[stage].inputs & inputs.keys()) - self._summed_later
         tail.frame.update({name: on_device(inputs[name], self._device) for name in names})
         tail.frame.update(
             batch_fraction=batch_fraction(1, 1),
@@ -325,23 +350,10 @@ class Interpreter:
         """The stages whose update has begun in the last step; all are complete unless the step failed."""
         return set(self._update_state.begun)
 
-    def _actions_on(self, sizes: Sequence[int]) -> Sequence[Action]:
-        """The actions of a step; microbatches without rows are not computed."""
-        if all(sizes):
-            return self._part.actions
-        return [*(each.for_sizes(sizes) for each in self._part.linked), *self._part.actions[-2:]]
-
-    def _run_actions(
-        self, actions: Sequence[Action], timestamps: Timestamps | None, meter: MemoryMeter | None
-    ) -> None:
-        if meter is not None:
-            self._execute_and_measure(actions, meter)
-        elif timestamps is not None:
+    def _execute(self, actions: Sequence[Action], timestamps: Timestamps | None) -> None:
+        if timestamps is not None:
             self._execute_and_stamp(actions, timestamps)
-        else:
-            self._execute(actions)
-
-    def _execute(self, actions: Sequence[Action]) -> None:
+            return
         for position, action in enumerate(actions):
             self.position = position
             action()
@@ -356,39 +368,6 @@ class Interpreter:
                 if position < len(self._part.linked):
                     marks += (begun, clock.now())
             timestamps += clock.times(marks)
-
-    def _execute_and_measure(self, actions: Sequence[Action], meter: MemoryMeter) -> None:
-        meter.begin(self._memory_at_start())
-        num_instructions = len(self._part.linked)
-        for position, action in enumerate(actions):
-            self.position = position
-            action()
-            if position < num_instructions:
-                meter.note(sum(map(self._host_bytes, self._stages.values())))
-
-    def _host_bytes(self, stage: BoundStage) -> int:
-        """The bytes of a stage in host memory."""
-        own = self._update_of(stage.index)
-        return stage.host_bytes + (own.optimizer.host_bytes if own else 0)
-
-    def _update_of(self, stage: int) -> StageUpdate | None:
-        """What the rank updates of a stage, or what the replica does with which it shares the parameters."""
-        updates, owners = self._update_state.updates, (self._rank.number, self._rank.plan.placement[stage][0])
-        found = (updates.on(each, stage) for each in owners) if updates else iter(())
-        return next(filter(None, found), None)
-
-    def _memory_at_start(self) -> dict[str, list[Tensor]]:
-        """The memory of the rank at the start of a step, by kind.
-
-        Replicas of one process share parameters and state; each is counted with what it would have.
-        """
-        parts: list[Mapping[str, Sequence[Tensor]]] = [stage.held() for stage in self._stages.values()]
-        parts += [own.held() for stage in self._stages if (own := self._update_of(stage))]
-        found: dict[str, list[Tensor]] = defaultdict(list)
-        for part in (*parts, {"received": self._rank.transport.held()}):
-            for kind, tensors in part.items():
-                found[kind] += tensors
-        return found
 
     def _forget_step(self) -> None:
         for stage in self._stages.values():

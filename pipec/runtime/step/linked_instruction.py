@@ -1,10 +1,15 @@
 """A linked instruction: a call without arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipec.ir import Instruction
-from pipec.runtime.step.compute import Action, nothing
+
+Action = Callable[[], None]
+
+
+def nothing() -> None:
+    """The action that does nothing."""
 
 
 @dataclass(frozen=True)

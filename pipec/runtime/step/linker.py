@@ -1,25 +1,20 @@
 """Linking: every instruction of a program becomes an action, a call without arguments.
 
-The linker walks the program once, and looks up each op in a table. For each stage and microbatch it keeps
-track of the named values that are present. It refuses a compute that asks for a name nothing provides. The
-last reader of a value drops it.
+The linker walks the program once, and looks up each op in a table.
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import SCHEDULED_PHASES, Instruction, Link, ModelCollective, Op, Payload, Phase
-from pipec.runtime.stages.bound_stage import Frame, parameter_names
+from pipec.ir import SCHEDULED_PHASES, Instruction, Link, Op, Payload, Phase
+from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.runtime.stages.model_collectives import RunningCollective
-from pipec.runtime.step.compute import Action, FetchArguments, bind_function
-from pipec.runtime.step.linked_instruction import LinkedInstruction, in_sequence
+from pipec.runtime.step.linked_instruction import Action, LinkedInstruction, in_sequence
 from pipec.runtime.step.rank_state import RankState
 from pipec.runtime.step.step_results import ResultCollector
 from pipec.runtime.step.sync_linker import StartAndEnd, SyncLinker
@@ -27,30 +22,26 @@ from pipec.runtime.step.sync_linker import StartAndEnd, SyncLinker
 ValueReader = Callable[[], Sequence[Any]]
 OutputWriter = Callable[[Sequence[Tensor]], None]
 
-_ALWAYS = frozenset({"w", "gradient_sums", "precomputed", "buffers", "constants", "b", "rng", "device"})
 _WITHOUT_GRADIENTS = (Op.FORWARD, Op.RECOMPUTE)
-_SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
-"""The phases whose last function saves something, too."""
 
 
 class Linker:
-    """Makes the actions of a program's instructions, one after the other.
+    """Makes the actions of a program's instructions. ``instructions`` are all of them, as they run.
 
     Raises:
-        VerifyError: a stage lacks a function, or a function asks for a value that is not there.
+        VerifyError: a stage lacks a function.
     """
 
-    def __init__(self, rank: RankState) -> None:
+    def __init__(self, rank: RankState, instructions: Sequence[Instruction]) -> None:
         self._rank = rank
-        variables = {variable.name for variable in rank.plan.variables}
-        self._always = _ALWAYS | variables | ({"grad_loss"} if rank.loss else set())
-        self._inputs = {"batch_fraction", "first_row", *(entry.value.name for entry in rank.plan.inputs)}
-        self._inputs |= {name for stage in rank.plan.stages for name in stage.batch_counts}
-        self._present: dict[tuple[int, int], set[str]] = defaultdict(set)
-        self._dropped_by: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(dict)
-        self._tied_weights: dict[int, set[str]] = defaultdict(set)
         self._ends: dict[object, Action] = {}
         self._received: dict[tuple[int, int], Sequence[Tensor]] = {}
+        self._last_messages = {
+            (each.link.source, each.microbatch, name): (each.link, each.peer)
+            for each in instructions
+            if each.link and each.op in (Op.SEND, Op.MOVE)
+            for name in each.link.names
+        }
         sync = SyncLinker(rank)
         self._calls: Mapping[Op, Callable[[Instruction], Action]] = {
             Op.RECV: self._receive,
@@ -69,32 +60,14 @@ class Linker:
         }
 
     def link(self, instruction: Instruction) -> LinkedInstruction:
-        op = instruction.op
-        action = self._wait(instruction) if op.traits.awaits else self._calls[op](instruction)
+        awaits = instruction.op.traits.awaits
+        action = self._ends[_key(instruction)] if awaits else self._calls[instruction.op](instruction)
         return LinkedInstruction(instruction, action, self._microbatches(instruction))
 
     def _started(self, make: Callable[[Instruction], StartAndEnd], instruction: Instruction) -> Action:
         """The action that starts something; another one waits for its end."""
         start, self._ends[_key(instruction)] = make(instruction)
         return start
-
-    def _wait(self, instruction: Instruction) -> Action:
-        """Wait for what an instruction before has started. Its values are present then."""
-        key = instruction.stage, instruction.microbatch
-        if instruction.link:
-            self._note_arrived(instruction.link, instruction.microbatch)
-        elif instruction.op is Op.WAIT_PREFETCH:
-            self._present[key].add("saved")
-        elif instruction.model_collective >= 0:
-            self._present[key].add(self._collective(instruction).value.name)
-        return self._ends[_key(instruction)]
-
-    def _note_arrived(self, link: Link, microbatch: int) -> None:
-        """Note that the values of a link are present where they are read."""
-        if link.payload is Payload.WEIGHT:
-            self._tied_weights[link.target] |= {*link.names}
-        elif link.payload.readers:
-            self._present[link.target, microbatch].update(link.names)
 
     def _microbatches(self, instruction: Instruction) -> Sequence[int]:
         """The microbatches of an instruction, or of the values that it moves; none if it has none."""
@@ -123,7 +96,7 @@ class Linker:
     def _send(self, instruction: Instruction) -> Action:
         link, rank = _link_of(instruction), self._rank
         send = rank.transport.sender(instruction, self._tag(link))
-        source = self._value_reader(link, instruction.microbatch, self._is_other_pipeline(instruction.peer))
+        source = self._value_reader(instruction)
         num_rows = self._num_rows(instruction)
         return lambda: send(source(), rank.sizes_with(num_rows()))
 
@@ -153,10 +126,8 @@ class Linker:
         return own != other
 
     def _move(self, instruction: Instruction) -> Action:
-        link, microbatch = _link_of(instruction), instruction.microbatch
-        source = self._value_reader(link, microbatch)
-        write_output = self._output_writer(link, microbatch, -1)
-        self._note_arrived(link, microbatch)
+        source = self._value_reader(instruction)
+        write_output = self._output_writer(_link_of(instruction), instruction.microbatch, -1)
         return lambda: write_output(source())
 
     def _accumulate(self, instruction: Instruction) -> Action:
@@ -174,11 +145,6 @@ class Linker:
         return add
 
     def _free(self, instruction: Instruction) -> Action:
-        """Free a frame, and tell the last reader of each value in it to drop it. Others may take it then."""
-        key = instruction.stage, instruction.microbatch
-        self._present.pop(key, None)
-        for name, names in self._dropped_by.pop(key, {}).items():
-            names.append(name)
         return self._rank.stages[instruction.stage].frames[instruction.microbatch].clear
 
     def _offload(self, instruction: Instruction) -> Action:
@@ -198,20 +164,21 @@ class Linker:
     def _tag(self, link: Link) -> int:
         return self._rank.plan.links.index(link)
 
-    def _value_reader(self, link: Link, microbatch: int, to_other_pipeline: bool = False) -> ValueReader:
-        """The function that fetches a link's value from where it was stored."""
-        names = link.names
-        match link.payload:
-            case Payload.ACTIVATION | Payload.GRADIENT | Payload.MICROBATCH_RESULT:
-                return self._argument_fetcher(
-                    link.source, microbatch, names, f"the link to stage {link.target}"
-                )
-            case Payload.RESULT:
-                results, rank = self._rank.step_results, self._rank
-                to_other = to_other_pipeline and not self._is_of_tail(link)
-                fetch = results.sent_to_other_pipeline if to_other else results.merged
-                return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
+    def _value_reader(self, instruction: Instruction) -> ValueReader:
+        """The function that takes a link's values from where they were stored."""
+        link, names = _link_of(instruction), _link_of(instruction).names
+        if link.payload is Payload.RESULT:
+            results, rank = self._rank.step_results, self._rank
+            to_other = self._is_other_pipeline(instruction.peer) and not self._is_of_tail(link)
+            fetch = results.sent_to_other_pipeline if to_other else results.merged
+            return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
+        if link.payload.per_microbatch:
+            frame, message = stage.frames[instruction.microbatch], (link, instruction.peer)
+            last = self._last_messages
+            is_read_later = [last[stage.index, instruction.microbatch, name] != message for name in names]
+            takes = [frame.__getitem__ if later else frame.pop for later in is_read_later]
+            return lambda: [take(name) for take, name in zip(takes, names, strict=True)]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
         if link.payload is Payload.WEIGHT:
             return lambda: [stage.weights[index] for index in indices]
@@ -247,32 +214,29 @@ class Linker:
     def _compute(self, instruction: Instruction) -> Action:
         names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
         segments = range(len(names)) if instruction.segment < 0 else (instruction.segment,)
+        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
         actions = [self._call(instruction, names, segment) for segment in segments]
         if instruction.op not in _WITHOUT_GRADIENTS:  # those of the last function have an instruction
-            accumulate = self._rank.stages[instruction.stage].gradients.accumulate
+            accumulate = stage.gradients.accumulate
             actions = [each for call in actions for each in (call, accumulate)][:-1]
+        if instruction.op is Op.FORWARD and segments[0] == 0 and stage.updated_indices:
+            actions = [functools.partial(stage.select_buffers, microbatch), *actions]
         if instruction.version >= 0:
-            select = self._rank.stages[instruction.stage].select_version
-            actions = [functools.partial(select, instruction.microbatch), *actions]
+            actions = [functools.partial(stage.select_version, microbatch), *actions]
         return actions[0] if len(actions) == 1 else in_sequence(actions)
 
     def _call(self, instruction: Instruction, names: Sequence[str], segment: int) -> Action:
         """The action that calls one of the functions that a phase consists of."""
-        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
-        name, phase, is_last = names[segment], Phase(instruction.op), segment == len(names) - 1
-        function = getattr(stage.code, name, None)
-        if function is None:
+        stage, name, phase = self._rank.stages[instruction.stage], names[segment], Phase(instruction.op)
+        if getattr(stage.code, name, None) is None:
             raise VerifyError(
                 f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
                 "the stage code for this schedule"
             )
-        parameters = parameter_names(function)
-        if not {"w", "precomputed"}.isdisjoint(parameters):
-            self._check_tied_weights(stage.index, name)
-        fetch_arguments = self._argument_fetcher(stage.index, microbatch, parameters, name)
-        self._note_made(stage.index, microbatch, phase, is_last)
-        results = self._collector(stage.index, phase)
-        return bind_function(name, phase, is_last, stage, microbatch, fetch_arguments, results)
+        is_last = segment == len(names) - 1
+        return _bound(
+            name, phase, is_last, stage, instruction.microbatch, self._collector(stage.index, phase)
+        )
 
     def _collector(self, stage: int, phase: Phase) -> ResultCollector:
         """Who takes the results of a phase: the tail its inputs, and the step what forwards return."""
@@ -281,97 +245,70 @@ class Linker:
 
     def _tail(self, instruction: Instruction) -> Action:
         """Run the tail of a stage; its gradients are present in the frames then."""
-        stage, tail = self._rank.stages[instruction.stage], self._rank.tails[instruction.stage]
-        self._check_tied_weights(stage.index, "tail")
-        stage.inputs |= tail.inputs & self._inputs
-        for microbatch in self._rank.plan.microbatches_on(stage.index, self._rank.number):
-            self._present[stage.index, microbatch] |= tail.gradients
-        return functools.partial(tail.run, self._rank.step_results)
+        return functools.partial(self._rank.tails[instruction.stage].run, self._rank.step_results)
 
     def _precompute(self, instruction: Instruction) -> Action:
-        stage = self._rank.stages[instruction.stage]
-        self._check_tied_weights(stage.index, "precompute")
-        return functools.partial(stage.precompute, instruction.microbatch)
-
-    def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
-        """Note that what a function of ``phase`` leaves in the frame is present from now on."""
-        links = [link for link in self._rank.plan.links if is_last and phase in link.payload.producers]
-        sent, received = (
-            {name for x in links if x.payload.per_microbatch and getattr(x, end) == stage for name in x.names}
-            for end in ("source", "target")
-        )
-        self._present[stage, microbatch] |= sent - received  # what it has received, it hands on
-        if phase in _SAVING or not is_last:
-            self._present[stage, microbatch].add("saved")
-
-    def _collective(self, instruction: Instruction) -> ModelCollective:
-        return self._rank.plan.stages[instruction.stage].model_collectives[instruction.model_collective]
+        return functools.partial(self._rank.stages[instruction.stage].precompute, instruction.microbatch)
 
     def _model_collective(self, instruction: Instruction) -> Action:
         """Start a model collective of a microbatch."""
-        stage, collective = self._rank.stages[instruction.stage], self._collective(instruction)
+        stage = self._rank.stages[instruction.stage]
+        collective = self._rank.plan.stages[stage.index].model_collectives[instruction.model_collective]
         group = self._rank.transport.group(self._rank.plan.placement[stage.index])
         running = RunningCollective(collective, stage.frames[instruction.microbatch], group)
         self._ends[_key(instruction)] = running.finish
         return running.start
 
-    def _argument_fetcher(
-        self, stage: int, microbatch: int, names: Sequence[str], reader: str
-    ) -> FetchArguments:
-        """The function that fetches values from a frame, and drops those that nobody reads later."""
-        first, dropped = list[Action](), list[str]()
-        for name in names:
-            if name == "precomputed":
-                first.append(functools.partial(self._rank.stages[stage].select_precomputed, microbatch))
-                dropped.append(name)  # before the weights go, where they are gathered for use
-            elif name in self._always:
-                first += self._buffers(stage, microbatch, reader) if name == "buffers" else []
-            elif name in self._present[stage, microbatch]:
-                self._dropped_by[stage, microbatch][name] = dropped
-            elif name in self._inputs:
-                self._rank.stages[stage].inputs.add(name)
-            else:
-                raise self._unknown(stage, microbatch, name, reader)
-        return _fetching(self._rank.stages[stage].frames[microbatch], names, first, dropped)
 
-    def _check_tied_weights(self, stage: int, reader: str) -> None:
-        """Raise VerifyError unless all borrowed weights of a stage are present."""
-        if missing := self._rank.stages[stage].borrowed - self._tied_weights[stage]:
-            raise VerifyError(
-                f"stage {stage}, {reader}: the parameters {', '.join(sorted(missing))} are borrowed, but "
-                "no weight link has brought them; add one to the plan, from the stage that owns them"
-            )
+def _bound(
+    name: str, phase: Phase, is_last: bool, stage: BoundStage, microbatch: int, results: ResultCollector
+) -> Action:
+    """The action that calls a function of ``stage`` on ``microbatch``, and stores its results.
 
-    def _buffers(self, stage: int, microbatch: int, reader: str) -> list[Action]:
-        """What puts the buffers of a microbatch's forward into its frame."""
-        bound = self._rank.stages[stage]
-        first = self._rank.plan.stages[stage].functions(Phase.FORWARD)[0]
-        if reader == first and bound.code.UPDATED_BUFFERS:
-            return [functools.partial(bound.select_buffers, microbatch)]
-        return []
+    ``is_last`` tells the last function of ``phase`` from those that save something for the next one. The
+    stage keeps gradients until they are accumulated.
 
-    def _unknown(self, stage: int, microbatch: int, name: str, reader: str) -> VerifyError:
-        present = sorted({*self._present[stage, microbatch], *self._inputs, *self._always})
-        return VerifyError(
-            f"stage {stage}, {reader}, microbatch {microbatch}: nothing provides {name!r}; "
-            f"at this point of the program there are {', '.join(present)}"
-        )
+    Gradients are handed over in a list that replaces the tuple a function returned. Nothing but the list then
+    holds them, and ``GradientAccumulator`` keeps the memory of such a gradient instead of copying it.
+    """
+    frame, function, keep = stage.frames[microbatch], stage.function(name), stage.gradients.keep
 
+    def forward() -> None:
+        sent, saved, updates = function(frame)
+        results.collect(microbatch, sent)
+        if updates:
+            stage.update_buffers(updates)
+        frame.update(sent, saved=saved)
 
-def _fetching(
-    frame: Frame, names: Sequence[str], first: Sequence[Action], dropped: Sequence[str]
-) -> FetchArguments:
-    fetch = itemgetter(*names) if len(names) > 1 else lambda frame: [frame[name] for name in names]
+    def recompute() -> None:
+        frame["saved"] = function(frame)
 
-    def fetch_arguments() -> Sequence[Any]:
-        for action in first:
-            action()
-        values: Sequence[Any] = fetch(frame)
-        for name in dropped:
-            del frame[name]
-        return values
+    def backward() -> None:
+        sent, gradients = function(frame)
+        frame.update(sent)
+        keep([*gradients])
 
-    return fetch_arguments
+    def backward_input() -> None:
+        sent, saved, gradients = function(frame)
+        frame.update(sent, saved=saved)
+        keep([*gradients])
+
+    def backward_weight() -> None:
+        gradients = function(frame)
+        keep([*gradients])
+
+    def part_of_backward_weight() -> None:
+        frame["saved"], gradients = function(frame)
+        keep([*gradients])
+
+    actions = {
+        Phase.FORWARD: forward,
+        Phase.RECOMPUTE: recompute,
+        Phase.BACKWARD: backward if is_last else backward_input,
+        Phase.BACKWARD_INPUT: backward_input,
+        Phase.BACKWARD_WEIGHT: backward_weight if is_last else part_of_backward_weight,
+    }
+    return actions[phase]
 
 
 def _key(instruction: Instruction) -> object:

@@ -21,8 +21,7 @@ from pipec.runtime.optimizers import (
     parameter_on,
     sum_of_squares,
 )
-from pipec.runtime.stages.bucket_shard import BucketShard, ShardGradient, flatten_parameters
-from pipec.runtime.stages.replica_reductions import reduction_dtype
+from pipec.runtime.stages.flat_bucket import FlatBucket, ShardGradient, flatten_parameters, reduction_dtype
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.sharded_bucket import GroupOf, ShardedBucket
@@ -38,7 +37,7 @@ class StageUpdate:
 
     optimizer: StageOptimizer
     parameters: Mapping[str, nn.Parameter]
-    shards: Mapping[int, BucketShard]
+    shards: Mapping[int, FlatBucket]
     norm_parameters: frozenset[str]
 
     @property
@@ -52,14 +51,6 @@ class StageUpdate:
 
     def _shared(self) -> dict[str, Tensor]:
         return {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
-
-    def held(self) -> dict[str, list[Tensor]]:
-        """The memory of the optimizer and the shards, by kind."""
-        found: dict[str, list[Tensor]] = {"optimizer": self.optimizer.held()}
-        for shard in self.shards.values():
-            for kind, tensors in shard.held().items():
-                found.setdefault(kind, []).extend(tensors)
-        return found
 
     def drop_gradients(self) -> None:
         """Drop all gradients, also those in transit."""
@@ -129,7 +120,7 @@ class OptimizerUpdates:
         """Whether there are gradients of this process's ``parameters`` that no update has used."""
         return any(each.grad is not None for name, each in parameters.items() if name in self._optimized)
 
-    def take_gradients(self) -> list[tuple[BucketShard, ShardGradient]]:
+    def take_gradients(self) -> list[tuple[FlatBucket, ShardGradient]]:
         """The gradients of all shards of this process, which have none from now on."""
         self.follow_script()
         shards = [shard for each in self._stages.values() for shard in each.shards.values()]
@@ -137,7 +128,7 @@ class OptimizerUpdates:
         self.mark_gradients()
         return found
 
-    def add_gradients(self, added: Sequence[tuple[BucketShard, ShardGradient]]) -> None:
+    def add_gradients(self, added: Sequence[tuple[FlatBucket, ShardGradient]]) -> None:
         """Add gradients that were taken. Raises InputError if parameters are now sharded in another way."""
         current = {id(shard) for each in self._stages.values() for shard in each.shards.values()}
         if any(id(shard) not in current for shard, _ in added):
@@ -237,13 +228,14 @@ class OptimizerUpdates:
             }
             for rank in here:
                 shards = {
-                    number: BucketShard(
+                    number: FlatBucket(
                         sharding,
                         placement.index(rank),
-                        memory[number],
                         self._like,
-                        keeps or buckets[number].is_tied,
+                        memory[number].device,
                         reduction_dtype(plan.sync_spec.gradient_dtype, memory[number].dtype),
+                        memory[number],
+                        keeps or buckets[number].is_tied,
                     )
                     for number, sharding in divided.items()
                 }
@@ -313,7 +305,7 @@ class OptimizerUpdates:
         plan: Plan,
         rank: int,
         stage: int,
-        shards: Mapping[int, BucketShard],
+        shards: Mapping[int, FlatBucket],
         parameters: Mapping[str, nn.Parameter],
         whole: Mapping[str, Sequence[int]],
     ) -> None:

@@ -107,7 +107,7 @@ def merged_results(rank: RankState, batch_slice: BatchSlice, device: torch.devic
     for made in (link for link in plan.links if link.payload is Payload.RESULT):
         ranks, tail = plan.placement[made.source], plan.stages[made.source].tail
         for value in made.values:
-            if tail and value.name in tail.results:
+            if len(ranks) == 1 or (tail and value.name in tail.results):
                 merged[value.name] = _made_by(rank, value, ranks[0], batch_slice)
             elif batch_slice.is_local and has_rows(value):
                 own = _part(rank, value, ranks[batch_slice.replica], made.source, batch_slice)

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import torch
 
-from pipec.ir import RankMemory
 from pipec.runtime.messages.agreement import Agreement
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.messages.transport import InProcessTransport, Transport
@@ -72,15 +71,6 @@ class Ranks:
             replace(step, timestamps={int(rank): own for each in found for rank, own in each.items()})
             for step, *found in zip(steps, *parts, strict=True)
         ]
-
-    def peak_memory(self, measured: Sequence[RankMemory]) -> list[RankMemory]:
-        """The peak memory of each rank, on every rank."""
-        found = list(measured)
-        if self.world.is_distributed:
-            texts = self.distributed.all_gather_text(json.dumps([each.as_json() for each in measured]))
-            found = [RankMemory.from_json(each) for text in texts for each in json.loads(text)]
-        most = {each.rank: each for each in sorted(found, key=lambda each: each.peak_bytes)}
-        return [most[rank] for rank in range(self.count)]
 
     def barrier(self) -> None:
         """Wait for the other processes, however long they take while all of them live."""

@@ -11,7 +11,7 @@ from pipec.ir import Bucket, ParameterShard
 from pipec.runtime.absent_tensors import hold, is_absent, release_sharded
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import StageOptimizer
-from pipec.runtime.stages.bucket_shard import BucketShard, flatten_parameters
+from pipec.runtime.stages.flat_bucket import FlatBucket, flatten_parameters
 
 GroupOf = Callable[[int, int], CollectiveGroup]
 """The replicas of a stage as a rank sees them."""
@@ -30,7 +30,7 @@ class ShardedBucket:
         self,
         bucket: Bucket,
         parameters: Mapping[str, nn.Parameter],
-        members: Mapping[int, tuple[BucketShard, StageOptimizer]],
+        members: Mapping[int, tuple[FlatBucket, StageOptimizer]],
     ) -> None:
         self._bucket, self._members = bucket, members
         self._parameters = {name: parameters[name] for name in bucket.names}

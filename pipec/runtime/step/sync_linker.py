@@ -3,13 +3,15 @@
 import functools
 from collections.abc import Callable, Mapping
 
-from pipec.ir import Bucket, Instruction, Op
+from torch import Tensor
+
+from pipec.ir import Instruction, Op
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
-from pipec.runtime.stages.bucket_shard import BucketShard
-from pipec.runtime.stages.replica_reductions import BufferAverage, GradientReduction
-from pipec.runtime.step.compute import Action, nothing
+from pipec.runtime.stages.flat_bucket import FlatBucket, reduction_dtype, undivided
+from pipec.runtime.stages.replica_reductions import BufferAverage, no_rows, sum_of_rows
+from pipec.runtime.step.linked_instruction import Action, nothing
 from pipec.runtime.step.non_finite import require_finite
 from pipec.runtime.step.optimizer_updates import StageUpdate
 from pipec.runtime.step.overflow_check import follow_table, norm_table, parameter_order
@@ -24,7 +26,7 @@ class SyncLinker:
 
     def __init__(self, rank: RankState) -> None:
         self._rank = rank
-        self._reductions: dict[int, GradientReduction] = {}
+        self._buckets: dict[int, FlatBucket] = {}
         self.starts: Mapping[Op, Callable[[Instruction], StartAndEnd]] = {
             Op.SUM_COUNTS: self._sum_counts,
             Op.GATHER_ROWS: self._gather_rows,
@@ -62,16 +64,43 @@ class SyncLinker:
         return functools.partial(tail.start_gather, group), tail.finish_gather
 
     def _reduce(self, instruction: Instruction) -> StartAndEnd:
+        """Reduce the gradients of a bucket, and add sums that are whole to ``.grad``."""
         stage = self._rank.stages[instruction.stage]
         bucket = self._rank.plan.sync_spec.buckets[instruction.bucket]
-        group, shard = self._group(stage.index), self._shard(instruction)
-        if shard is not None:
-            return functools.partial(_start_scatter, shard, stage, bucket, group), shard.finish_reduce
-        if instruction.bucket not in self._reductions:
-            dtype = self._rank.plan.sync_spec.gradient_dtype
-            self._reductions[instruction.bucket] = GradientReduction(stage, bucket, group, dtype)
-        reduction = self._reductions[instruction.bucket]
-        return reduction.start, reduction.finish
+        indices = {name: stage.code.PARAMETERS.index(name) for name in bucket.names}
+        group = self._group(stage.index)
+        flat = self._shard(instruction) or self._whole(instruction.bucket, stage, indices)
+        sparse = dict[str, Tensor]()
+
+        def start() -> None:
+            totals = {name: stage.gradients.pop(index) for name, index in indices.items()}
+            if not bucket.sparse:
+                flat.start_reduce(totals, group)
+                return
+            for name, rows in totals.items():  # synchronously
+                own = no_rows(stage.weights[indices[name]]) if rows is None else rows
+                sparse[name] = sum_of_rows(own, group)
+
+        def finish() -> None:
+            sums = {**sparse, **flat.finish_reduce()}
+            sparse.clear()
+            for name, total in sums.items() if stage.keeps_gradients else ():
+                index = indices[name]
+                stage.gradients.add_reduced(index, total.to(stage.weights[index].dtype))
+
+        return start, finish
+
+    def _whole(self, number: int, stage: BoundStage, indices: Mapping[str, int]) -> FlatBucket:
+        """The flat memory of a bucket that is not sharded."""
+        if number not in self._buckets:
+            weights = {name: stage.weights[index] for name, index in indices.items()}
+            sync_spec, own = self._rank.plan.sync_spec, next(iter(weights.values())).dtype
+            dtype = reduction_dtype(sync_spec.gradient_dtype, own)
+            self._buckets[number] = FlatBucket(undivided(weights), 0, weights, stage.device, dtype)
+            if dtype is own and not sync_spec.buckets[number].sparse:
+                names = {index: name for name, index in indices.items()}
+                stage.gradients.accumulate_in(self._buckets[number], names)
+        return self._buckets[number]
 
     def _average(self, instruction: Instruction) -> StartAndEnd:
         rank, stage = self._rank, self._rank.stages[instruction.stage]
@@ -212,7 +241,7 @@ class SyncLinker:
 
         return reshard
 
-    def _shard(self, instruction: Instruction) -> BucketShard | None:
+    def _shard(self, instruction: Instruction) -> FlatBucket | None:
         """This rank's shard of a bucket; None if gradients, or parameters of an evaluation, are whole."""
         update, op = self._stage_update(instruction.stage), instruction.op
         shard = update.shards.get(instruction.bucket) if update else None
@@ -239,12 +268,7 @@ class SyncLinker:
         return act
 
 
-def _start_scatter(shard: BucketShard, stage: BoundStage, bucket: Bucket, group: CollectiveGroup) -> None:
-    indices = {name: stage.code.PARAMETERS.index(name) for name in bucket.names}
-    shard.start_reduce({name: stage.gradients.pop(index) for name, index in indices.items()}, group)
-
-
-def _set_gathered(shard: BucketShard, stage: BoundStage) -> None:
+def _set_gathered(shard: FlatBucket, stage: BoundStage) -> None:
     gathered = shard.finish_gather()
     if not shard.keeps_parameters:
         stage.set_weights({name: x for name, x in gathered.items() if name in stage.code.PARAMETERS})

@@ -8,7 +8,7 @@ from torch import Tensor
 from pipec.ir import Stage
 from pipec.ir.text_format import evaluate_dim
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
-from pipec.runtime.stages.bound_stage import BoundStage, Frame, parameter_names
+from pipec.runtime.stages.bound_stage import BoundStage, Frame
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.step_results import ResultCollector, StepResults
 
@@ -27,20 +27,9 @@ class StageTail:
         assert plan.tail is not None
         self._tail, self._stage, self._own = plan.tail, stage, own
         self._num_replicas, self._adds_gradients = num_replicas, adds_gradients
-        self._names = parameter_names(stage.code.tail)
         self.frame: Frame = {}
-        """The values of the whole batch by the names of the function's parameters."""
+        """The values of the whole batch, by name."""
         self.forget_step()
-
-    @property
-    def inputs(self) -> frozenset[str]:
-        """The names of values that the function takes, other than those that it joins."""
-        return frozenset(self._names).difference(value.name for value in self._tail.inputs)
-
-    @property
-    def gradients(self) -> frozenset[str]:
-        """The names of the gradients whose rows it puts into the frames of microbatches."""
-        return frozenset(value.name for value in self._tail.gradients)
 
     def begin_step(self, batch_slice: BatchSlice) -> None:
         self._sizes, self._first_rows = batch_slice.sizes, batch_slice.first_rows
@@ -93,7 +82,7 @@ class StageTail:
         for name, parts in self._parts.items():
             self.frame[name] = torch.cat([parts.pop(each) for each in in_order])
         self.frame.update(w=self._stage.weights, buffers=self._stage.buffers)
-        returned, updates, gradients = self._stage.code.tail(*(self.frame.pop(x) for x in self._names))
+        returned, updates, gradients = self._stage.code.tail(self.frame)
         self._stage.update_buffers(updates)
         if self._adds_gradients:
             self._stage.gradients.keep([*gradients])

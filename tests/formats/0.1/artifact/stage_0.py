@@ -12,20 +12,23 @@ PARAMETERS = (
 )
 BUFFERS = ()
 UPDATED_BUFFERS = ()
+INPUTS = ('args_0',)
 
 
-def forward(w, args_0):
-    _0_weight, _0_bias = w
+def forward(frame):
+    args_0 = frame["args_0"]
+    _0_weight, _0_bias = frame["w"]
     # 0 · Linear
-    input_1 = torch.nn.functional.linear(args_0, _0_weight, _0_bias)                  # f32[b, 2]
+    input_1 = torch.addmm(_0_bias, args_0, _0_weight.t())                             # f32[b, 2]
     # 1 · ReLU
     input_2 = input_1.relu_()                                                         # f32[b, 2]
     return {"input_2": input_2}, [input_2], ()
 
 
-def backward(saved, grad_input_2, args_0):
-    (input_2,) = saved
-    saved.clear()
+def backward(frame):
+    args_0 = frame["args_0"]
+    grad_input_2 = frame.pop("grad_input_2")
+    (input_2,) = frame.pop("saved")
     # 1 · ReLU
     grad_input_1 = torch.ops.aten.threshold_backward.default(grad_input_2, input_2, 0)  # f32[b, 2]
     del input_2

@@ -12,21 +12,24 @@ PARAMETERS = (
 )
 BUFFERS = ()
 UPDATED_BUFFERS = ()
+INPUTS = ('target',)
 
 
-def forward(w, input_2, target):
-    _2_weight, _2_bias = w
+def forward(frame):
+    target = frame["target"]
+    input_2 = frame.pop("input_2")
+    _2_weight, _2_bias = frame["w"]
     # 2 · Linear
-    input_3 = torch.nn.functional.linear(input_2, _2_weight, _2_bias)                 # f32[b, 1]
+    input_3 = torch.addmm(_2_bias, input_2, _2_weight.t())                            # f32[b, 1]
     # loss
     loss = torch.ops.aten.mse_loss.default(input_3, target)                           # f32[]
     return {"loss": loss}, [input_2, input_3], ()
 
 
-def backward(w, saved, target, grad_loss):
-    _2_weight, *_ = w
-    input_2, input_3 = saved
-    saved.clear()
+def backward(frame):
+    target, grad_loss = frame["target"], frame["grad_loss"]
+    _2_weight, *_ = frame["w"]
+    input_2, input_3 = frame.pop("saved")
     # loss
     grad_input_3 = torch.ops.aten.mse_loss_backward.default(grad_loss, input_3, target, 1)  # f32[b, 1]
     del input_3

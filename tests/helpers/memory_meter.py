@@ -1,0 +1,403 @@
+"""Measures what the ranks of a pipeline hold during a step, to check what ``pipe.memory()`` predicts.
+
+On a GPU that a rank has for itself, the figures are those of torch's allocator. Else the tensors are counted
+that a rank's thread makes. Ranks of one process pass tensors by reference, so that a message's memory belongs
+to no particular rank: while it is measured, each message is copied into a buffer of its reader, and its
+sender keeps it as gloo does. So one process holds what several would.
+
+Import this before pipelines are made whose ranks share a process.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self, cast
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pipec
+from pipec.ir import Instruction, RankMemory, Sizes
+from pipec.plan.step_memory import StepMemory
+from pipec.runtime.memory.storage import tensors_in
+from pipec.runtime.messages import collective_group, transport
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT
+from pipec.runtime.messages.message_buffers import link_values, make_receive_buffers
+from pipec.runtime.messages.message_layout import MessageLayouts
+from pipec.runtime.optimizers.offloaded_state import OffloadedState
+from pipec.runtime.stages import host_copies
+from pipec.runtime.step.interpreter import Interpreter
+
+TensorsByUse = Mapping[str, Iterable[Tensor]]
+"""Tensors by their use, one of ``pipec.ir.memory_figures.MEMORY_CATEGORIES``."""
+
+_current = threading.local()
+
+
+def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemory:
+    """Run ``pipe.step`` with these arguments; returns what each rank held. Every rank calls this."""
+    found: dict[int, RankMemory] = {}
+
+    def execute(interpreter: Interpreter, actions: Sequence[Callable[[], None]], _: object) -> None:
+        rank, device = interpreter._program.rank, interpreter._device
+        on_device = sum(each == device for each in pipe._context.ranks.devices.values())
+        meter = CudaMemoryMeter(device) if device.type == "cuda" and on_device == 1 else TensorMemoryMeter()
+        with meter:
+            meter.begin(_memory_at_start(interpreter))
+            for position, action in enumerate(actions):
+                interpreter.position = position
+                action()
+                if position < len(interpreter._part.linked):
+                    meter.note(sum(_host_bytes(interpreter, each) for each in interpreter._stages))
+        found[rank] = max(found.get(rank), meter.memory(rank), key=lambda x: x.peak_bytes if x else -1)
+
+    with (
+        mock.patch.object(Interpreter, "_execute", execute),
+        mock.patch.object(host_copies, "host_memory", _uncounted(host_copies.host_memory)),
+        mock.patch.object(OffloadedState, "_copied", _uncounted(OffloadedState._copied)),
+        contextlib.ExitStack() as stack,
+    ):
+        for name in ("_all_reduce", "_reduce_scatter", "_all_gather"):
+            own = _uncounted(getattr(collective_group, name))
+            stack.enter_context(mock.patch.object(collective_group, name, own))
+        pipe.step(*args, **kwargs)
+    if pipe._context.ranks.world.is_distributed:
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, found)
+        found = {rank: memory for each in everyones for rank, memory in each.items()}
+    return StepMemory([found[rank] for rank in sorted(found)], pipe.programs)
+
+
+# what a rank holds before its first instruction
+
+
+def _memory_at_start(interpreter: Interpreter) -> dict[str, list[Tensor]]:
+    """The memory of the rank, by kind.
+
+    Replicas of one process share parameters and state; each is counted with what it would have.
+    """
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for index, stage in interpreter._stages.items():
+        constants = [each for frame in stage.frames for each in frame.get("constants", ())]
+        found["parameters"] += stage.weights
+        found["gradients"] += [each.grad for each in stage.weights if each.grad is not None]
+        found["gradients"] += [x._sums for x, _ in {*stage.gradients._homes.values()} if x._sums is not None]  # type: ignore[attr-defined]
+        found["buffers"] += [*stage.buffers, *(each for each in constants if isinstance(each, Tensor))]
+        found["inputs"] += [frame[x] for frame in stage.frames for x in stage.inputs if x in frame]
+        if own := _update_of(interpreter, index):
+            found["optimizer"] += _state_on_device(own.optimizer)
+            found["parameters"] += [shard._own for shard in own.shards.values()]
+            found["gradients"] += [x._gradient for x in own.shards.values() if x._gradient is not None]
+    found["received"] += _received(interpreter._rank.transport)
+    return found
+
+
+def _state_on_device(optimizer: Any) -> list[Tensor]:
+    away = {id(host) for host in optimizer._host._hosts.values()} if optimizer._host else set()
+    state = (each for one, _ in optimizer._optimizers for each in tensors_in(one.state))
+    return [each for each in state if id(each) not in away]
+
+
+def _update_of(interpreter: Interpreter, stage: int) -> Any:
+    """What the rank updates of a stage, or what the replica does with which it shares the parameters."""
+    updates, first = interpreter._update_state.updates, interpreter._plan.placement[stage][0]
+    if updates is None:
+        return None
+    return updates.on(interpreter._rank.number, stage) or updates.on(first, stage)
+
+
+def _host_bytes(interpreter: Interpreter, stage: int) -> int:
+    """The bytes of a stage in host memory."""
+    own, frames = _update_of(interpreter, stage), interpreter._stages[stage].frames
+    saved = (x for frame in frames for x in frame.get("saved", ()))
+    offloaded = (x for x in saved if isinstance(x, host_copies.OffloadedValue))
+    state = own.optimizer._host._hosts.values() if own and own.optimizer._host else ()
+    return sum(x.untyped_storage().nbytes() for x in state) + sum(len(p) for x in offloaded for p in x.host)
+
+
+def _received(endpoint: Any) -> list[Tensor]:
+    """The memory for messages that stays from step to step: all tensors that a transport holds."""
+    if isinstance(endpoint, transport._Endpoint):
+        return [memory for receiver in _receivers.get(endpoint, ()) for memory in receiver.held()]
+    found, known, pending = list[Tensor](), set[int](), [endpoint]
+    while pending:
+        each = pending.pop()
+        if id(each) in known:
+            continue
+        known.add(id(each))
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, Mapping):
+            pending += each.values()
+        elif isinstance(each, list | tuple | set | deque):
+            pending += each
+        elif type(each).__module__.startswith("pipec.runtime.messages"):
+            pending += vars(each).values() if hasattr(each, "__dict__") else ()
+    return found
+
+
+# messages between ranks of one process as between several
+
+
+_plain_sender, _plain_receiver = transport._Endpoint.sender, transport._Endpoint.receiver
+_receivers: "weakref.WeakKeyDictionary[transport._Endpoint, list[_Receiver]]" = weakref.WeakKeyDictionary()
+
+
+def _sender(endpoint: Any, instruction: Instruction, tag: int) -> Callable[[Sequence[Tensor], Sizes], None]:
+    """A send that also keeps sent messages alive while memory is measured, as gloo does."""
+    send, key = _plain_sender(endpoint, instruction, tag), (instruction.link, instruction.peer)
+
+    def metered(tensors: Sequence[Tensor], sizes: Sizes) -> None:
+        if meter := current_meter():
+            in_transit = meter.kept.setdefault(key, deque(maxlen=MAX_IN_TRANSIT))
+            in_transit.append([tensor.contiguous() for tensor in tensors])
+            with meter.paused():
+                tensors = [tensor.clone() for tensor in tensors]
+        send(tensors, sizes)
+
+    return metered
+
+
+def _receiver(endpoint: Any, instruction: Instruction, tag: int) -> "_Receiver":
+    device = endpoint._ranks.devices[endpoint._rank]
+    made = _Receiver(_plain_receiver(endpoint, instruction, tag), instruction, device)
+    _receivers.setdefault(endpoint, []).append(made)
+    return made
+
+
+class _Receiver:
+    """A receive instruction whose messages are copied into buffers while memory is measured."""
+
+    def __init__(self, receiver: Any, instruction: Instruction, device: torch.device) -> None:
+        self._plain = receiver
+        self._key = instruction.link, instruction.peer, instruction.slot
+        self._make = functools.partial(make_receive_buffers, instruction, device)
+        self._message_layouts = MessageLayouts(cast(Any, instruction.link))
+        self._into: Sequence[Tensor] = ()
+        self._sizes: Sizes | None = None
+
+    def held(self) -> list[Tensor]:
+        """The buffers that a process would hold since the last message."""
+        meter = current_meter()
+        if self._sizes is None or meter is None:
+            return []
+        with meter.paused():
+            memory = self._memory(self._sizes)
+        return [each.whole for _, each in memory]
+
+    def post(self, sizes: Sizes) -> None:
+        self._plain.post(sizes)
+        self._sizes = sizes
+        if current_meter():
+            self._into = link_values(self._memory(sizes))
+
+    def wait(self) -> Sequence[Tensor]:
+        arrived = self._plain.wait()
+        into, self._into = self._into, ()
+        return [own.copy_(tensor) for own, tensor in zip(into, arrived, strict=True)] if into else arrived
+
+    def _memory(self, sizes: Sizes) -> list[Any]:
+        meter = current_meter()
+        assert meter is not None, "messages have no memory of their own unless it is measured"
+        buffers = meter.kept.setdefault(self._key, self._make())
+        filled = zip(self._message_layouts.of(sizes), buffers, strict=False)
+        return [(layout, buffer.memory(layout.num_bytes)) for layout, buffer in filled]
+
+
+transport._Endpoint.sender = _sender  # type: ignore[method-assign]
+transport._Endpoint.receiver = _receiver  # type: ignore[method-assign, assignment]
+
+
+# meters
+
+
+class MemoryMeter(Protocol):
+    """Measures the rank whose program this thread runs inside a ``with``."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *raised: object) -> None: ...
+
+    def begin(self, held: TensorsByUse) -> None:
+        """Count the tensors of the rank before its first instruction."""
+
+    def note(self, host_bytes: int = 0) -> None:
+        """Record the peak since the previous instruction, and the bytes offloaded to host memory."""
+
+    def memory(self, rank: int) -> RankMemory:
+        """The measurements. Tensors that the step itself made have the use "step"."""
+
+
+def current_meter() -> "TensorMemoryMeter | None":
+    """The meter that counts the tensors of this thread, if one does."""
+    return getattr(_current, "meter", None)
+
+
+def _uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of whose tensors none counts for this thread's rank."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        meter = current_meter()
+        with meter.paused() if meter else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _Readings:
+    """The readings of a meter: bytes at the start by use, and two figures for each instruction."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, float] = {}
+        self._most: list[float] = []
+        self._after: list[float] = []
+        self._host: list[float] = []
+
+    def add(self, most: float, after: float, host_bytes: int) -> None:
+        self._most.append(most)
+        self._after.append(after)
+        self._host.append(host_bytes)
+
+    def memory(self, rank: int) -> RankMemory:
+        most, after = np.array(self._most), np.array(self._after)
+        peak = int(most.argmax())
+        parts = {**self.first, "step": float(most[peak]) - sum(self.first.values())}
+        host = np.array(self._host)
+        return RankMemory(
+            rank,
+            parts,
+            peak,
+            host_bytes=float(host.max()),
+            most=most,
+            after=after,
+            host_after=host,
+        )
+
+
+class CudaMemoryMeter:
+    """Reads the allocator of one GPU: the tensors of the rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._readings = device, _Readings()
+        self._others = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Do nothing: the allocator counts all the time."""
+
+    def begin(self, held: TensorsByUse) -> None:
+        self._readings.first = {
+            kind: sum(storage.nbytes() for storage in found) for kind, found in _storages_by_use(held).items()
+        }
+        self._others = torch.cuda.memory_allocated(self._device) - sum(self._readings.first.values())
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def note(self, host_bytes: int = 0) -> None:
+        most = torch.cuda.max_memory_allocated(self._device) - self._others
+        after = torch.cuda.memory_allocated(self._device) - self._others
+        self._readings.add(most, after, host_bytes)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def memory(self, rank: int) -> RankMemory:
+        return self._readings.memory(rank)
+
+
+class TensorMemoryMeter(TorchDispatchMode):
+    """Counts the memory of the tensors that this thread's operators make, while it is referenced.
+
+    A view has no memory of its own, and keeps its base's alive. Memory used inside kernels is not counted.
+    ``kept`` holds objects alive until the measurement ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._readings, self._lock = _Readings(), threading.RLock()
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._now = self._most = 0
+        self._is_paused = False
+        self.kept: dict[object, Any] = {}
+
+    def __enter__(self) -> Self:
+        _current.meter = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _current.meter = None
+        super().__exit__(*raised)
+        self.kept.clear()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if self._is_paused:
+            return result
+        passed = {id(storage) for tensor in tensors_in((args, kwargs)) for storage in _storages(tensor)}
+        for tensor in tensors_in(result):
+            for storage in _storages(tensor):
+                if id(storage) not in passed or id(storage) in self._known:
+                    self._count(storage)
+        return result
+
+    def begin(self, held: TensorsByUse) -> None:
+        for kind, found in _storages_by_use(held).items():
+            before = self._now
+            for storage in found:
+                self._count(storage)
+            self._readings.first[kind] = self._now - before
+        self._most = self._now
+
+    def note(self, host_bytes: int = 0) -> None:
+        with self._lock:
+            self._readings.add(self._most, self._now, host_bytes)
+            self._most = self._now
+
+    def memory(self, rank: int) -> RankMemory:
+        return self._readings.memory(rank)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count tensors made inside a ``with``: they are another rank's."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        with self._lock:
+            known, before = self._known.get(key, (None, 0))
+            self._known[key] = known or weakref.ref(storage, lambda _: self._forget(key)), size
+            self._now += size - before
+            self._most = max(self._most, self._now)
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            _, size = self._known.pop(key)
+            self._now -= size
+
+
+def _storages_by_use(held: TensorsByUse) -> dict[str, list[torch.UntypedStorage]]:
+    """The memory of each use. Memory with several uses counts for the first of them."""
+    known = set[int]()
+    found: dict[str, list[torch.UntypedStorage]] = {}
+    for kind, tensors in held.items():
+        own = {id(storage): storage for tensor in tensors for storage in _storages(tensor)}
+        found[kind] = [storage for key, storage in own.items() if key not in known]
+        known |= own.keys()
+    return found
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The storages of a tensor; a sparse one has two, for its indices and values."""
+    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+    return [part.untyped_storage() for part in parts]
