@@ -146,8 +146,9 @@ def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
     split = SplitRun(graph, tensors.by_fqn, request.device, request.values, draws, weights)
 
     def unsplit(in_turn: bool, rounded: bool = False) -> StepValues:
+        own = _Tensors.of(request, rounded)
         with draws if any(map(is_random, _nodes(graph))) else contextlib.nullcontext():
-            return _unsplit(request, _Tensors.of(request, rounded), call, sizes, in_turn)
+            return _unsplit(request, own, call, sizes, in_turn)
 
     try:
         wanted = unsplit(in_turn)
