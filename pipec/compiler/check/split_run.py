@@ -320,7 +320,7 @@ def _compute(
     if is_branch_check(node):
         condition, outcome, branch = args
         if bool(condition) is not outcome:
-            raise BranchError(branch)
+            raise BranchError(f"{branch} is {bool(condition)}, and {outcome} in what was captured")
         return None
     if node.target is torch.ops.aten.view.default:
         return args[0].reshape(args[1])  # as stages do: strides may be others than those that were traced
