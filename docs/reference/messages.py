@@ -148,7 +148,6 @@ PASSED_ON = frozenset(
         "pipec.pipeline.pipeline_module.backward",
         "pipec.planner.partition._infeasible",
         "pipec.primitives.require.require",
-        "pipec.programs.rules.compute_rules.computes_once",
         "pipec.programs.rules.field_rules.fits_plan",
         "pipec.programs.verify.verify",
         "pipec.runtime.loss_tensors.backward",
