@@ -228,8 +228,7 @@ class Options:
         argument of several tensors a structure of these. A dimension in which the batch is merged with
         another one is written as in einops, with ``b`` for the batch: ``{"target": "(t b)"}``. The model
         gets its arguments as they are passed, of fewer rows. Arguments that are left out are split along
-        dimension 0 if they have as many rows as the batch and the model computes with both; where it does
-        not, an error asks.""",
+        dimension 0 if they have as many rows as the batch, unless that is wrong; see docs/batch.md.""",
     )
     microbatch_weight: str | Callable[..., Any] | None = option(
         None,
