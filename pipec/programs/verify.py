@@ -132,6 +132,7 @@ RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     order_rules.accumulated_in_time,
     order_rules.sync_complete,
     cell_rules.lives_are_complete,
+    order_rules.each_message_on_its_way,
     order_rules.collectives_in_one_order,
     order_rules.each_value_received_once,
     order_rules.channels_in_order,

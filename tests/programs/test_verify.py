@@ -18,6 +18,7 @@ from pipec.programs.lower import chain_links
 from pipec.programs.rules import field_rules
 from pipec.programs.verify import RULES
 from pipec.schedules import forward_only, gpipe, make_schedule, zb_h1
+from pipec.schedules.replicated import round_robin
 
 LINKS = (*chain_links(3), *skip_links(0, 2), *tied_links(0, 2), result_link(2))
 Edit = Callable[[list[Instruction]], None]
@@ -390,6 +391,20 @@ def test_weights_and_moves_are_delivered_once() -> None:
     )
 
 
+def test_messages_of_replicas_are_not_exchanged() -> None:
+    """Each is sent once, and received once, but by another replica."""
+    schedule, links = round_robin(4, [1, 2]), chain_links(2)
+    programs = list(lower(schedule, links))
+    for op in (Op.SEND, Op.RECV):
+        own = [*programs[0].instructions]
+        name = "hidden_1" if op is Op.SEND else "grad_hidden_1"
+        numbers = [find(own, op, microbatch, name) for microbatch in (2, 3)]
+        for number, other in zip(numbers, (2, 1), strict=True):
+            own[number] = replace(own[number], peer=other)
+        with pytest.raises(VerifyError, match=f"{op} of .* is there [01] times; expected [01]"):
+            verify_programs([Program(0, tuple(own)), *programs[1:]], schedule.placement, links, 4)
+
+
 SHARED = [
     Link(source, target, Payload.ACTIVATION, (value("shared"),))
     for source, target in ((0, 1), (0, 3), (1, 3))
@@ -610,6 +625,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "accumulated_in_time",
         "sync_complete",
         "lives_are_complete",
+        "each_message_on_its_way",
         "collectives_in_one_order",
         "each_value_received_once",
         "channels_in_order",

@@ -9,7 +9,7 @@ import numpy as np
 from pipec.ir import Link, Op
 from pipec.ir.columns import COLLECTIVES, OPS, InstructionColumns, Ints, one_of, taken
 from pipec.ir.text_format import format_link
-from pipec.programs.program_index import BACKWARDS, ProgramIndex, Violation
+from pipec.programs.program_index import BACKWARDS, ProgramIndex, Violation, transfer_ops
 from pipec.programs.routes import DeliveredMessages
 from pipec.programs.rules.field_rules import SyncKey, expected_sync
 from pipec.programs.shared_receives import runs_stages_in_order
@@ -164,6 +164,29 @@ def _collectives(step: ProgramIndex, rank: int) -> _Sequence:
     fields = columns.ops, columns.stages, columns.buckets, columns.model_collectives
     rows = np.stack([*(each[numbers] for each in fields), rounds]).T.tolist()
     return [(SyncKey(OPS[op], *row), at) for (op, *row), at in zip(rows, numbers.tolist(), strict=True)]
+
+
+def each_message_on_its_way(step: ProgramIndex) -> Iterator[Violation]:
+    """Each message goes from the rank that makes it to the rank that reads it. Refused, of three replicas::
+
+    rank 3: send mb 0 to rank 1, send mb 1 to rank 0
+    """
+    nothing = np.empty(0, np.int32)
+    for route in step.routes:
+        for op in transfer_ops(route):
+            key = op, route.number, route.source, route.target
+            carried, numbers = step.transfers.get(key, (nothing, nothing))
+            if np.array_equal(np.sort(carried), route.microbatches):
+                continue
+            for microbatch in np.setxor1d(carried, route.microbatches)[:1].tolist():
+                rank, stage = (route.source, route.link.source)
+                if op is not Op.SEND:
+                    rank, stage = route.target, route.link.target
+                site = step.probable_site(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
+                way = f"from rank {route.source} to rank {route.target}"
+                count = int(np.count_nonzero(carried == microbatch))
+                message = f"{op} of {format_link(route.link)}, microbatch {microbatch} {way}"
+                yield Violation(site, f"{message} is there {count} times; expected {1 - count}")
 
 
 def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
