@@ -30,7 +30,6 @@ LOGGERS = (
     "torch._functorch",
     "torch._guards",
     "torch._subclasses",
-    "torch.export",
     "torch.fx",
 )
 

@@ -620,14 +620,14 @@ def test_an_expression_of_sizes_prints_as_python(
 
 
 def test_quiet_spares_loggers_that_the_user_turned_up() -> None:
-    dynamo, export = logging.getLogger("torch._dynamo"), logging.getLogger("torch.export")
-    before = dynamo.level, export.level
+    dynamo, other = logging.getLogger("torch._dynamo"), logging.getLogger("torch.fx")
+    before = dynamo.level, other.level
     dynamo.setLevel(logging.DEBUG)
     try:
         with quiet_logging():
             assert dynamo.isEnabledFor(logging.WARNING)
-            assert not export.isEnabledFor(logging.CRITICAL)
-        assert (dynamo.level, export.level) == (logging.DEBUG, before[1])
+            assert not other.isEnabledFor(logging.CRITICAL)
+        assert (dynamo.level, other.level) == (logging.DEBUG, before[1])
     finally:
         dynamo.setLevel(before[0])
 
