@@ -239,12 +239,13 @@ class Options:
         losses up. None: read off the graph, and a warning says where that cannot be; with ``"proved"`` an
         error does.""",
     )
-    check: str = option(
+    check: str | int = option(
         "first",
-        one_of("first", "off"),
-        """whether a step is compared with the model itself. ``"first"``: before the first step of each
-        kind of call, its first rows are run in microbatches and by the model in eager torch, and loss,
-        outputs and gradients must agree. ``"off"``: nothing is compared. See docs/batch.md.""",
+        one_of("first", "off", "always") | integer_between(1, MOST_MICROBATCHES),
+        """which steps are compared with the model itself. ``"first"``: before the first step of each kind
+        of call, a few of its rows are run in microbatches and by the model in eager torch, and loss,
+        outputs and gradients must agree. ``"always"``: before every step, and ``100``: before every
+        hundredth, too. ``"off"``: nothing is compared. See docs/batch.md.""",
         flag=Flag("Whether the first step is compared with the model in eager torch."),
     )
     precision: str | None = option(

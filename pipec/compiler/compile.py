@@ -331,7 +331,7 @@ def _generate(request: CompileRequest, choice: _Choice) -> CompiledCall:
             staged = _step_on(request, graph).cut_as_decided(candidate)
             graphs.append(staged)
         _refuse_microbatches(request, candidate, staged.graph, sizes)
-        checked = _check(request, staged, rest)
+        checked = _check_new(request, staged, rest)
         _warn_of_microbatches(request, staged.graph, len(sizes), checked)
         group = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
         key = staged, len(group), rest[0]
@@ -378,22 +378,26 @@ def _refuse_microbatches(
             require_proved_loss(graph.findings)
 
 
-def _check(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -> CheckResult | None:
-    """Compare a new graph with the model itself on the first rows of the call; None if it is not new.
+def _check_new(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -> CheckResult | None:
+    """Compare a new graph with the model itself; None if it is not new. Raises as ``check_graph`` does."""
+    if any(each.captured is staged.captured for each in request.known.graphs):
+        return None
+    if request.compiler.settings.checks:
+        return check_graph(request, staged, sizes)
+    if len(sizes) > 1:
+        refuse_unchecked_rows(CheckResult(reason='check is "off"'), request.example or request.call)
+    return None
+
+
+def check_graph(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -> CheckResult:
+    """Compare a graph with the model itself on a few rows of the call.
 
     Raises:
         UnequalStepError: microbatches do not compute what the model computes of their rows.
         CaptureError: the graph computes something else than the model.
     """
     compiler, key = request.compiler, request.key
-    known = any(each.captured is staged.captured for each in request.known.graphs)
     call, settings = request.example or request.call, compiler.settings
-    if known:
-        return None
-    if not settings.checks:
-        if len(sizes) > 1:
-            refuse_unchecked_rows(CheckResult(reason='check is "off"'), call)
-        return None
     step = make_traced_step(
         CaptureRequest(
             compiler.model,

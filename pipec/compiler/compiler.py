@@ -29,8 +29,8 @@ class CompileSettings:
     if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
     ``loss_path`` says where the loss is in the model's results, if that is not found by itself.
     ``microbatch_weight`` is recorded in the plan. With ``requires_proof``, losses whose sum is unproven are
-    refused. With ``calibrates_cpu``, costs are measured on this CPU. With ``checks``, the first rows of a
-    call are compared with the model itself.
+    refused. With ``calibrates_cpu``, costs are measured on this CPU. With ``checks``, a few rows of a new
+    kind of call are compared with the model itself, and of every ``check_every`` steps one; 0 for none.
     """
 
     loss_fn: Callable[..., Any] | None
@@ -40,6 +40,7 @@ class CompileSettings:
     requires_proof: bool = False
     calibrates_cpu: bool = False
     checks: bool = False
+    check_every: int = 0
     loss_path: LossPath | None = None
 
 
@@ -104,6 +105,22 @@ class Compiler:
         self.decided = compiled.decided
         self.cache.put(signature, compiled.known)
         return compiled.groups
+
+    def check(
+        self, signature: CaptureSignature, call: ModelCall, sizes: Sequence[int], unknown: Collection[str]
+    ) -> None:
+        """Compare a call that was compiled before with the model itself, for microbatches of these sizes.
+
+        Raises:
+            UnequalStepError, CaptureError: they do not compute what the model computes.
+        """
+        from pipec.compiler.compile import CompileRequest, check_graph
+
+        known = self.cache.get(signature)
+        request = CompileRequest(self, signature.key, call, known, unknown=frozenset(unknown))
+        staged = request.valid_graph(known.graphs, sizes[0])
+        if staged is not None:
+            check_graph(request, staged, sizes)
 
     def require_one_graph_for(self, signature: CaptureSignature, sizes: Sequence[int], values: Sizes) -> None:
         """Refuse microbatches of several sizes unless one graph is valid for all of them.

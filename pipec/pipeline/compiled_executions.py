@@ -450,6 +450,8 @@ class CompiledExecutions(Executions):
         numbers = decision.groups
         if numbers is None:
             numbers = self._compile(request, call, decision, signature, refuses_mixed_rows)
+        elif self._is_checked_again(request):
+            self._check_again(call, signature, numbers[0][1])
         groups = [(self._made[number], sizes) for number, sizes in numbers]
         if request.mode is Mode.TRAIN:
             self.trained = groups[0][0].artifact
@@ -472,6 +474,23 @@ class CompiledExecutions(Executions):
             fingerprint=fingerprint,
             signature=signature,
         )
+
+    def _is_checked_again(self, request: CallRequest) -> bool:
+        """Whether a step that was compiled before is compared with the model itself once more."""
+        every = self.compiler.settings.check_every
+        return request.mode is Mode.TRAIN and bool(every) and not self.steps.num_steps % every
+
+    def _check_again(self, call: ModelCall, signature: CaptureSignature | None, sizes: Sequence[int]) -> None:
+        """Compare a few rows of a step with the model itself, on rank 0. All ranks raise what it finds."""
+
+        def check() -> None:
+            assert signature is not None, "rank 0 has decided"
+            tensors = self.tensors.names.unique()
+            unknown = [fqn for fqn, tensor in tensors.items() if is_absent(tensor)]
+            with materialized(tensors.values()):
+                self.compiler.check(signature, call, sizes, unknown)
+
+        self.ranks.call_on_rank_0("checking a step", check)
 
     def _rows_to_compile(self, rows: Sequence[int]) -> int:
         """The rows of the batch; with ``batch="local"``, as if all replicas had as many as the largest."""

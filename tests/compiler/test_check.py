@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pipec
 from pipec.capture.batch import rules
 from pipec.capture.batch.dependence import PerRow, Whole
+from pipec.compiler import compile
 from pipec.compiler.check.draws import FixedDraws
 from pipec.errors import PipecWarning, UnequalStepError
 
@@ -218,3 +219,21 @@ def test_draws_are_the_same_each_time(name: str) -> None:
         one, other = DRAWS[name](), DRAWS[name]()
     assert torch.equal(one, other)
     assert bool(draws.unknown) == (name == "rrelu")
+
+
+def test_later_steps_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = list[int]()
+    plain = compile.check_call
+
+    def counting(request: Any) -> Any:
+        checked.append(len(checked))
+        return plain(request)
+
+    monkeypatch.setattr(compile, "check_call", counting)
+    for check, expected in (("first", 1), (2, 3), ("always", 5)):
+        checked.clear()
+        pipe, _, _ = step(RIGHT["tables"], check=check)
+        with _double():
+            for _ in range(4):
+                pipe.step(*batch(), target=torch.linspace(-1, 1, 16))
+        assert len(checked) == expected
