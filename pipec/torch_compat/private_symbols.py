@@ -86,6 +86,8 @@ SYMBOLS = (
     Symbol("torch.utils._pytree.tree_flatten_with_path", "the same with the name of each leaf", "start"),
     Symbol("torch.utils._pytree.tree_unflatten", "arguments and results of these leaves", "start"),
     Symbol("torch.utils._pytree.register_pytree_node", "a value of the step that is no leaf", "start"),
+    Symbol("torch.utils._pytree.treespec_dumps", "a saved artifact names the structure of outputs", "start"),
+    Symbol("torch.utils._pytree.treespec_loads", "a loaded artifact returns this structure", "start"),
     Symbol("torch._inductor.compile_fx.compile_fx_inner", 'the compiler of kernels="inductor"', "inductor"),
     Symbol("torch._inductor.decomposition.select_decomp_table", "the operators that it takes", "inductor"),
     # what a later call is compared with

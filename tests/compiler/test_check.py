@@ -17,7 +17,7 @@ from pipec.capture.batch import rules
 from pipec.capture.batch.dependence import PerRow, Whole
 from pipec.compiler import compile
 from pipec.compiler.check.draws import FixedDraws
-from pipec.errors import PipecWarning, UnequalStepError
+from pipec.errors import MixedRowsError, PipecWarning, UnequalStepError
 
 WIDTH = 6
 
@@ -136,7 +136,9 @@ def _double() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_a_step_that_is_not_the_models_is_stopped(name: str) -> None:
-    with pytest.raises(UnequalStepError, match="microbatches"):
+    """Some versions of torch capture hooks so that a rule refuses this one."""
+    kind = MixedRowsError if name == "a hook" else UnequalStepError
+    with pytest.raises(kind, match="microbatches"):
         step(UNEQUAL[name])
 
 

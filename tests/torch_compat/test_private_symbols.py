@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "private_torch.md"
 HOME = ROOT / "pipec" / "torch_compat"
 
-MOST_SYMBOLS, MOST_REPLACED = 50, 12
+MOST_SYMBOLS, MOST_REPLACED = 52, 12
 """Whoever removes some lowers this."""
 
 UNSEEN = {
