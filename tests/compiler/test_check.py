@@ -188,6 +188,7 @@ WRONG_RULES = {
     "_softmax": case(lambda h, last: last(h.softmax(0))),
     "cumsum": case(lambda h, last: last(h.cumsum(0))),
     "flip": case(lambda h, last: last(h * h.flip(0))),
+    "roll": case(lambda h, last: last(h * h.roll(1, 0))),
 }
 
 

@@ -207,7 +207,8 @@ class _Comparison:
 def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
     """Rows from all over the batch, for microbatches of these sizes; the call itself if that is all of it.
 
-    The second microbatch begins with the first row again: what counts or compares rows then shows. Where
+    The second microbatch ends with a row from the middle of the first: what counts or compares rows then
+    shows. (If both began with the same row, or ended with it, neighbours of rows would not show.) Where
     tensors are not contiguous, the rows are the first ones, since a copy would have other strides.
     """
     count = sum(sizes)
@@ -217,8 +218,8 @@ def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
     if not all(leaf.is_contiguous() for leaf in split):
         return call.rows(0, count)
     rows = torch.linspace(0, call.batch_size - 1, count).long()
-    if len(sizes) > 1:
-        rows[sizes[0]] = 0
+    if len(sizes) > 1 and sizes[1] > 1:
+        rows[sizes[0] + sizes[1] - 1] = rows[(sizes[0] - 1) // 2]
     flags = iter(call.batched)
     return call.map(lambda leaf: leaf[rows.to(leaf.device)] if next(flags) else leaf)
 
