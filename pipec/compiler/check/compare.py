@@ -95,51 +95,42 @@ def _name(names: Sequence[str], position: int) -> str:
     return names[position] if position < len(names) else f"result {position}"
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference, relative to that of the larger tensor; infinite for another shape.
+def _difference(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
+    """The norm of the difference, relative to that of the larger tensor, and to ``least``.
 
-    Values that are not finite must be so in both.
+    It is infinite for another shape, and where values that are not finite are so in one tensor alone.
     """
     if found.shape != wanted.shape:
         return math.inf
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return 0.0 if torch.equal(found, wanted.to(found.dtype)) else math.inf
-    one, other = _wide(found), _wide(wanted)
-    finite = other.isfinite()
-    if not torch.equal(finite, one.isfinite()):
-        return math.inf
-    one, other = one[finite], other[finite]
-    size = max(float(one.norm()), float(other.norm()))
-    return float((one - other).norm()) / size if size else 0.0
+    one, other = _comparable(found), _comparable(wanted)
+    off, sizes = float((one - other).norm()), (float(one.norm()), float(other.norm()))
+    if not math.isfinite(off):
+        finite = other.isfinite()
+        if not torch.equal(finite, one.isfinite()):
+            return math.inf
+        one, other = one[finite], other[finite]
+        off, sizes = float((one - other).norm()), (float(one.norm()), float(other.norm()))
+    size = max(*sizes, least)
+    return off / size if size else 0.0
 
 
 def _gradient_difference(found: Tensor | None, wanted: Tensor | None, scale: float) -> float:
-    """The norm of the difference, relative to that of the gradient and to ``scale`` for each element.
-
-    A missing gradient is zero.
-    """
-    if found is None and wanted is None:
-        return 0.0
-    one = _wide(found) if found is not None else torch.zeros_like(_wide(wanted))  # type: ignore[arg-type]
-    other = _wide(wanted) if wanted is not None else torch.zeros_like(one)
-    if one.shape != other.shape:
-        return math.inf
-    finite = other.isfinite()
-    if not torch.equal(finite, one.isfinite()):
-        return math.inf
-    one, other = one[finite], other[finite]
-    size = max(float(one.norm()), float(other.norm()), _SMALL * scale * math.sqrt(one.numel()))
-    return float((one - other).norm()) / size if size else 0.0
+    """The same of gradients, relative also to ``scale`` for each element. A missing gradient is zero."""
+    one = torch.zeros_like(wanted) if found is None else found  # type: ignore[arg-type]
+    other = torch.zeros_like(one) if wanted is None else wanted
+    return _difference(one, other, _SMALL * scale * math.sqrt(one.numel()))
 
 
 def _mean_square(gradients: Sequence[Tensor]) -> float:
-    """The root of the mean square of all elements that are finite."""
-    total, count = 0.0, 0
-    for gradient in gradients:
-        wide = _wide(gradient).nan_to_num(0.0, 0.0, 0.0)
-        total, count = total + float(wide.norm()) ** 2, count + wide.numel()
-    return math.sqrt(total / count) if count else 0.0
+    """The root of the mean square of the elements of all gradients that are finite."""
+    norms = [float(_comparable(gradient).norm()) for gradient in gradients]
+    finite = [(x, each.numel()) for x, each in zip(norms, gradients, strict=True) if math.isfinite(x)]
+    count = sum(n for _, n in finite)
+    return math.sqrt(sum(x**2 for x, _ in finite) / count) if count else 0.0
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
+def _comparable(x: Tensor) -> Tensor:
+    """A tensor in a dtype that norms do not overflow in."""
+    return x.detach().float() if x.dtype in (torch.float16, torch.bfloat16) else x.detach()
