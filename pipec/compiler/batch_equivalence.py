@@ -119,13 +119,14 @@ def refuse_difference(result: CheckResult) -> None:
     )
 
 
-def refuse_unchecked_rows(result: CheckResult, call: ModelCall) -> None:
-    """Ask for the rows of tensors that may be whole, where no check has told.
+def refuse_unchecked_rows(result: CheckResult, call: ModelCall, findings: BatchFindings) -> None:
+    """Ask for the rows of tensors that may be whole, where neither a proof nor a check has told.
 
     Raises:
         InputError: it names all of them.
     """
-    if result.agreement is None and call.ambiguous_leaves:
+    is_proved = not (findings.unproven or findings.assumed)
+    if call.ambiguous_leaves and result.agreement is None and not is_proved:
         names = dict.fromkeys(call.ambiguous_leaves.values())
         split, whole = (", ".join(f"{name!r}: {word}" for name in names) for word in (0, None))
         raise InputError(

@@ -385,7 +385,8 @@ def _check_new(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int
     if request.compiler.settings.checks:
         return check_graph(request, staged, sizes)
     if len(sizes) > 1:
-        refuse_unchecked_rows(CheckResult(reason='check is "off"'), request.example or request.call)
+        unchecked, call = CheckResult(reason='check is "off"'), request.example or request.call
+        refuse_unchecked_rows(unchecked, call, staged.graph.findings)
     return None
 
 
@@ -425,7 +426,7 @@ def check_graph(request: CompileRequest, staged: StagedGraph, sizes: Sequence[in
         )
     refuse_difference(result)
     if len(sizes) > 1:
-        refuse_unchecked_rows(result, call)
+        refuse_unchecked_rows(result, call, staged.graph.findings)
     log.debug("%s", result)
     return result
 

@@ -105,8 +105,19 @@ def test_a_table_in_front_of_weights_is_whole() -> None:
     assert "whole in every microbatch: args[2]" in str(pipe.plan)
 
 
-def test_without_a_check_what_may_be_split_or_whole_is_asked() -> None:
-    pipe = pipec.compile(Model(add), devices=2, microbatches=2, check="off")
+@torch.library.custom_op("pipec_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_without_a_check_what_is_not_proved_is_asked() -> None:
+    check(add, X, TABLE, check="off")
+    pipe = pipec.compile(Model(lambda y, other: y + doubled(other)), devices=2, microbatches=2, check="off")
     with pytest.raises(InputError, match=r"args\[1\].*batched=\{'other': 0\}.*batched=\{'other': None\}"):
         pipe.step(X, TABLE)
 

@@ -9,12 +9,11 @@ Import this before pipelines are made whose ranks share a process.
 """
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 from unittest import mock
 
 import numpy as np
@@ -25,12 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipec
 from pipec.ir import Instruction, RankMemory, Sizes
+from pipec.ir.text_format import evaluate_dim
 from pipec.plan.step_memory import StepMemory
 from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.messages import collective_group, transport
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
-from pipec.runtime.messages.message_buffers import link_values, make_receive_buffers
-from pipec.runtime.messages.message_layout import MessageLayouts
 from pipec.runtime.optimizers.offloaded_state import OffloadedState
 from pipec.runtime.stages import host_copies
 from pipec.runtime.step.interpreter import Interpreter
@@ -47,7 +45,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
 
     def execute(interpreter: Interpreter, actions: Sequence[Callable[[], None]], _: object) -> None:
         rank, device = interpreter._program.rank, interpreter._device
-        on_device = sum(each == device for each in pipe._context.ranks.devices.values())
+        on_device = sum(each == device for each in pipe.ranks.devices.values())
         meter = CudaMemoryMeter(device) if device.type == "cuda" and on_device == 1 else TensorMemoryMeter()
         with meter:
             meter.begin(_memory_at_start(interpreter))
@@ -68,7 +66,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
             own = _uncounted(getattr(collective_group, name))
             stack.enter_context(mock.patch.object(collective_group, name, own))
         pipe.step(*args, **kwargs)
-    if pipe._context.ranks.world.is_distributed:
+    if pipe.ranks.world.is_distributed:
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, found)
         found = {rank: memory for each in everyones for rank, memory in each.items()}
@@ -125,7 +123,7 @@ def _host_bytes(interpreter: Interpreter, stage: int) -> int:
 def _received(endpoint: Any) -> list[Tensor]:
     """The memory for messages that stays from step to step: all tensors that a transport holds."""
     if isinstance(endpoint, transport._Endpoint):
-        return [memory for receiver in _receivers.get(endpoint, ()) for memory in receiver.held()]
+        return []
     found, known, pending = list[Tensor](), set[int](), [endpoint]
     while pending:
         each = pending.pop()
@@ -147,7 +145,6 @@ def _received(endpoint: Any) -> list[Tensor]:
 
 
 _plain_sender, _plain_receiver = transport._Endpoint.sender, transport._Endpoint.receiver
-_receivers: "weakref.WeakKeyDictionary[transport._Endpoint, list[_Receiver]]" = weakref.WeakKeyDictionary()
 
 
 def _sender(endpoint: Any, instruction: Instruction, tag: int) -> Callable[[Sequence[Tensor], Sizes], None]:
@@ -167,48 +164,33 @@ def _sender(endpoint: Any, instruction: Instruction, tag: int) -> Callable[[Sequ
 
 def _receiver(endpoint: Any, instruction: Instruction, tag: int) -> "_Receiver":
     device = endpoint._ranks.devices[endpoint._rank]
-    made = _Receiver(_plain_receiver(endpoint, instruction, tag), instruction, device)
-    _receivers.setdefault(endpoint, []).append(made)
-    return made
+    return _Receiver(_plain_receiver(endpoint, instruction, tag), instruction, device)
 
 
 class _Receiver:
-    """A receive instruction whose messages are copied into buffers while memory is measured."""
+    """A receive instruction whose messages are copied into memory of their own while memory is measured."""
 
     def __init__(self, receiver: Any, instruction: Instruction, device: torch.device) -> None:
-        self._plain = receiver
-        self._key = instruction.link, instruction.peer, instruction.slot
-        self._make = functools.partial(make_receive_buffers, instruction, device)
-        self._message_layouts = MessageLayouts(cast(Any, instruction.link))
+        assert instruction.link is not None
+        self._plain, self._values, self._device = receiver, instruction.link.values, device
         self._into: Sequence[Tensor] = ()
-        self._sizes: Sizes | None = None
-
-    def held(self) -> list[Tensor]:
-        """The buffers that a process would hold since the last message."""
-        meter = current_meter()
-        if self._sizes is None or meter is None:
-            return []
-        with meter.paused():
-            memory = self._memory(self._sizes)
-        return [each.whole for _, each in memory]
 
     def post(self, sizes: Sizes) -> None:
         self._plain.post(sizes)
-        self._sizes = sizes
         if current_meter():
-            self._into = link_values(self._memory(sizes))
+            self._into = [
+                torch.empty(
+                    [evaluate_dim(dim, sizes) for dim in value.shape],
+                    dtype=getattr(torch, value.dtype),
+                    device=self._device,
+                )
+                for value in self._values
+            ]
 
     def wait(self) -> Sequence[Tensor]:
         arrived = self._plain.wait()
         into, self._into = self._into, ()
         return [own.copy_(tensor) for own, tensor in zip(into, arrived, strict=True)] if into else arrived
-
-    def _memory(self, sizes: Sizes) -> list[Any]:
-        meter = current_meter()
-        assert meter is not None, "messages have no memory of their own unless it is measured"
-        buffers = meter.kept.setdefault(self._key, self._make())
-        filled = zip(self._message_layouts.of(sizes), buffers, strict=False)
-        return [(layout, buffer.memory(layout.num_bytes)) for layout, buffer in filled]
 
 
 transport._Endpoint.sender = _sender  # type: ignore[method-assign]

@@ -63,7 +63,7 @@ def test_each_rank_holds_what_is_predicted(devices: int, options: dict[str, obje
     measured, predicted = measure_memory(pipe, x, target=y), pipe.memory()
     for found, said in zip(measured, predicted, strict=True):
         assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01), f"rank {found.rank}"
-        assert said.most[0] == pytest.approx(found.most[0], rel=0.01), "buffers for messages stay"
+        assert found.most[0] <= 1.01 * said.most[0], "messages that come later are predicted from the start"
         assert said.after[-1] == pytest.approx(found.after[-1], rel=0.01), "gradients go with the update"
         assert len(found.most) == len(said.most) == len(pipe.programs[found.rank].instructions)
 
@@ -118,7 +118,7 @@ def test_a_measured_step_is_a_step() -> None:
     for (name, one), (_, other) in zip(plain.named_parameters(), measured.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     assert memory[0].bytes_by_category["optimizer"] > 2 * memory[0].bytes_by_category["parameters"]
-    assert "forward of stage 0 of microbatch 2" in str(memory)
+    assert "of stage 0 of microbatch" in str(memory)
     assert len(memory.curve(1).splitlines()) == len(measured.programs[1].instructions)
     assert "running" in str(measured.memory())
 

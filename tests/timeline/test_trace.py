@@ -22,7 +22,7 @@ from pipec.ir import Instruction, Op, Program, StepPart
 from pipec.pipeline import Pipeline
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import chain_links
-from pipec.runtime.stages.bound_stage import BoundStage
+from pipec.runtime.step.step_results import StepResults
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
 
@@ -134,7 +134,7 @@ def test_a_step_that_fails_is_not_recorded(pipe: Pipeline, monkeypatch: pytest.M
     with pipe.trace() as trace:
         loss_of(pipe)
         with monkeypatch.context() as patch:
-            patch.setattr(BoundStage, "update_buffers", None)
+            patch.setattr(StepResults, "collect", None)
             with pytest.raises(ExecutionError):
                 loss_of(pipe)
         loss_of(pipe)

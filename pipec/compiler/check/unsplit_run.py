@@ -59,18 +59,48 @@ class UnsplitRun:
 
     def _values(self, call: ModelCall) -> StepValues:
         self._step.batched = tuple(axis is not None for axis in call.axes)
-        output, _ = self._step.forward(*call.tree)  # without the hooks of every module
-        leaves = pytree.tree_leaves(output)
-        results = {k: x.detach() for k, x in enumerate(leaves) if isinstance(x, Tensor)}
+        self._step.is_dry_run = self._step.loss_path is None  # which finds the loss
+        loss, results = self._results(call)
         if not self._trained:
             return StepValues(results)
-        found = torch.autograd.grad(leaves[0], list(self._trained.values()), allow_unused=True)
+        found: Sequence[Tensor | None]
+        if _has_reentrant_checkpoint(loss):
+            found = self._by_backward(call)
+        else:
+            found = torch.autograd.grad(loss, list(self._trained.values()), allow_unused=True)
         gradients = {
             fqn: gradient.to_dense() if gradient.is_sparse else gradient
             for fqn, gradient in zip(self._trained, found, strict=True)
             if gradient is not None
         }
         return StepValues(results, gradients)
+
+    def _results(self, call: ModelCall) -> tuple[Tensor, dict[int, Tensor]]:
+        """The loss, or the first output; and by position, all results detached."""
+        output, _ = self._step.forward(*call.tree)  # without the hooks of every module
+        leaves = pytree.tree_leaves(output)
+        return leaves[0], {k: x.detach() for k, x in enumerate(leaves) if isinstance(x, Tensor)}
+
+    def _by_backward(self, call: ModelCall) -> list[Tensor | None]:
+        """The gradients of a model that ``autograd.grad`` cannot differentiate, in leaves of their own."""
+        own = [tensor.detach().requires_grad_() for tensor in self._trained.values()]
+        named = zip(self._trained.values(), own, strict=True)
+        replace_tensors(self._step, {id(tensor): leaf for tensor, leaf in named})
+        self._results(call)[0].backward()
+        return [leaf.grad for leaf in own]
+
+
+def _has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """Whether a function of ``torch.utils.checkpoint`` with ``use_reentrant=True`` leads to a loss."""
+    pending, seen = [loss.grad_fn], set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            pending += [source for source, _ in node.next_functions]
+    return False
 
 
 @contextlib.contextmanager
