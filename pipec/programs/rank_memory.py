@@ -95,7 +95,7 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
 
     * A phase that consists of several functions holds the memory of each of them, one after the other, even
       if one instruction runs them all.
-    * Receive buffers of microbatches stay from step to step, one for each slot.
+    * Memory for a message exists from the instruction that receives it until the last compute that reads it.
     * A sent value stays until the message after the next one of its link and peer, even if it was also saved
       and is not saved any more.
     * Sums of gradients begin with the first gradients, and end with the update, if the program has one.
@@ -292,21 +292,25 @@ class _Account:
             self.grow("sent", replacing, -own[number], 0.0)
             until_end = np.full(of_peer.size - replacing.size, len(columns))
             self._outlive_saved(number, of_peer, np.append(replacing, until_end))
-        for number in np.unique(columns.link_numbers[moves]):
-            moved = moves[columns.link_numbers[moves] == number]
-            reader = OP_CODE[Op(self.plan.link_reader_phases[number])]
-            reads = np.flatnonzero((columns.ops == reader) & (columns.stages == links[number].target))
-            last = np.zeros(int(columns.microbatches.max()) + 1, np.int64)
-            last[columns.microbatches[reads]] = reads
-            self.grow("received", moved, own[number], 0.0)
-            self.grow("received", last[columns.microbatches[moved]], 0.0, -own[number])
+        for number in np.unique(columns.link_numbers[moves]).tolist():
+            self._keep_until_read(number, moves[columns.link_numbers[moves] == number], own[number])
+        in_slots = receives[columns.slots[receives] >= 0]
+        for number in np.unique(columns.link_numbers[in_slots]).tolist():
+            amount = sum(value_bytes(value, self.plan.sizes) for value in links[number].values)
+            self._keep_until_read(number, in_slots[columns.link_numbers[in_slots] == number], amount)
         once = receives[columns.slots[receives] < 0]
         for number in np.unique(columns.link_numbers[once]).tolist():
             own_once = once[columns.link_numbers[once] == number]
             self.grow("received", own_once, self._bytes_once(number), 0.0)
-        slots = np.unique(columns.matrix[3:6, receives[columns.slots[receives] >= 0]], axis=1)
-        sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
-        self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
+
+    def _keep_until_read(self, number: int, arrivals: Ints, amount: float) -> None:
+        """Values of a link, from the instructions that bring them until the last compute that reads them."""
+        columns, reader = self.columns, OP_CODE[Op(self.plan.link_reader_phases[number])]
+        reads = np.flatnonzero((columns.ops == reader) & (columns.stages == self.plan.links[number].target))
+        last = np.zeros(int(columns.microbatches.max()) + 1, np.int64)
+        last[columns.microbatches[reads]] = reads
+        self.grow("received", arrivals, amount, 0.0)
+        self.grow("received", last[columns.microbatches[arrivals]], 0.0, -amount)
 
     def _outlive_saved(self, number: int, sends: Ints, replaced: Ints) -> None:
         """Values sent on a link that a stage also saves, from their free until their send is ``replaced``."""
