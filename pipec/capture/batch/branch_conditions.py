@@ -71,7 +71,8 @@ _JOINED = {
 def refuse_ambiguous_branch(assumed: fx.Node, dependence_of: DependenceOf, rows: int | None) -> None:
     """Raise CaptureError for a branch that the batch might not take though every microbatch does.
 
-    ``rows`` are those of a microbatch if the graph is for these alone.
+    ``rows`` are those of a microbatch if the graph is for these alone: nothing tells what else equals them,
+    and a run compares the branches of microbatches with those of the batch.
     """
     condition = assumed.all_input_nodes[0]
     if rows is not None and (number := _number_of_rows(condition, rows)) is not None:
@@ -81,7 +82,7 @@ def refuse_ambiguous_branch(assumed: fx.Node, dependence_of: DependenceOf, rows:
             f"from the {rows} rows of a microbatch:\nthis model is compiled for that many alone. Compare a "
             "share, such as the mean, or choose with torch.where."
         )
-    if not is_batch_condition(condition, dependence_of):
+    if rows is None and not is_batch_condition(condition, dependence_of):
         raise CaptureError(
             f"the model cannot be captured as one graph{at_line(assumed)}\n"
             "  A branch asks for a value that microbatches do not tell: all could go one way there, and the "

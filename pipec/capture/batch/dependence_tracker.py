@@ -25,7 +25,14 @@ from pipec.capture.batch.operator_call import (
     truncates,
 )
 from pipec.capture.batch.pointwise import KEEPING
-from pipec.capture.batch.rules import CONSTANT_FILLS, IGNORES_VALUES, KEEP_POWERS, READS_ROW_COUNT, rule_of
+from pipec.capture.batch.rules import (
+    CONSTANT_FILLS,
+    DRAWN,
+    IGNORES_VALUES,
+    KEEP_POWERS,
+    READS_ROW_COUNT,
+    rule_of,
+)
 from pipec.torch_compat import pytree
 from pipec.torch_compat.operator_patches import decompositions
 from pipec.torch_compat.operators import OpOverload, TorchDispatchMode, schema
@@ -41,7 +48,7 @@ class TensorFact:
     """How a tensor depends on the batch.
 
     ``from_arguments``: it follows from the arguments of ``step`` alone. ``uniform``: all its elements are one
-    number, so that its rows may be in any order.
+    number, or are drawn alike, so that its rows may be in any order.
     """
 
     value: Dependence
@@ -145,7 +152,7 @@ class DependenceTracker(TorchDispatchMode):
             self.not_in_batch_order.update(map(id, results))
         keeps = (is_pointwise(func) or call.name in KEEPING) and not is_drawn
         of_uniform = keeps and all(self.fact(x).uniform for x in call.tensors)
-        uniform = call.name in CONSTANT_FILLS or (of_uniform and bool(call.tensors))
+        uniform = call.name in CONSTANT_FILLS or (of_uniform and bool(call.tensors)) or _draws_alone(call)
         values = call.mixed(_OUT_OF_ORDER) if self._needs_order(call) else self._values(call)
         each = values if isinstance(values, tuple) else (values,) * len(results)
         for tensor, value in zip(results, each, strict=False):
@@ -284,17 +291,19 @@ class DependenceTracker(TorchDispatchMode):
         else:
             values = self._values(call)
         each = values if isinstance(values, tuple) else (values,) * len(written)
+        uniform = call.name in CONSTANT_FILLS or _draws_alone(call)
+        uniform |= is_pointwise(call.op) and all(self.fact(tensor).uniform for tensor in call.tensors)
         for tensor, value in zip(tensors_in(written), each, strict=False):
             before = self.dependence_of(tensor)
             value = self._checked(call, tensor, value)
             given_here = given and self.fact(tensor).from_arguments
             for other in self._sharing.get(memory_id(tensor), []):
                 if other is tensor or _is_same(other, tensor):
-                    self.record(other, TensorFact(value, given_here, call.name in CONSTANT_FILLS))
+                    self.record(other, TensorFact(value, given_here, uniform))
                 else:
                     found = self._beside(call, other, tensor, before, value)
                     self.record(other, TensorFact(found, given_here and self.fact(other).from_arguments))
-            self.record(tensor, TensorFact(value, given_here, call.name in CONSTANT_FILLS))
+            self.record(tensor, TensorFact(value, given_here, uniform))
             self.drew_random |= _RANDOM in call.op.tags and isinstance(value, Whole)
 
     def _overwritten(self, call: OperatorCall) -> Dependence:
@@ -347,6 +356,19 @@ class DependenceTracker(TorchDispatchMode):
         if isinstance(old, PerRow) and isinstance(before, PerRow) and before == value:
             return old
         return call.unproven("writes into a part of what has another meaning")
+
+
+def _draws_alone(call: OperatorCall) -> bool:
+    """Whether a call draws elements that depend on none of its tensors, such as the mask of a dropout."""
+    if _RANDOM not in call.op.tags or call.name not in DRAWN:
+        return False
+    numbers = [call.arguments.get(name) for name in ("p", "mean", "std")]
+    is_like = call.name.endswith("_like") or schema(call.op).is_mutable or not call.tensors
+    return (
+        is_like
+        and not (call.name == "bernoulli" and not isinstance(numbers[0], float))
+        and not any(isinstance(x, Tensor) for x in numbers)
+    )
 
 
 _OUT_OF_ORDER = "tells rows of replicas apart by their place, which is another one than in the batch"

@@ -78,6 +78,9 @@ _DRAWS = (
     *("normal_functional",),
 )
 
+DRAWN = {*_DRAWS, *(name for name in _CREATES if "rand" in name)}
+"""Operators that draw every element of their result."""
+
 _REDUCES = (
     *("amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "any", "all", "prod", "std", "var"),
     *("var_mean", "std_mean", "logsumexp", "norm", "linalg_vector_norm", "median", "nanmedian", "mode"),
