@@ -74,7 +74,7 @@ def _kind(named: dict[str, Any]) -> dict[str, Any]:
     return {key: x for key, x in named.items() if isinstance(x, torch.dtype | torch.device)}
 
 
-def _kept(named: dict[str, Any]) -> Any:
+def _bernoulli(named: dict[str, Any]) -> Any:
     """What a coin shows that is heads with probability ``p``, or of each element's own."""
     p = named.get("p")
     if p is None:
@@ -120,7 +120,7 @@ def _most_likely(func: Any, named: dict[str, Any]) -> Tensor:
 
 _RULES: Mapping[str, Callable[[Any, dict[str, Any]], Any]] = {
     "native_dropout": _dropout,
-    "bernoulli": _filled(_kept),
+    "bernoulli": _filled(_bernoulli),
     "rand": _filled(lambda named: _UNIFORM),
     "rand_like": _filled(lambda named: _UNIFORM),
     "uniform": _filled(_uniform),

@@ -47,7 +47,7 @@ class UnsplitRun:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(restore_module(self._step))
-            stack.enter_context(_kept_generators())
+            stack.enter_context(_restored_generators())
             stack.enter_context(silence_output())
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(torch.set_grad_enabled(bool(self._trained)))
@@ -104,7 +104,7 @@ def _has_reentrant_checkpoint(loss: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _kept_generators() -> Iterator[None]:
+def _restored_generators() -> Iterator[None]:
     state = random.getstate()
     with torch.random.fork_rng():
         try:
