@@ -72,6 +72,9 @@ def case(
 UNEQUAL: dict[str, Case] = {
     "rows as a factor": case(lambda h, last: last(h * h.shape[0])),
     "a bound of random numbers": case(lambda h, last: last(h * torch.rand(len(h), 1) * len(h))),
+    "rows as a factor behind a batch norm": case(
+        lambda h, last, norm: last(norm(h) * h.shape[0]), lambda: [nn.BatchNorm1d(WIDTH)]
+    ),
     "a norm over rows": case(lambda h, last: last(nn.InstanceNorm1d(16)(h.t()).t())),
     "frequencies of a table": case(
         lambda h, last, table: last(h + table((h[:, 0] * 9).long() % 5)),
