@@ -161,7 +161,7 @@ class Distributed:
     def __init__(self) -> None:
         self._here = threading.local()
         self._numbers: dict[int, int] = defaultdict(int)
-        self._wires: dict[int, Any] = defaultdict(lambda: defaultdict(SimpleQueue))
+        self._wires: dict[int, dict[tuple[int, int], SimpleQueue[_Sent]]] = {}
         self._in_process_collectives: dict[int, InProcessCollectives] = {}
         self.groups: dict[int, list[Group]] = defaultdict(list)
 
@@ -180,7 +180,8 @@ class Distributed:
             number, InProcessCollectives(len(ranks), lambda: None)
         )
         together = InProcessGroup(in_process_collectives, sorted(ranks).index(rank))
-        self.groups[rank].append(Group(rank, self._wires[number], together, 1000 * rank + number))
+        wires = self._wires.setdefault(number, {(a, b): SimpleQueue() for a in ranks for b in ranks})
+        self.groups[rank].append(Group(rank, wires, together, 1000 * rank + number))
         return self.groups[rank][-1]
 
     def isend(self, tensor: Tensor, peer: int, group: Group) -> Work:

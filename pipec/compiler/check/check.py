@@ -17,6 +17,7 @@ from pipec.compiler.check.compare import (
     TOLERANCES,
     Agreement,
     Differences,
+    Tolerance,
     agreement,
     differences,
     tolerance_of,
@@ -193,7 +194,7 @@ class _Comparison:
     noise: Differences | None = None
 
     @property
-    def tolerance(self) -> float:
+    def tolerance(self) -> Tolerance:
         return tolerance_of(self.dtypes)
 
     def off(self, found: StepValues, wanted: StepValues) -> Differences:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, fx
 
 from pipec.capture.model_call import ModelCall
-from pipec.compiler.check.compare import is_close
+from pipec.compiler.check.compare import Tolerance, is_close
 from pipec.compiler.check.split_run import SplitRun
 from pipec.graph import Operator, is_random, is_view
 
 
 def first_difference(
-    run: SplitRun, call: ModelCall, sizes: Sequence[int], tolerance: float
+    run: SplitRun, call: ModelCall, sizes: Sequence[int], tolerance: Tolerance
 ) -> Operator | None:
     """The operator of the first node whose parts do not make up its value for all rows; None for none.
 
@@ -40,7 +40,7 @@ def first_difference(
     return None
 
 
-def _makes_up(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], tolerance: float) -> bool:
+def _makes_up(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], tolerance: Tolerance) -> bool:
     if len(parts) != len(sizes) or any(part.ndim != whole.ndim for part in parts):
         return False
     if all(part.shape == whole.shape for part in parts):
