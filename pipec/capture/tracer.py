@@ -43,7 +43,7 @@ from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, Traini
 from pipec.ir import Mode
 from pipec.ir.batch_split import variable_values
 from pipec.primitives import recurrent_network
-from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims, lazy_graph_modules
+from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
 from pipec.torch_compat.differentiation import (
     JointGraph,
     argument_tensors,
@@ -137,7 +137,6 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(quiet_logging())
         stack.enter_context(restore_module(step))
         stack.enter_context(without_kv_cache(request.model))
-        stack.enter_context(lazy_graph_modules())
         stack.enter_context(cached_size_arithmetic())
         stack.enter_context(skip_distribution_validation())
         stack.enter_context(traced_otherwise(recurrent_network))

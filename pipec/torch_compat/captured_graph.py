@@ -1,12 +1,10 @@
 """What a front end returns: a forward graph of torch-level calls, and how to differentiate it."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from pipec.torch_compat.pytree import TreeSpec
 
@@ -39,10 +37,3 @@ class CapturedGraph:
 
 SymbolicDims = Sequence[tuple[torch.Tensor, int]]
 """Tensors among the arguments, each with a dimension that becomes a symbol."""
-
-
-@contextlib.contextmanager
-def lazy_graph_modules() -> Iterator[None]:
-    """Let torch make graph modules that generate their code when they are first called, which few are."""
-    with _use_lazy_graph_module(True):
-        yield

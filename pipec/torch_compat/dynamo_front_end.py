@@ -18,7 +18,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.exc import TorchRuntimeError
-from torch._dynamo.functional_export import _compiling_state_context, create_fx_graph_from_captured_output
+from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -57,7 +57,6 @@ def capture_with_dynamo(
     with (
         warnings.catch_warnings(record=True) as caught,
         torch._dynamo.config.patch(_config(module)),
-        _compiling_state_context(),
         torch_function_mode_stack_state_mgr,
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),

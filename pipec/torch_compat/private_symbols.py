@@ -125,7 +125,6 @@ SYMBOLS = (
     # tracing with Dynamo
     Symbol("torch._dynamo.convert_frame.fullgraph_capture", "traces the bytecode of a module"),
     Symbol("torch._dynamo.functional_export.create_fx_graph_from_captured_output", "a graph module of that"),
-    Symbol("torch._dynamo.functional_export._compiling_state_context", "lets code know that it is traced"),
     Symbol("torch._dynamo.exc.TorchRuntimeError", "the model raised an error"),
     Symbol(
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
@@ -155,10 +154,6 @@ SYMBOLS = (
     ),
     Symbol("torch.utils._sympy.printers.PythonPrinter", "a formula of sizes as Python", "start"),
     Symbol("torch.fx.Graph()._codegen", "a graph without equal blocks takes arguments as the whole graph"),
-    Symbol(
-        "torch.fx._lazy_graph_module._use_lazy_graph_module",
-        "graphs whose Python code is generated when they are called",
-    ),
     Symbol(
         "torch.fx.experimental.symbolic_shapes.ShapeEnv()._replacements_version_counter",
         "whether what is known of sizes has changed, so that arithmetic on them is computed once",
