@@ -90,6 +90,11 @@ SYMBOLS = (
     Symbol("torch.utils._pytree.treespec_loads", "a loaded artifact returns this structure", "start"),
     Symbol("torch._inductor.compile_fx.compile_fx_inner", 'the compiler of kernels="inductor"', "inductor"),
     Symbol("torch._inductor.decomposition.select_decomp_table", "the operators that it takes", "inductor"),
+    Symbol(
+        "torch._dynamo.functional_export._compiling_state_context",
+        "lets the code of stages know that it is compiled",
+        "inductor",
+    ),
     # what a later call is compared with
     Symbol(
         "torch._C._autograd._top_saved_tensors_default_hooks",

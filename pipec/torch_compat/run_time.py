@@ -104,7 +104,8 @@ def inductor_code(
     Python module that inductor generated. What the function writes into its inputs is not written back.
     """
     require("inductor")
-    from torch._inductor import config  # importing these takes seconds
+    from torch._dynamo.functional_export import _compiling_state_context  # importing these takes seconds
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -114,7 +115,7 @@ def inductor_code(
     fake_mode = FakeTensorMode()
     fakes = [fake_mode.from_tensor(each.detach(), static_shapes=True) for each in inputs]
     table = {**select_decomp_table(), **decompositions}
-    with torch.no_grad():
+    with torch.no_grad(), _compiling_state_context():
         functional = functionalize(function, remove="mutations")
         traced = make_fx(functional, table, tracing_mode="fake")(*fakes)
     for node in [*traced.graph.nodes]:
