@@ -84,8 +84,7 @@ class Compiler:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
         reason = self.cache.recompile_reason(signature, call, change)
-        num_modules = len([*self.model.modules()])
-        with self.stopwatch.reporting(f"compiling, {reason}", num_modules), without_garbage_collection():
+        with self.stopwatch.reporting(f"compiling, {reason}"), without_garbage_collection():
             require("capture")
             # It loads torch._dynamo, which takes seconds that ranks save for which another one compiles.
             from pipec.compiler.compile import CompileRequest, compile_call
