@@ -137,6 +137,9 @@ def _tensors(plan: Plan) -> Iterator[str]:
             stage.borrowed_parameters, stage.parameters, f"{where} borrows", "its parameters"
         )
         yield from _unknown_names(stage.updated_buffers, stage.buffers, f"{where} changes", "its buffers")
+        yield from _unknown_names(
+            stage.step_buffers, stage.updated_buffers, f"{where} changes once", "the buffers it changes"
+        )
         owned["parameters"] += [fqn for fqn in stage.parameters if fqn not in stage.borrowed_parameters]
         owned["buffers"] += stage.buffers
         yield from _unknown_names(

@@ -224,8 +224,9 @@ def single_row_warning(graph: TrainingGraph, batch_size: int) -> str:
 
 def changed_buffer_warning(graph: TrainingGraph, model: nn.Module, num_microbatches: int) -> str:
     """The warning that a forward changes buffers other than the statistics of torch's norms."""
-    changed = [result.fqn for result in graph.results if isinstance(result, UpdatedBuffer)]
-    owners = {fqn: model.get_submodule(fqn.rpartition(".")[0]) for fqn in changed}
+    changed = {result.fqn for result in graph.results if isinstance(result, UpdatedBuffer)}
+    changed -= graph.step_buffers
+    owners = {fqn: model.get_submodule(fqn.rpartition(".")[0]) for fqn in sorted(changed)}
     names = [fqn for fqn, owner in owners.items() if not isinstance(owner, _NORMS)]
     if not names or num_microbatches == 1:
         return ""
@@ -256,8 +257,10 @@ def refuse_replica_state(plan: Plan, graph: TrainingGraph) -> None:
             "the model has collectives between the replicas of a stage, which work on different mini-batches "
             "under an asynchronous schedule; pass a synchronous one, such as schedule='1f1b', or replicas=1"
         )
-    for stage in plan.sync_spec.buffer_sync_stages:
-        name, count = plan.stages[stage].updated_buffers[0], len(plan.placement[stage])
+    for stage, ranks in enumerate(plan.placement):
+        if len(ranks) == 1 or not plan.stages[stage].updated_buffers:
+            continue
+        name, count = plan.stages[stage].updated_buffers[0], len(ranks)
         raise InputError(
             f"forwards of stage {stage} change the buffer {name}; under an asynchronous schedule, the copies "
             f"of its {count} replicas would differ. Pass a synchronous schedule, such as schedule='1f1b', or "

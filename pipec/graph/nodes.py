@@ -25,7 +25,7 @@ key          set by    meaning
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from torch import fx
 from pipec.ir import Phase
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ops import COLLECTIVES
+from pipec.torch_compat import pytree
 from pipec.torch_compat.operators import OpOverload, schema
 
 
@@ -312,6 +313,35 @@ def is_gradient_sum(node: fx.Node) -> bool:
         and "custom" not in node.meta
         and not any(is_forward(term) for term in node.all_input_nodes)
     )
+
+
+def is_same_for_all(node: fx.Node, known: Collection[sympy.Basic], varying: Collection[str]) -> bool:
+    """Whether all microbatches compute the same value.
+
+    It then follows from weights, values of the whole batch, buffers but the ``varying`` ones, and ``known``
+    sizes alone.
+    """
+    seen, waiting = {node}, [node]
+    while waiting:
+        each = waiting.pop()
+        match each.meta.get("role"):
+            case Parameter() | Precomputed() | BatchCount():
+                continue
+            case Buffer(fqn=fqn) if fqn not in varying:
+                continue
+            case None if not (is_random(each) or is_collective(each) or _reads_unknown(each, known)):
+                waiting += {*each.all_input_nodes} - seen
+                seen.update(each.all_input_nodes)
+            case _:
+                return False
+    return True
+
+
+def _reads_unknown(node: fx.Node, known: Collection[sympy.Basic]) -> bool:
+    """Whether an argument of a node is a number with symbols that are not ``known``."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    numbers = (sympy.sympify(each) for each in leaves if isinstance(each, sympy.Basic | torch.SymInt))
+    return any(not number.free_symbols.issubset(known) for number in numbers)
 
 
 def depends_on_inputs_only(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from pipec.graph.assignment import UNASSIGNED, Assignment
 from pipec.graph.branch_checks import NO_INPUT_BRANCHES, InputBranches
 from pipec.graph.findings import NO_FINDINGS, BatchFindings
 from pipec.graph.fingerprint import NOTHING_READ, ReadValues
-from pipec.graph.nodes import Output, ResultRole
+from pipec.graph.nodes import Output, ResultRole, UpdatedBuffer, is_same_for_all
 from pipec.graph.size_text import SymbolNames
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ir.batch_axis import BatchAxis
@@ -132,6 +132,19 @@ class TrainingGraph:
         """The loss, the logs and the leaves of the model's output, in their order, each with its node."""
         found = [(role, node) for role, node in self.outputs + self.tail_outputs if isinstance(role, Output)]
         return sorted(found, key=lambda each: each[0].position)
+
+    @property
+    def step_buffers(self) -> frozenset[str]:
+        """The buffers to which every microbatch of a step gives the same new value: such as counters.
+
+        If the batch has no symbol, any number may be that of its rows, so that there are none.
+        """
+        changed = {role.fqn: node for role, node in self.outputs if isinstance(role, UpdatedBuffer)}
+        found = {*changed} if self.batch is not None else set[str]()
+        known = {*self.variable_symbols}
+        while varying := {x for x in found if not is_same_for_all(changed[x], known, {*changed} - found)}:
+            found -= varying
+        return frozenset(found)
 
     @property
     def num_stages(self) -> int:

@@ -58,13 +58,15 @@ class Stage:
 
     ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed_parameters`` is the
     subset owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
-    forward replaces (BatchNorm statistics). ``batch_counts`` names the results of the stage's function of
-    that name, which runs on the whole mini-batch once a step; ``batch_count_sums`` are those that add up over
-    its rows. ``precomputed_phases`` read what is computed once of the weights. ``segments`` has the phases
-    that consist of several functions, with the fraction of the phase's seconds that each function takes.
-    ``model_collectives`` run between them. The ``tail`` runs once a step. With ``recompute``, a phase of its
-    own computes some of the forward again; with ``recomputes_in_backward`` the backward does. ``offloaded``
-    are the positions, among the saved values, of those that wait in host memory for the backward.
+    forward replaces (BatchNorm statistics). Of these, ``step_buffers`` get the same new value from every
+    microbatch: they change once a step, at its end. ``batch_counts`` names the results of the stage's
+    function of that name, which runs on the whole mini-batch once a step; ``batch_count_sums`` are those that
+    add up over its rows. ``precomputed_phases`` read what is computed once of the weights. ``segments`` has
+    the phases that consist of several functions, with the fraction of the phase's seconds that each function
+    takes. ``model_collectives`` run between them. The ``tail`` runs once a step. With ``recompute``, a phase
+    of its own computes some of the forward again; with ``recomputes_in_backward`` the backward does.
+    ``offloaded`` are the positions, among the saved values, of those that wait in host memory for the
+    backward.
     """
 
     index: int
@@ -75,6 +77,7 @@ class Stage:
     borrowed_parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     updated_buffers: tuple[str, ...] = ()
+    step_buffers: tuple[str, ...] = ()
     batch_counts: tuple[str, ...] = ()
     batch_count_sums: tuple[Value, ...] = ()
     precomputed_phases: tuple[Phase, ...] = ()
@@ -85,6 +88,12 @@ class Stage:
     model_collectives: tuple[ModelCollective, ...] = ()
     tail: Tail | None = None
     cost: StageCost = StageCost()
+
+    @property
+    def averaged_buffers(self) -> frozenset[str]:
+        """The buffers that replicas change in different ways, so that they are averaged."""
+        equal = (*self.step_buffers, *(self.tail.updated_buffers if self.tail else ()))
+        return frozenset(self.updated_buffers).difference(equal)
 
     @property
     def has_recompute(self) -> bool:

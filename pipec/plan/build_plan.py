@@ -79,15 +79,18 @@ def build_plan(
     values = {value.name: value for value in parameters}
     sizes = {"b": microbatch_size, **graph.planned_sizes}
     link_bytes = list(_link_memory(links, stages, names, microbatch_size))
+    planned = tuple(
+        _stage(graph, stage, names, owners, microbatch_size, schedule, topology) for stage in stages
+    )
+    spec = build_sync_spec(sync_spec, graph.mode, stages, values, links, schedule.placement, topology)
+    averaged = (each.index for each in planned if each.averaged_buffers)
     return Plan(
         mode=graph.mode,
         schedule=schedule.name,
         num_microbatches=schedule.num_microbatches,
         microbatch_size=microbatch_size,
         placement=schedule.placement,
-        stages=tuple(
-            _stage(graph, stage, names, owners, microbatch_size, schedule, topology) for stage in stages
-        ),
+        stages=planned,
         links=links,
         link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
         link_sender_bytes=tuple(own for own, _ in link_bytes),
@@ -108,7 +111,9 @@ def build_plan(
         fixed_sizes=graph.fixed_sizes,
         repeated=graph.repeated,
         guards=tuple(_guards(graph)),
-        sync_spec=build_sync_spec(sync_spec, graph.mode, stages, values, links, schedule.placement, topology),
+        sync_spec=replace(
+            spec, buffer_sync_stages=tuple(each for each in averaged if len(schedule.placement[each]) > 1)
+        ),
     )
 
 
@@ -202,6 +207,7 @@ def _stage(
     forwards = stage.phase_functions(Phase.FORWARD)
     operators = _operators(node for function in forwards for node in function.body)
     parameters = _fqns(stage.parameters)
+    step_buffers = graph.step_buffers
     updated = {fqn for function in stage.all_functions for fqn, _ in function.buffer_updates}
     return Stage(
         index=stage.index,
@@ -212,6 +218,7 @@ def _stage(
         borrowed_parameters=tuple(fqn for fqn in parameters if owners[fqn] != stage.index),
         buffers=_fqns(stage.buffers),
         updated_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated),
+        step_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated & step_buffers),
         batch_counts=tuple(names[node] for node in stage.batch_counts),
         batch_count_sums=tuple(
             plan_value(graph, node, names[node]) for node in stage.batch_counts if node.meta["role"].is_sum

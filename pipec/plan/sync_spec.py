@@ -33,9 +33,6 @@ def build_sync_spec(
     Raises:
         InputError: state is to be sharded of a parameter that has sparse gradients and several replicas.
     """
-    averaged = tuple(
-        stage.index for stage in stages if len(placement[stage.index]) > 1 and _changes_buffers(stage)
-    )
     counted = tuple(
         stage.index
         for stage in stages
@@ -45,43 +42,38 @@ def build_sync_spec(
         gathers = requested.shard is ShardingLevel.PARAMETERS and bool(requested.buckets)
         return SyncSpec(
             requested.buckets if gathers else (),
-            averaged,
             shard=requested.shard if gathers else None,
             replicas_pass_own_rows=requested.replicas_pass_own_rows,
             count_stages=counted,
         )
-    tied = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
     buckets = tuple(
         with_collective_seconds(bucket, placement[stage.index], topology, requested)
         for stage in stages
         if len(placement[stage.index]) > 1
-        for bucket in _buckets(stage, values, links, tied)
+        for bucket in _buckets(stage, _gradients(stage, stages, links), values, links)
     )
     if requested.shard is not None:
-        _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
-    return replace(requested, buckets=buckets, buffer_sync_stages=averaged, count_stages=counted)
+        _require_dense(buckets)
+    return replace(requested, buckets=buckets, count_stages=counted)
 
 
-def _require_dense(stages: Sequence[StageFunctions]) -> None:
+def _require_dense(buckets: Sequence[Bucket]) -> None:
     """Refuse to shard sparse gradients: shards sum slices of gradients, and a sparse one has none."""
-    sparse = [fqn for stage in stages for fqn, is_sparse in _gradients(stage).items() if is_sparse]
+    sparse = [bucket for bucket in buckets if bucket.sparse]
     if sparse:
         raise InputError(
-            f"{sparse[0]} has sparse gradients, which replicas cannot keep shares of; make it with "
-            "sparse=False, or compile without shard=..."
+            f"{sparse[0].parameters[0].name} has sparse gradients, which replicas cannot keep shares of; "
+            "make it with sparse=False, or compile without shard=..."
         )
-
-
-def _changes_buffers(stage: StageFunctions) -> bool:
-    return any(function.buffer_updates for function in stage.functions)
 
 
 def _buckets(
     stage: StageFunctions,
+    gradients: Mapping[str, bool],
     values: Mapping[str, Value],
     links: Sequence[Link],
-    tied: set[str],
 ) -> Iterator[Bucket]:
+    tied = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
     borrowed = {
         v.name
         for link in links
@@ -95,7 +87,7 @@ def _buckets(
         for fqn, _ in function.gradients
     }
     groups: dict[tuple[int, str, bool, str], list[Value]] = {}
-    for fqn, is_sparse in _gradients(stage).items():
+    for fqn, is_sparse in gradients.items():
         if fqn not in borrowed:
             key = (completed_by.get(fqn, 0), values[fqn].dtype, fqn in tied, fqn if is_sparse else "")
             groups.setdefault(key, []).append(values[fqn])
@@ -104,10 +96,22 @@ def _buckets(
         yield Bucket(stage.index, tuple(parameters), is_tied, sparse != "", segment=segment)
 
 
-def _gradients(stage: StageFunctions) -> dict[str, bool]:
-    """The parameters that get gradients, in the order of the stage, and whether that gradient is sparse."""
+def _gradients(
+    stage: StageFunctions, stages: Sequence[StageFunctions], links: Sequence[Link]
+) -> dict[str, bool]:
+    """The parameters that get gradients, in the order of the stage, and whether that gradient is sparse.
+
+    A gradient may come from a stage that borrows the parameter alone, as of a weight from which this one
+    makes buffers without a gradient.
+    """
+    returning = [
+        stages[x.source] for x in links if x.payload is Payload.WEIGHT_GRADIENT and x.target == stage.index
+    ]
     made: dict[str, fx.Node] = {
-        fqn: node for function in stage.all_functions for fqn, node in function.gradients
+        fqn: node
+        for each in (*returning, stage)
+        for function in each.all_functions
+        for fqn, node in function.gradients
     }
     names = (node.meta["role"].fqn for node in stage.parameters)
     return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}

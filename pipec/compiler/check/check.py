@@ -372,8 +372,8 @@ def _nodes(graph: TrainingGraph) -> Iterator[fx.Node]:
 def _changes_own_buffers(request: CheckRequest) -> bool:
     """Whether a forward changes buffers other than those of torch's own modules, such as batch norms."""
     roles: tuple[ResultRole, ...] = (*request.graph.results, *request.graph.tail_results)
-    changed = (role.fqn.rpartition(".")[0] for role in roles if isinstance(role, UpdatedBuffer))
-    owners = map(request.step.model.get_submodule, changed)
+    changed = {role.fqn for role in roles if isinstance(role, UpdatedBuffer)} - request.graph.step_buffers
+    owners = (request.step.model.get_submodule(fqn.rpartition(".")[0]) for fqn in changed)
     return any(not type(owner).__module__.startswith("torch.nn.modules.") for owner in owners)
 
 

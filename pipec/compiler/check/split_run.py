@@ -97,6 +97,7 @@ class _Step:
         self._microbatches = [_Microbatch(k, *each) for k, each in enumerate(zip(sizes, starts, strict=True))]
         self._weights = weights
         self._counts = self._batch_counts()
+        self._step_buffers = self._graph.step_buffers
         self._precomputed = self._precompute()
         self._tail: dict[ResultRole, Any] = {}
         self._gradients: dict[str, Tensor] = {}
@@ -146,7 +147,7 @@ class _Step:
             value = value.to_dense() if value.is_sparse else value
             known = self._gradients.get(role.fqn)
             self._gradients[role.fqn] = value if known is None else known + value
-        elif isinstance(role, UpdatedBuffer):
+        elif isinstance(role, UpdatedBuffer) and role.fqn not in self._step_buffers:
             self._buffers[role.fqn] = value
 
     def _argument(self, node: fx.Node, microbatch: _Microbatch) -> Any:

@@ -74,8 +74,7 @@ def stage_violations(plan: Plan) -> Iterator[str]:
     changing = [
         stage.index
         for stage in plan.stages
-        if {*stage.updated_buffers}.difference(stage.tail.updated_buffers if stage.tail else ())
-        and len(plan.placement[stage.index]) > 1
+        if stage.averaged_buffers and len(plan.placement[stage.index]) > 1
     ]
     if sorted(plan.sync_spec.buffer_sync_stages) != changing:
         found = list(plan.sync_spec.buffer_sync_stages)

@@ -114,7 +114,9 @@ class BoundStage:
         self.frames: list[Frame] = [{} for _ in range(num_microbatches)]
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
+        self._step_indices = frozenset(code.BUFFERS.index(fqn) for fqn in stage.step_buffers)
         self.buffers = self.buffers_before = self._registered
+        self._buffers_after: dict[int, Tensor] = {}
         self.versions = WeightVersions(self.weights, 0)
         self.is_versioned = False
         self._precomputed: dict[tuple[float, ...], list[Tensor]] = {}
@@ -253,23 +255,35 @@ class BoundStage:
 
     def select_buffers(self, microbatch: int) -> None:
         """Put the present buffers into a microbatch's frame, for its forward and its backward."""
+        if self.is_versioned and (batch := self.frames[microbatch][BATCH]) not in self._buffers_found:
+            self._change_step_buffers()
+            self._buffers_found[batch] = self.buffers
         self.frames[microbatch]["buffers"] = self.buffers
-        if self.is_versioned:
-            self._buffers_found.setdefault(self.frames[microbatch][BATCH], self.buffers)
 
     def restore_buffers(self, number: float) -> None:
         """Restore the buffers before mini-batch ``number`` of a stream, if it reached this stage."""
-        self.buffers = self._buffers_found.get(number, self.buffers)  # type: ignore[call-overload]
+        if number in self._buffers_found:
+            self.buffers = self._buffers_found[number]  # type: ignore[index]
+            self._buffers_after.clear()
 
     def update_buffers(self, updates: Sequence[Tensor | None]) -> None:
-        """Replace buffers for later forwards. Frames that hold the old ones keep them."""
+        """Replace buffers for later forwards. Frames that hold the old ones keep them.
+
+        What every microbatch of a step changes in the same way is replaced for the next step.
+        """
         self.buffers = list(self.buffers)
         for index, update in zip(self.updated_indices, updates, strict=True):
             if update is not None:
-                self.buffers[index] = update
+                changed = self._buffers_after if index in self._step_indices else self.buffers
+                changed[index] = update
+
+    def _change_step_buffers(self) -> None:
+        self.buffers = [self._buffers_after.get(k, buffer) for k, buffer in enumerate(self.buffers)]
+        self._buffers_after.clear()
 
     def end_step(self) -> None:
         """Copy the updated buffers into the model's."""
+        self._change_step_buffers()
         for index in self.updated_indices if self.owns_tensors else ():
             self._registered[index].copy_(self.buffers[index])
 
@@ -284,6 +298,7 @@ class BoundStage:
         self.buffers = self.buffers_before = self._registered
         self._precomputed.clear()
         self._buffers_found.clear()
+        self._buffers_after.clear()
         self.gradients.forget_step()
 
     def _evaluate_constants(self, *sizes: float) -> tuple[Any, ...]:

@@ -48,11 +48,10 @@ def sum_of_rows(gradient: Tensor, group: CollectiveGroup) -> Tensor:
 
 
 class BufferAverage:
-    """Makes the buffers that forwards changed equal on all replicas of a stage.
+    """Makes the buffers ``names``, which forwards changed, equal on all replicas of a stage.
 
     A floating-point buffer becomes the mean over replicas, each weighted with its ``share`` of the step's
     microbatches. Any other buffer, such as a count of batches, changes by the sum of the replicas' changes.
-    Those that are ``equal`` already, because each replica changes them by the rows of all, are left out.
     """
 
     def __init__(
@@ -60,10 +59,10 @@ class BufferAverage:
         stage: BoundStage,
         group: CollectiveGroup,
         share: Callable[[], float],
-        equal: Collection[str] = (),
+        names: Collection[str],
     ) -> None:
         self._stage, self._group, self._share = stage, group, share
-        self._indices = [each for each in stage.updated_indices if stage.code.BUFFERS[each] not in equal]
+        self._indices = [each for each in stage.updated_indices if stage.code.BUFFERS[each] in names]
         self._flats: list[dict[int, Tensor]] = []
         self._waits: list[CollectiveWait] = []
 

@@ -110,9 +110,8 @@ class SyncLinker:
             *sizes, _ = rank.sizes
             return sum(sizes[each] > 0 for each in own) / sum(size > 0 for size in sizes)
 
-        tail = rank.plan.stages[stage.index].tail
-        equal = tail.updated_buffers if tail else ()
-        average = BufferAverage(stage, self._group(stage.index), share, equal)
+        names = rank.plan.stages[stage.index].averaged_buffers
+        average = BufferAverage(stage, self._group(stage.index), share, names)
         return average.start, average.finish
 
     def _norm(self, instruction: Instruction) -> Action:
