@@ -37,6 +37,7 @@ from pipec.graph import (
     has_data_dependent_size,
     is_check,
     is_forward,
+    is_gradient_sum,
     storage_owner,
 )
 from pipec.graph.size_text import SymbolNames, format_size
@@ -131,6 +132,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     lifted = _lift_constants(module, request.mode)
     batch_counts = extract_batch_counts(graph)
     classify(graph)
+    _copy_loss_gradient(graph, len(traced.operators) - 1)
     decided = input_branches(graph, batch_counts)
     owner = "the model" if request.loss_fn is None else "loss_fn"
     return _checked(
@@ -222,6 +224,21 @@ class _Results:
     output_spec: pytree.TreeSpec
     unproven: str
     first_value: str
+
+
+def _copy_loss_gradient(graph: fx.Graph, loss: int) -> None:
+    """Let a copy be the gradient of a parameter that is added to the loss, as a learned weight of a task is.
+
+    The copy belongs to the operator that makes the ``loss``, whose stage has the loss's own gradient.
+    """
+    given = [x for x in graph.find_nodes(op="placeholder") if isinstance(x.meta["role"], LossGradient)]
+    for gradient, reader in [(each, user) for each in given for user in each.users]:
+        if reader.op == "output" or is_gradient_sum(reader):
+            with graph.inserting_before(reader):
+                copied = graph.call_function(torch.ops.aten.clone.default, (gradient,))
+            copied.meta = {key: gradient.meta[key] for key in ("val", "phase")}
+            copied.meta |= {"operator": loss, "constant": False}
+            reader.replace_input_with(gradient, copied)
 
 
 def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:

@@ -226,3 +226,37 @@ def test_a_loss_function_that_needs_values_is_named_with_its_line() -> None:
     )
     with pytest.raises(pipec.CaptureError, match=r"(?s)^loss_fn cannot be captured.*at .*\.item\(\)"):
         pipe.step(x, target=y)
+
+
+# parameters that are added to the loss
+
+
+class TaskWeight(nn.Module):
+    """A loss that is weighted by a learned number, which is added to it so that it stays small."""
+
+    def __init__(self, penalty: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.weight, self.penalty = nn.Parameter(torch.tensor(0.7)), penalty
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.last(torch.tanh(self.first(x))), y)
+        return torch.exp(-self.weight) * loss + self.penalty(self.weight)
+
+
+@pytest.mark.parametrize("layout", [{"devices": 2}, {"devices": 4, "replicas": 2, "schedule": "zb-h1"}])
+@pytest.mark.parametrize(
+    "penalty", [lambda weight: weight, lambda weight: weight + weight**2, lambda weight: weight.view(1).sum()]
+)
+def test_a_parameter_may_be_a_term_of_the_loss(
+    penalty: Callable[[Tensor], Tensor], layout: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = TaskWeight(penalty).double()
+    eager, pipe = copy.deepcopy(model), pipec.compile(model, microbatches=4, **layout)
+    x, y = batch()
+    loss = eager(x, y)
+    loss.backward()
+    torch.testing.assert_close(pipe.step(x, y), loss.detach())
+    for (fqn, own), expected in zip(model.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad, msg=fqn)
