@@ -91,9 +91,8 @@ class Stage:
 
     @property
     def averaged_buffers(self) -> frozenset[str]:
-        """The buffers that replicas change in different ways, so that they are averaged."""
-        equal = (*self.step_buffers, *(self.tail.updated_buffers if self.tail else ()))
-        return frozenset(self.updated_buffers).difference(equal)
+        """The updated buffers on which replicas have to agree: not those of the tail, which sees all rows."""
+        return frozenset(self.updated_buffers).difference(self.tail.updated_buffers if self.tail else ())
 
     @property
     def has_recompute(self) -> bool:

@@ -114,7 +114,7 @@ class BoundStage:
         self.frames: list[Frame] = [{} for _ in range(num_microbatches)]
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
-        self._step_indices = frozenset(code.BUFFERS.index(fqn) for fqn in stage.step_buffers)
+        self.step_indices = frozenset(code.BUFFERS.index(fqn) for fqn in stage.step_buffers)
         self.buffers = self.buffers_before = self._registered
         self._buffers_after: dict[int, Tensor] = {}
         self.versions = WeightVersions(self.weights, 0)
@@ -274,11 +274,16 @@ class BoundStage:
         self.buffers = list(self.buffers)
         for index, update in zip(self.updated_indices, updates, strict=True):
             if update is not None:
-                changed = self._buffers_after if index in self._step_indices else self.buffers
+                changed = self._buffers_after if index in self.step_indices else self.buffers
                 changed[index] = update
 
+    @property
+    def buffers_after(self) -> list[Tensor]:
+        """The buffers as the step leaves them, if no other forward follows."""
+        return [self._buffers_after.get(k, buffer) for k, buffer in enumerate(self.buffers)]
+
     def _change_step_buffers(self) -> None:
-        self.buffers = [self._buffers_after.get(k, buffer) for k, buffer in enumerate(self.buffers)]
+        self.buffers = self.buffers_after
         self._buffers_after.clear()
 
     def end_step(self) -> None:

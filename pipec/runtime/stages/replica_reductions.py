@@ -50,35 +50,42 @@ def sum_of_rows(gradient: Tensor, group: CollectiveGroup) -> Tensor:
 class BufferAverage:
     """Makes the buffers ``names``, which forwards changed, equal on all replicas of a stage.
 
-    A floating-point buffer becomes the mean over replicas, each weighted with its ``share`` of the step's
-    microbatches. Any other buffer, such as a count of batches, changes by the sum of the replicas' changes.
+    A floating-point buffer becomes the mean over replicas, each weighted with its share of the step's
+    microbatches. Any other buffer, such as a count of rows, changes by the sum of the replicas' changes, and
+    a flag is set if a replica has set it. What all microbatches change alike is that of the first replica
+    that has any. ``shares`` returns this replica's share, and whether it is the first.
     """
 
     def __init__(
         self,
         stage: BoundStage,
         group: CollectiveGroup,
-        share: Callable[[], float],
+        shares: Callable[[], tuple[float, bool]],
         names: Collection[str],
     ) -> None:
-        self._stage, self._group, self._share = stage, group, share
+        self._stage, self._group, self._shares = stage, group, shares
         self._indices = [each for each in stage.updated_indices if stage.code.BUFFERS[each] in names]
         self._flats: list[dict[int, Tensor]] = []
         self._waits: list[CollectiveWait] = []
 
     def start(self) -> None:
-        share = self._share()
+        share, is_first = self._shares()
+        after = self._stage.buffers_after
         kinds: dict[torch.dtype, list[int]] = {}
         for index in self._indices:
-            kinds.setdefault(self._stage.buffers[index].dtype, []).append(index)
+            kinds.setdefault(after[index].dtype, []).append(index)
         for dtype, indices in kinds.items():
-            tensors = {str(index): self._stage.buffers[index] for index in indices}
+            tensors = {str(index): after[index] for index in indices}
             sharding = undivided(tensors)
             flat = torch.empty(sharding.width, dtype=_summed_as(dtype), device=self._stage.device)
             places = {int(name): view for name, view in views(sharding, tensors, flat).items()}
             for index, view in places.items():
-                own, before = self._stage.buffers[index], self._stage.buffers_before[index]
-                view.copy_(_times(share, own) if own.is_floating_point() else own - before)
+                if index in self._stage.step_indices:
+                    view.copy_(_times(float(is_first), after[index]))
+                elif self._is_count(index):
+                    view.copy_(after[index] - self._stage.buffers_before[index])
+                else:
+                    view.copy_(_times(share, after[index]))
             self._flats.append(places)
             self._waits.append(self._group.all_reduce(flat))
 
@@ -89,16 +96,25 @@ class BufferAverage:
         for places in self._flats:
             for index, total in places.items():
                 before = self._stage.buffers_before[index]
-                value = total if before.is_floating_point() else before + total
-                agreed[index] = value.to(before.dtype)
+                agreed[index] = (before + total if self._is_count(index) else total).to(before.dtype)
         self._stage.update_buffers([agreed.get(index) for index in self._stage.updated_indices])
         self._flats, self._waits = [], []
 
+    def _is_count(self, index: int) -> bool:
+        """Whether the changes of all replicas are added up."""
+        before = self._stage.buffers_before[index]
+        is_number = not before.is_floating_point() and before.dtype is not torch.bool
+        return is_number and index not in self._stage.step_indices
+
 
 def _times(share: float, buffer: Tensor) -> Tensor:
-    """``share * buffer``, but zero for a share of zero even if the buffer holds infinities."""
-    return buffer * share if share else torch.zeros_like(buffer)
+    """``share * buffer``, but zero for a share of zero even if the buffer holds infinities. Flags stay."""
+    if share in (0.0, 1.0):
+        return buffer if share else torch.zeros_like(buffer)
+    return buffer if buffer.dtype is torch.bool else buffer * share
 
 
 def _summed_as(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return torch.uint8 if dtype is torch.bool else dtype

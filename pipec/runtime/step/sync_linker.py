@@ -104,14 +104,17 @@ class SyncLinker:
 
     def _average(self, instruction: Instruction) -> StartAndEnd:
         rank, stage = self._rank, self._rank.stages[instruction.stage]
-        own = rank.plan.microbatches_on(stage.index, rank.number)
+        replicas = rank.plan.placement[stage.index]
+        own = [rank.plan.microbatches_on(stage.index, each) for each in replicas]
+        number = replicas.index(rank.number)
 
-        def share() -> float:
+        def shares() -> tuple[float, bool]:
             *sizes, _ = rank.sizes
-            return sum(sizes[each] > 0 for each in own) / sum(size > 0 for size in sizes)
+            counts = [sum(sizes[each] > 0 for each in microbatches) for microbatches in own]
+            return counts[number] / sum(counts), not any(counts[:number]) and counts[number] > 0
 
         names = rank.plan.stages[stage.index].averaged_buffers
-        average = BufferAverage(stage, self._group(stage.index), share, names)
+        average = BufferAverage(stage, self._group(stage.index), shares, names)
         return average.start, average.finish
 
     def _norm(self, instruction: Instruction) -> Action:
