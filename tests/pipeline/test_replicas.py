@@ -109,6 +109,9 @@ def agreed_buffers(model: Captured, artifact: Artifact, sizes: tuple[int, ...]) 
         count = len(plan.placement[stage.index])
         for fqn in stage.updated_buffers:
             before = dict(model.model.named_buffers())[fqn]
+            if fqn in stage.step_buffers:  # a number of batches
+                agreed[fqn] = before + 1
+                continue
             total = before.clone() if not before.is_floating_point() else torch.zeros_like(before)
             for k in range(count):
                 own = buffers_after(model, sizes, k, count)[fqn]
