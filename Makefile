@@ -66,8 +66,8 @@ lint: $(READY) ## lint and types
 	$(RUN) -m mypy
 
 benchmark: $(READY) ## step time and compile time, as Markdown tables
-	$(RUN) benchmarks/step_time.py --markdown
-	$(RUN) benchmarks/compile_time.py --markdown
+	$(RUN) benchmarks/step_time.py
+	$(RUN) benchmarks/compile_time.py
 
 gpu: gpu-tests gpu-times ## both of the next two, each less than ten minutes
 
@@ -77,7 +77,7 @@ gpu-tests: $(READY) ## the tests that need a GPU
 
 gpu-times: $(READY) ## step times on a GPU as a Markdown table
 	$(RUN) tests/cuda/check_environment.py
-	timeout 590 $(RUN) benchmarks/gpu.py --markdown
+	timeout 590 $(RUN) benchmarks/gpu.py
 
 package: $(READY) ## build wheel and sdist into dist/, and check them
 	rm -rf dist
