@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from common import row, table
 from torch import nn
 
 import pipec
@@ -63,7 +64,7 @@ def example() -> pipec.Example:
     return pipec.Example(model, (x,), target=torch.empty_like(x), loss_fn=nn.functional.mse_loss)
 
 
-def row(command: str, folder: Path) -> str:
+def measured(command: str, folder: Path) -> str:
     """What a command takes, in a process of its own."""
     (folder / "cluster.toml").write_text(CLUSTER)
     names = {"TARGET": TARGET, "CLUSTER": f"{folder / 'cluster.toml'}"}
@@ -73,7 +74,7 @@ def row(command: str, folder: Path) -> str:
     subprocess.run([sys.executable, "-m", "pipec", *words], check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return f"| `{command}` | {seconds:.1f} | {after.ru_maxrss / 2**20:.2f} |"
+    return row(f"`{command}`", f"{seconds:.1f}", f"{after.ru_maxrss / 2**20:.2f}")
 
 
 def part(name: str, work: Callable[[], T]) -> T:
@@ -81,13 +82,13 @@ def part(name: str, work: Callable[[], T]) -> T:
     begun = time.process_time()
     done = work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    pipec.log(f"| {name} | {time.process_time() - begun:.1f} | {peak:.2f} |")
+    pipec.log(row(name, f"{time.process_time() - begun:.1f}", f"{peak:.2f}"))
     return done
 
 
 def tell_parts(name: str) -> None:
     """What a schedule's step takes to be made and lowered, verified, simulated and summarised."""
-    pipec.log(f"| {name} | CPU seconds | GiB, the most so far |\n|---|--:|--:|")
+    pipec.log("\n".join(table(name, "CPU seconds", "GiB, the most so far")))
     work = Workload.uniform(RANKS)
     schedule = make_schedule(name, RANKS, MICROBATCHES, work)
     links = chain_links(schedule.num_stages)
@@ -106,11 +107,11 @@ def main() -> None:
     if args.parts:
         tell_parts(args.parts)
         return
-    pipec.log("| command | CPU seconds | GiB, the most of any so far |\n|---|--:|--:|")
+    pipec.log("\n".join(table("command", "CPU seconds", "GiB, the most of any so far")))
     with tempfile.TemporaryDirectory() as folder:
         for command in COMMANDS:
             if args.only in command:
-                pipec.log(row(command, Path(folder)))
+                pipec.log(measured(command, Path(folder)))
 
 
 if __name__ == "__main__":
