@@ -62,7 +62,7 @@ def test_its_links_are_absolute() -> None:
 
 
 def test_figures_are_those_of_the_pages_that_they_link_to() -> None:
-    """A number of README.md, or of the answers on top of docs/benchmarks.md, is in the page that has the method."""
+    """A number of README.md, or of the answers in docs/benchmarks.md, is in the page with the method."""
     whole = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     before, short, rest = re.split(r"^## (?:In short|Scripts and method)\n", whole, flags=re.MULTILINE)
     sections = [row for row in short.splitlines() if "](" in row]
