@@ -340,10 +340,11 @@ def _strike_at_instruction(rank: int, clock: Clock, blow: Blow) -> None:
         clock.mark(rank, STRUCK)
         os.kill(os.getpid(), blow.signal)
 
-    def executing(self: Interpreter, actions: Sequence[Callable[[], None]]) -> None:
+    def executing(self: Interpreter, actions: Sequence[Callable[[], None]], timestamps: Any) -> None:
         nonlocal made
         place = int(moment * len(actions))
-        execute(self, [*actions[:place], strike, *actions[place:]] if made == chosen else actions)
+        struck = [*actions[:place], strike, *actions[place:]] if made == chosen else actions
+        execute(self, struck, timestamps)
         made += 1
 
     Interpreter._execute = executing  # type: ignore[method-assign]

@@ -55,6 +55,9 @@ import pipec
 KILLED_WITHIN, STOP_TIMEOUT, STOPPED_WITHIN = 2.0, 3.0, 1.0
 """Seconds until all others have ended; after a rank is stopped, ``STOPPED_WITHIN`` beyond the timeout."""
 
+ATTEMPTS = 20
+"""How many runs wait for a fault that comes too late, after the rank has ended."""
+
 SAVED = (1, 1 + STEADY_STEPS)
 """After which steps a run saves."""
 
@@ -110,7 +113,7 @@ class Campaign:
     ) -> list[str]:
         """Let a fault happen in a new run, whose checkpoints come to ``self.directory``; returns problems."""
         timeout = STOP_TIMEOUT if how is signal.SIGSTOP else 20.0
-        while True:
+        for _ in range(ATTEMPTS):
             victims = tuple(self._chosen.sample(range(RANKS), num_victims))
             blow = Blow(phase, how, victims, self._chosen.random())
             self.directory = self._folder / f"run_{self._count + 1}"
@@ -118,6 +121,8 @@ class Campaign:
             ends = follow(world, self._usual)
             if all(ends.statuses[rank] == -signal.SIGKILL for rank in victims):
                 break  # else it had come to its end before
+        else:
+            return [f"{blow} did not strike in {ATTEMPTS} runs: {world.said(0)}"]
         problems = _of_survivors(world, ends)
         if num_victims < RANKS:
             row.late.append(ends.late)
