@@ -1,7 +1,6 @@
 """Plans and schedules of the size of a cluster: CPU seconds and peak memory of each command, as a table.
 
 Each row is a process of its own, imports included. ``--only 2`` runs the rows whose commands contain a 2.
-``--parts zb-v`` tells instead what the parts of one schedule take on 1,024 ranks with 4,096 microbatches.
 """
 
 import argparse
@@ -9,24 +8,13 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from common import row, table
 from torch import nn
 
 import pipec
-from pipec.programs.lower import bare_plan, chain_links, lower
-from pipec.programs.verify import verify_step
-from pipec.schedules import Workload, make_schedule
-from pipec.timeline.report import timeline_report
-from pipec.timeline.simulate import simulate
-
-T = TypeVar("T")
-RANKS, MICROBATCHES = 1024, 4096
 
 CLUSTER = """
 [[devices]]
@@ -50,7 +38,7 @@ COMMANDS = (
     "schedule 1f1b --stages 1024 --microbatches 4096 --json",
     "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.html",
     "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.svg",
-    "plan TARGET --topology CLUSTER --stages 8 --microbatches 10000 --optimizer AdamW",
+    "plan TARGET --devices 10000 --stages 8 --microbatches 10000",
     "plan TARGET --topology CLUSTER --stages 8",
     "plan TARGET --topology CLUSTER --replicas auto",
 )
@@ -77,36 +65,10 @@ def measured(command: str, folder: Path) -> str:
     return row(f"`{command}`", f"{seconds:.1f}", f"{after.ru_maxrss / 2**20:.2f}")
 
 
-def part(name: str, work: Callable[[], T]) -> T:
-    """Do one part of the work, and say what it took."""
-    begun = time.process_time()
-    done = work()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    pipec.log(row(name, f"{time.process_time() - begun:.1f}", f"{peak:.2f}"))
-    return done
-
-
-def tell_parts(name: str) -> None:
-    """What a schedule's step takes to be made and lowered, verified, simulated and summarised."""
-    pipec.log("\n".join(table(name, "CPU seconds", "GiB, the most so far")))
-    work = Workload.uniform(RANKS)
-    schedule = make_schedule(name, RANKS, MICROBATCHES, work)
-    links = chain_links(schedule.num_stages)
-    plan = bare_plan(schedule, links)
-    programs = part("made and lowered", lambda: lower(schedule, plan))
-    part("verified", lambda: verify_step(plan, programs))
-    timeline = part("simulated", lambda: simulate(programs, work.costs(schedule, links)))
-    part("summarised", lambda: timeline_report(timeline))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="Only commands that contain this.")
-    parser.add_argument("--parts", metavar="NAME", help="The parts of this schedule's step alone.")
     args = parser.parse_args()
-    if args.parts:
-        tell_parts(args.parts)
-        return
     pipec.log("\n".join(table("command", "CPU seconds", "GiB, the most of any so far")))
     with tempfile.TemporaryDirectory() as folder:
         for command in COMMANDS:
