@@ -61,9 +61,8 @@ def zoo_section(families: Mapping[str, Sequence[Case]], results: Mapping[str, Re
 def warnings_in(results: Sequence[Result]) -> Iterator[str]:
     """How many models that are right are warned of, and their names."""
     warned = [result for result in results if result.warned and result.trained]
-    yield (
-        f"\nOf {len(warned)} models that are right pipec says that something is not proved: {_named(warned)}.\n"
-    )
+    number, names = len(warned), _named(warned)
+    yield f"\nOf {number} models that are right pipec says that something is not proved: {names}.\n"
 
 
 def _row(family: str, cases: Sequence[Case], results: Mapping[str, Result]) -> str:
