@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test full docs zoo lint messages benchmark gpu gpu-tests gpu-times package format clean
+.PHONY: help setup demo smoke test full docs zoo lint benchmark gpu gpu-tests gpu-times package format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,18 +60,14 @@ docs: $(READY) ## the documentation, as a site, in build/docs; a warning is an e
 zoo: $(READY) ## train some 200 architectures, compare them with eager torch, and write docs/models.md
 	PYTHONPATH=tests:tests/helpers $(RUN) -m zoo
 
-lint: $(READY) ## lint, types, and whether docs/reference/messages.md is up to date
+lint: $(READY) ## lint and types
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	$(RUN) docs/reference/messages.py --check
-
-messages: $(READY) ## write docs/reference/messages.md from the source
-	$(RUN) docs/reference/messages.py
 
 benchmark: $(READY) ## step time and compile time, as Markdown tables
-	$(RUN) benchmarks/step_time.py --markdown
-	$(RUN) benchmarks/compile_time.py --markdown
+	$(RUN) benchmarks/step_time.py
+	$(RUN) benchmarks/compile_time.py
 
 gpu: gpu-tests gpu-times ## both of the next two, each less than ten minutes
 
@@ -81,7 +77,7 @@ gpu-tests: $(READY) ## the tests that need a GPU
 
 gpu-times: $(READY) ## step times on a GPU as a Markdown table
 	$(RUN) tests/cuda/check_environment.py
-	timeout 590 $(RUN) benchmarks/gpu.py --markdown
+	timeout 590 $(RUN) benchmarks/gpu.py
 
 package: $(READY) ## build wheel and sdist into dist/, and check them
 	rm -rf dist

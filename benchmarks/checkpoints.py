@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from common import row
+from common import table as heading
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -124,23 +126,22 @@ def measure(contestants: list[Contestant], step: Callable[[], Any], rounds: int,
 
 
 def table(contestants: list[Contestant], times: Times, size: float) -> Iterator[str]:
-    yield "| | save ms | MB/s | / pipec | load ms | MB/s | / pipec |"
-    yield "|---|--:|--:|--:|--:|--:|--:|"
+    yield from heading("", "save ms", "MB/s", "/ pipec", "load ms", "MB/s", "/ pipec")
     for each in contestants:
         cells = [each.name]
         for what in ("save", "load"):
             took, ours = times.median(each.name, what), times.median("pipec", what)
             cells += [f"{1e3 * took:.0f}", f"{size / took / 1e6:.0f}", f"{took / ours:.2f}"]
-        yield "| " + " | ".join(cells) + " |"
+        yield row(*cells)
     yield ""
-    yield "| asynchronous | training stands still, ms | of a save | step ms | beside a save |"
-    yield "|---|--:|--:|--:|--:|"
+    yield from heading(
+        "asynchronous", "training pauses, ms", "of a save", "step ms", "step during a save, ms"
+    )
     for each in contestants:
         if each.begin is not None:
             pause, save = times.median(each.name, "pause"), times.median(each.name, "save")
-            steps = [1e3 * times.median(each.name, what) for what in ("step alone", "step beside")]
-            share = f"{1e3 * pause:.0f} | {pause / save:.0%}"
-            yield f"| {each.name} | {share} | {steps[0]:.0f} | {steps[1]:.0f} |"
+            steps = (f"{1e3 * times.median(each.name, what):.0f}" for what in ("step alone", "step beside"))
+            yield row(each.name, f"{1e3 * pause:.0f}", f"{pause / save:.0%}", *steps)
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ from itertools import islice, product
 from pathlib import Path
 
 import torch
+from common import row
+from common import table as heading
 from torch import Tensor, nn
 
 import pipec
@@ -179,18 +181,16 @@ def all_curves(tasks: Sequence[Task], schedules: Sequence[str], seeds: int, kept
 
 
 def table(tasks: Sequence[Task], schedules: Sequence[str], curves: Sequence[Curve]) -> Iterator[str]:
-    yield "| model | target | schedule | mini-batches, median | of all seeds | median / 1F1B |"
-    yield "|---|---|---|--:|---|--:|"
+    headings = ("mini-batches, median", "of all seeds", "median / 1F1B")
+    yield from heading("model", "target", "schedule", *headings, numbers_from=3)
     for task in tasks:
         needs = {name: [c.needed(task) for c in of_schedule(curves, task, name)] for name in schedules}
         medians = {name: median_of(found) for name, found in needs.items()}
         for name, found in needs.items():
             every = ", ".join(str(need or "never") for need in sorted(found, key=order))
             ratio = medians[name] / medians["1f1b"] if "1f1b" in medians else float("nan")
-            yield (
-                f"| {task.name} | {task.label} {'at most' if task.falls else 'at least'} {task.target:g} "
-                f"| {name} | {medians[name]:g} | {every} | {ratio:.2f} |"
-            )
+            target = f"{task.label} {'at most' if task.falls else 'at least'} {task.target:g}"
+            yield row(task.name, target, name, f"{medians[name]:g}", every, f"{ratio:.2f}")
 
 
 def order(need: int | None) -> float:

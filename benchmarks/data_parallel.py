@@ -12,15 +12,14 @@ which are alive, counted in one more step of each contestant alone.
 import argparse
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from models import gpt, next_token_loss
+from common import gpt, next_token_loss, row, table
+from memory_meter import TensorMemoryMeter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,10 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import pipec
-
-sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
-
-from memory_meter import TensorMemoryMeter
 
 RANKS, WARMUP_STEPS = 2, 3
 BUCKETS_MB = (1, 25, 400)
@@ -171,9 +166,11 @@ def compare(case: Case, shards: bool, num_steps: int) -> list[str]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     best = min((name for name in medians if not name.startswith("pipec")), key=medians.__getitem__)
     return [
-        f"| {case.name} | {name} | {1e3 * medians[name]:.0f} | {medians[name] / medians[best]:.2f} "
-        f"| {peaks[name] / 1e6:.0f} | {peaks[name] / peaks[best]:.2f} |"
-        for name in medians
+        row(
+            *(case.name, name, f"{1e3 * median:.0f}", f"{median / medians[best]:.2f}"),
+            *(f"{peaks[name] / 1e6:.0f}", f"{peaks[name] / peaks[best]:.2f}"),
+        )
+        for name, median in medians.items()
     ]
 
 
@@ -200,10 +197,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    lines = [
-        "| model | contestant | median ms | / best peer | peak MB | / best peer |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
+    headings = ("median ms", "/ best peer", "peak MB", "/ best peer")
+    lines = [*table("model", "contestant", *headings, numbers_from=2)]
     for number in args.cases:
         for shards in (False, True):
             lines += compare(CASES[number], shards, args.steps)

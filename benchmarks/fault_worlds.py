@@ -4,7 +4,6 @@ A process that imports torch and pipec needs seconds, a fork of one that has imp
 process has no threads and runs nothing itself.
 """
 
-import contextlib
 import gc
 import hashlib
 import itertools
@@ -14,11 +13,10 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -342,36 +340,14 @@ def _strike_at_instruction(rank: int, clock: Clock, blow: Blow) -> None:
         clock.mark(rank, STRUCK)
         os.kill(os.getpid(), blow.signal)
 
-    def executing(self: Interpreter, actions: Sequence[Callable[[], None]]) -> None:
+    def executing(self: Interpreter, actions: Sequence[Callable[[], None]], timestamps: Any) -> None:
         nonlocal made
         place = int(moment * len(actions))
-        execute(self, [*actions[:place], strike, *actions[place:]] if made == chosen else actions)
+        struck = [*actions[:place], strike, *actions[place:]] if made == chosen else actions
+        execute(self, struck, timestamps)
         made += 1
 
     Interpreter._execute = executing  # type: ignore[method-assign]
-
-
-# The place where all of it happens.
-
-_run = partial(subprocess.run, check=True)
-
-
-@contextlib.contextmanager
-def small_disk(path: Path, num_bytes: int) -> Iterator[None]:
-    """A file system of its own with so many bytes. Root alone can make one."""
-    path.mkdir()
-    owner = os.getpid()
-    _run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(path)])
-    try:
-        yield
-    finally:
-        if os.getpid() == owner:  # and not a fork that has ended
-            _run(["umount", "--lazy", str(path)])
-
-
-def read_only(path: Path) -> None:
-    """Let nobody write to a file system that ``small_disk`` made."""
-    _run(["mount", "-o", "remount,ro", str(path)])
 
 
 def _free_port() -> int:

@@ -1,28 +1,30 @@
-"""What ranks do when one of them dies or hangs, and what a checkpoint is worth when anything goes wrong.
+"""What ranks do when one of them dies or hangs, and what a checkpoint is worth afterwards.
 
     python benchmarks/faults.py                 # all of it: about ten minutes on two cores
-    python benchmarks/faults.py --kills 5 --stops 2 --saves 3 --damages 50
+    python benchmarks/faults.py --kills 5 --stops 2 --saves 3
+    python benchmarks/faults.py --restarts 5    # under torchrun: the time from a kill to the next new step
 
-Every round is a run of four ranks, forked from this process. The table has a row for each kind of fault; a
-round that did not go as it should is printed with what the ranks said, and the exit status is 1 then. What is
-random follows from the seed, which is printed. The rows of disks need root.
+Every round is a run of four ranks, forked from this process. The table has a row for each kind of fault. A
+round that fails is printed with the errors of its ranks, and the exit status is then 1. Everything random
+follows from the seed, which is printed.
 """
 
 import argparse
-import math
 import os
 import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from fault_files import damage, save_both
+import torch
 from fault_worlds import (
     CHECKPOINT,
     EXIT,
@@ -43,16 +45,18 @@ from fault_worlds import (
     outcome,
     pipeline,
     prepared,
-    read_only,
-    small_disk,
     step,
     usual_seconds,
 )
+from torch import nn
 
 import pipec
 
 KILLED_WITHIN, STOP_TIMEOUT, STOPPED_WITHIN = 2.0, 3.0, 1.0
 """Seconds until all others have ended; after a rank is stopped, ``STOPPED_WITHIN`` beyond the timeout."""
+
+ATTEMPTS = 20
+"""How many runs wait for a fault that comes too late, after the rank has ended."""
 
 SAVED = (1, 1 + STEADY_STEPS)
 """After which steps a run saves."""
@@ -109,7 +113,7 @@ class Campaign:
     ) -> list[str]:
         """Let a fault happen in a new run, whose checkpoints come to ``self.directory``; returns problems."""
         timeout = STOP_TIMEOUT if how is signal.SIGSTOP else 20.0
-        while True:
+        for _ in range(ATTEMPTS):
             victims = tuple(self._chosen.sample(range(RANKS), num_victims))
             blow = Blow(phase, how, victims, self._chosen.random())
             self.directory = self._folder / f"run_{self._count + 1}"
@@ -117,6 +121,8 @@ class Campaign:
             ends = follow(world, self._usual)
             if all(ends.statuses[rank] == -signal.SIGKILL for rank in victims):
                 break  # else it had come to its end before
+        else:
+            return [f"{blow} did not strike in {ATTEMPTS} runs: {world.said(0)}"]
         problems = _of_survivors(world, ends)
         if num_victims < RANKS:
             row.late.append(ends.late)
@@ -231,70 +237,65 @@ def saves(campaign: Campaign, count: int) -> Iterator[Row]:
     yield from rows
 
 
-def damages(folder: Path, count: int, seed: int) -> Iterator[Row]:
-    """Flipped bits and files cut short, half of them in an artifact and half in a checkpoint."""
-    found = folder / "damages"
-    if outcome(fork(partial(save_both, folder))):
-        raise RuntimeError("nothing was saved to be damaged")
-    for kind in ("artifact", "checkpoint"):
-        row = Row(f"a bit flipped, a file cut short: {kind}", "an error names the file")
-        status = outcome(fork(partial(damage, folder, kind, count // 2, seed, found)))
-        for line in found.read_text().splitlines():
-            row.note([problem] if (problem := line.strip()) else [])
-        row.note([f"the search ended with status {status}"]) if status else None
-        yield row
+# a restart
+
+RESTART_RANKS, EVERY, KILLED_AFTER, VICTIM = 2, 4, 7, 1
 
 
-def disks(campaign: Campaign, folder: Path) -> Iterator[Row]:
-    """A disk that has room for one checkpoint and a half; then one that can only be read."""
-    (newest,) = (folder / "undisturbed").glob(f"step-*{SAVED[-1]}")
-    size = sum(math.ceil(file.stat().st_size / 4096) * 4096 for file in newest.iterdir())
-    disk = folder / "disk"
-    with small_disk(disk, size * 3 // 2):
-        for fault, said in (("disk full", "No space left"), ("read-only folder", "Read-only file system")):
-            row = Row(fault, "every rank says so and names the file; the checkpoint before loads")
-            world = campaign.begin(disk / "run")
-            ends = follow(world, ())
-            problems = [
-                f"rank {rank} ended with {ends.statuses[rank]} and said {world.said(rank)!r}"
-                for rank in range(RANKS)
-                if ends.statuses[rank] or not {"CheckpointError:", str(disk), said} <= _words(world, rank)
-            ]
-            row.note(problems + campaign.problems_of(disk / "run", SAVED[:1]))
-            yield row
-            read_only(disk)
+def train(folder: Path) -> None:
+    """A script that resumes, is killed once after a step, and notes when, and when it makes a new step."""
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    torch.manual_seed(0)
+    layers = (layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)))
+    pipe = pipec.compile(
+        nn.Sequential(*layers),
+        loss_fn=nn.functional.mse_loss,
+        microbatches=4,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+    )
+    checkpoints = pipec.CheckpointManager(folder / "checkpoints", every=EVERY, keep=2)
+    checkpoints.resume(pipe)
+    x, target = torch.randn(16, 64), torch.randn(16, 64)
+    while pipe.num_steps < KILLED_AFTER:
+        pipe.step(x, target=target)
+        if not is_first and pipe.num_steps == EVERY + 1:
+            (folder / f"stepped_{os.environ['RANK']}").write_text(str(time.monotonic()))
+        checkpoints.step(pipe)
+    if is_first and os.environ["RANK"] == str(VICTIM):
+        (folder / "killed").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    pipe.step(x, target=target)
 
 
-def _words(world: World, rank: int) -> set[str]:
-    """Which of the words that matter a rank has said."""
-    said = world.said(rank)
-    known = ("CheckpointError:", str(world.directory.parent), "No space left", "Read-only file system")
-    return {word for word in known if word in said}
-
-
-def two_runs(campaign: Campaign, folder: Path) -> Iterator[Row]:
-    row = Row("two runs, one folder", "all ranks of one say so; the newest checkpoint loads")
-    worlds = [campaign.begin(folder / "shared") for _ in range(2)]
-    problems = [problem for world in worlds for problem in _of_two(world)]
-    told = [all("another run" in world.said(rank) for rank in range(RANKS)) for world in worlds]
-    if not any(told):
-        problems.append(f"neither was told: {[world.said(0) for world in worlds]}")
-    row.note(problems + campaign.problems_of(folder / "shared", range(1, 3 * STEADY_STEPS)))
-    yield row
-
-
-def _of_two(world: World) -> list[str]:
-    statuses = follow(world, ()).statuses
-    return [f"rank {r} ended with {s}:\n{world.printed(r)}" for r, s in statuses.items() if s]
+def restart_seconds() -> float:
+    """Seconds from the kill until the last rank has made its first new step."""
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RESTART_RANKS}"]
+        command = [sys.executable, *launcher, "--max-restarts=1", __file__, "--train", folder]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        if done.returncode or "goes on after step 4" not in done.stdout + done.stderr:
+            raise RuntimeError(done.stdout + done.stderr)
+        stepped = (Path(folder, f"stepped_{rank}").read_text() for rank in range(RESTART_RANKS))
+        return max(map(float, stepped)) - float(Path(folder, "killed").read_text())
 
 
 def main() -> int:
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name, count in (("kills", 100), ("stops", 20), ("saves", 50), ("damages", 1000)):
+    for name, count in (("kills", 100), ("stops", 20), ("saves", 50)):
         given.add_argument(f"--{name}", type=int, default=count, help=f"how many; default: {count}")
     given.add_argument("--instructions", action="store_true", help="only those before each instruction")
     given.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: a random one")
+    given.add_argument("--restarts", type=int, default=0, help="only so many restarts under torchrun")
+    given.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = given.parse_args()
+    if options.train:
+        train(options.train)
+        return 0
+    if options.restarts:
+        seconds = [restart_seconds() for _ in range(options.restarts)]
+        print(f"{statistics.median(seconds):.1f} s from a kill to the next new step, the median of {seconds}")
+        return 0
     print(f"seed {options.seed}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="pipec-faults-"))
     campaign = Campaign(folder, random.Random(options.seed))
@@ -306,9 +307,6 @@ def main() -> int:
             *kills(campaign, options.kills),
             *stops(campaign, options.stops),
             *saves(campaign, options.saves),
-            *damages(folder, options.damages, options.seed),
-            *(disks(campaign, folder) if os.geteuid() == 0 else ()),
-            *two_runs(campaign, folder),
         ]
     )
     print("\n| what happens | what must follow | as it should be | known after | others ended after |")

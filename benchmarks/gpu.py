@@ -12,14 +12,13 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from models import gpt, next_token_loss
+from common import gpt, in_processes, next_token_loss, row, table
 from torch import Tensor, nn
 
 import pipec
@@ -104,9 +103,9 @@ def measured(name: str, case: Case, step: Step, on_gpu: bool, steps: int) -> Row
         torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(_seconds(step, on_gpu) for _ in range(steps))
     peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
-    row = Row(name, 1e3 * seconds, case.batch * case.context / seconds, peak)
-    print(row, file=sys.stderr, flush=True)
-    return row
+    measured_row = Row(name, 1e3 * seconds, case.batch * case.context / seconds, peak)
+    print(measured_row, file=sys.stderr, flush=True)
+    return measured_row
 
 
 def _seconds(step: Step, on_gpu: bool) -> float:
@@ -145,28 +144,12 @@ def rows(case: Case, device: torch.device, schedule: str, steps: int, compiles: 
     if count > 1:
         found.append(over_nccl(count))
     eager = found[0].milliseconds
-    return [Row(**{**asdict(row), "times_eager": eager / row.milliseconds}) for row in found]
+    return [Row(**{**asdict(each), "times_eager": eager / each.milliseconds}) for each in found]
 
 
 def over_nccl(count: int) -> Row:
     """The row that rank 0 prints when torchrun starts this script on all GPUs."""
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(count), *sys.argv, "--rank"]
-    printed = subprocess.run([sys.executable, *launch], capture_output=True, text=True, check=True).stdout
-    return Row(**json.loads(printed.splitlines()[-1]))
-
-
-def markdown(found: list[Row]) -> str:
-    return "\n".join(
-        [
-            "| | step ms | tokens/s | peak GB | eager / this |",
-            "|---|--:|--:|--:|--:|",
-            *(
-                f"| {row.contestant} | {row.milliseconds:.1f} | {row.tokens_per_second:,.0f} "
-                f"| {row.peak_gb:.1f} | {row.times_eager:.2f} |"
-                for row in found
-            ),
-        ]
-    )
+    return Row(**json.loads(in_processes(sys.argv[0], count, [*sys.argv[1:], "--rank"]).splitlines()[-1]))
 
 
 def main() -> None:
@@ -179,7 +162,6 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compiled", action="store_true", help="time torch.compile, too")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table instead of JSON")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     case = Case(args.width, args.layers, args.context, args.batch)
@@ -187,18 +169,19 @@ def main() -> None:
     if args.rank:
         count = int(os.environ["WORLD_SIZE"])
         step = pipec_step(case, count, args.schedule)
-        row = measured(f"pipec, {count} GPUs over NCCL", case, step, on_gpu=True, steps=args.steps)
-        pipec.log(json.dumps(asdict(row)))
+        own = measured(f"pipec, {count} GPUs over NCCL", case, step, on_gpu=True, steps=args.steps)
+        pipec.log(json.dumps(asdict(own)))
         return
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no GPU here")
     found = rows(case, device, args.schedule, args.steps, args.compiled)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    if args.markdown:
-        print(f"{markdown(found)}\n\n{name}, torch {torch.__version__}, {case}, {args.schedule}")
-    else:
-        print(json.dumps({"machine": name, "rows": [asdict(row) for row in found]}, indent=2))
+    print("\n".join(table("", "step ms", "tokens/s", "peak GB", "eager / this")))
+    for each in found:
+        rate, ratio = f"{each.tokens_per_second:,.0f}", f"{each.times_eager:.2f}"
+        print(row(each.contestant, f"{each.milliseconds:.1f}", rate, f"{each.peak_gb:.1f}", ratio))
+    print(f"\n{name}, torch {torch.__version__}, {case}, {args.schedule}")
 
 
 if __name__ == "__main__":

@@ -3,25 +3,31 @@
     python benchmarks/memory.py                             # every rank in this process
     python benchmarks/memory.py --short                     # one case alone
     torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: two replicas, and sharding
+    python benchmarks/memory.py --deepest planned           # the deepest GPT within 16 GiB a rank, on meta
+    python benchmarks/memory.py --deepest run               # within 24 MiB: a step of it is run and measured
 
 ``pipe.memory()`` predicts and ``measure_memory(pipe, ...)`` measures; the second step is measured, when the
 state of the optimizer is there. Each cell is what was predicted over what was measured, of the rank that is
 furthest off. Each model is captured once for all its cases.
+
+``--deepest`` asks the question of Table 1 of GPipe (Huang et al. 2019): the depth grows until no plan fits on
+1, 2, 4 and 8 ranks. AdamW is part of the program.
 """
 
 import argparse
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from common import capture_once, gpt, next_token_loss, row, table
+from memory_meter import measure_memory
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
@@ -35,14 +41,13 @@ from transformers import (
 )
 
 import pipec
-from pipec.capture.tracer import CaptureRequest, capture
-from pipec.graph import TrainingGraph, copy_graph
+from pipec.compiler.infeasible import infeasible_error
+from pipec.compiler.staged_graph import EvaluatedPlan
+from pipec.errors import InfeasibleError
+from pipec.ir.text_format import format_bytes
 from pipec.runtime.processes.launch import world
 
-sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
-
-from memory_meter import measure_memory
-
+ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 ROWS, MICROBATCHES, LENGTH, WORDS = 16, 8, 64, 512
 WAYS: dict[str, dict[str, Any]] = {
     "none": {"recompute": "none"},
@@ -145,21 +150,9 @@ def made(name: str) -> Made:
 def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
     """A pipeline that is prepared. Ranks of a process share a model, of which other processes keep parts."""
     model, inputs = made.__wrapped__(case.model) if world().is_distributed else made(case.model)
-    adam = functools.partial(torch.optim.AdamW, lr=1e-3)
-    pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=adam, **case.options())
-    with mock.patch("pipec.compiler.compile.capture", once):
+    pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=ADAM, **case.options())
+    with mock.patch("pipec.compiler.compile.capture", capture_once):
         return pipe.prepare(**inputs), inputs
-
-
-def once(request: CaptureRequest) -> TrainingGraph:
-    """Capture a model the first time alone, in each precision: that takes most of the time."""
-    key = type(request.model), torch.is_autocast_enabled("cpu")
-    if key not in CAPTURED:
-        CAPTURED[key] = capture(request)
-    return copy_graph(CAPTURED[key])
-
-
-CAPTURED: dict[tuple[type[nn.Module], bool], TrainingGraph] = {}
 
 
 @functools.cache
@@ -199,12 +192,123 @@ def furthest(ratios: Sequence[float]) -> float:
     return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
+# the deepest model
+
+MICROBATCHES_PER_RANK = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A GPT but for its depth, the rows of a microbatch, and what a rank may hold."""
+
+    width: int
+    context: int
+    vocabulary: int
+    rows: int
+    limit: int
+    device: str
+
+    @functools.cache  # noqa: B019
+    def model(self, layers: int) -> nn.Sequential:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return gpt(self.width, self.vocabulary, self.context, layers)
+
+    def batch(self, num_ranks: int) -> tuple[Tensor, Tensor]:
+        rows = self.rows * MICROBATCHES_PER_RANK * num_ranks
+        with torch.device(self.device):
+            tokens = torch.randint(self.vocabulary, (rows, self.context + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+PLANNED = Sizes(width=4096, context=2048, vocabulary=32000, rows=4, limit=16 << 30, device="meta")
+RUN = Sizes(width=128, context=64, vocabulary=256, rows=2, limit=24 << 20, device="cpu")
+
+
+def at_once(evaluated: EvaluatedPlan, search: object = None, where: str = "") -> None:
+    """Refuse a plan that lacks memory, and do not look for a limit that would be enough."""
+    if any(evaluated.excess_bytes):
+        raise infeasible_error(evaluated)
+
+
+@functools.cache
+def fitting(sizes: Sizes, layers: int, num_ranks: int, recompute: str) -> pipec.Pipeline | None:
+    """The pipeline that trains so deep a model within the limit, if there is one."""
+    tokens, target = sizes.batch(num_ranks)
+    pipe = pipec.compile(
+        sizes.model(layers),
+        num_ranks,
+        loss_fn=next_token_loss,
+        microbatches=MICROBATCHES_PER_RANK * num_ranks,
+        optimizer=ADAM,
+        recompute=recompute,
+        memory_limit=sizes.limit,
+    )
+    patched = mock.patch.multiple("pipec.compiler.compile", capture=capture_once, require_memory=at_once)
+    with suppress(InfeasibleError), patched:
+        return pipe.prepare(tokens, target=target)
+    return None
+
+
+def deepest(sizes: Sizes, num_ranks: int, recompute: str, at_least: int) -> int:
+    """How many layers fit; ``at_least`` so many are known to."""
+    fits, fails = at_least, at_least + max(at_least, 4)
+    while fitting(sizes, fails, num_ranks, recompute):
+        fits, fails = fails, fails + max(at_least, 4)
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if fitting(sizes, middle, num_ranks, recompute):
+            fits = middle
+        else:
+            fails = middle
+    return fits
+
+
+def measured_peak(sizes: Sizes, pipe: pipec.Pipeline, num_ranks: int) -> str:
+    """The peak of the rank that needs most in a real step, where there is memory to run one."""
+    if sizes.device == "meta":
+        return ""
+    tokens, target = sizes.batch(num_ranks)
+    pipe.step(tokens, target=target)
+    return format_bytes(measure_memory(pipe, tokens, target=target).peak_bytes)
+
+
+def deepest_models(sizes: Sizes, counts: Sequence[int]) -> None:
+    """Print a table of the models that fit, with and without recompute, as they are found."""
+    print(f"at most {format_bytes(sizes.limit)} a rank\n")
+    headings = ("layers", "parameters", "of one rank, none", "predicted", "measured")
+    print("\n".join(table("ranks", "recompute", *headings, numbers_from=2)), flush=True)
+    first, known = 0, dict.fromkeys(("none", "auto"), 0)
+    for num_ranks in counts:
+        for recompute in known:
+            layers = known[recompute] = deepest(sizes, num_ranks, recompute, known[recompute])
+            pipe = fitting(sizes, layers, num_ranks, recompute)
+            assert pipe is not None, "no model fits, however shallow"
+            parameters = sum(each.numel() for each in sizes.model(layers).parameters())
+            first = first or parameters
+            cells = (
+                num_ranks,
+                recompute,
+                layers,
+                f"{parameters / 1e6:,.1f} M",
+                f"{parameters / first:.1f}",
+                format_bytes(pipe.memory().peak_bytes),
+                measured_peak(sizes, pipe, num_ranks),
+            )
+            print(row(*cells), flush=True)
+
+
 def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="one case alone")
+    parser.add_argument("--short", action="store_true", help="one case, or two numbers of ranks")
     parser.add_argument("--model", choices=MODELS, action="append", help="of these models alone")
     parser.add_argument("--stages", type=int, action="append", help="on so many stages alone")
+    parser.add_argument("--deepest", choices=["planned", "run"], help="the deepest GPT that fits, instead")
     options = parser.parse_args(arguments)
+    if options.deepest:
+        sizes = PLANNED if options.deepest == "planned" else RUN
+        deepest_models(sizes, [1, 2] if options.short else options.stages or [1, 2, 4, 8])
+        return []
     here, found = world(), list[float]()
     if here.is_distributed:
         dist.init_process_group("gloo")
@@ -213,8 +317,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     chosen, ways = settings(options.model or list(MODELS), counts, here.is_distributed), WAYS
     if options.short:
         chosen, ways = iter([Case("gpt2", counts[-1], "1f1b")]), {"none": WAYS["none"]}
-    say(f"| model | ranks | schedule | precision | replicas | shard | {' | '.join(ways)} |")
-    say(f"|---|--:|---|---|--:|---|{'--:|' * len(ways)}")
+    headings = ("model", "ranks", "schedule", "precision", "replicas", "shard")
+    say("\n".join(table(*headings, *ways, numbers_from=len(headings))))
     for setting in chosen:
         numbers = setting.replicas if isinstance(setting.replicas, tuple) else (setting.replicas,)
         how = setting.schedule, setting.precision or "", "-".join(map(str, numbers)), setting.shard or ""
@@ -223,7 +327,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
             ratios = [said / most for said, most in measured(replace(setting, **way))]
             found += ratios
             cells.append(f"{furthest(ratios):.3f}")
-        say(f"| {' | '.join(map(str, cells))} |")
+        say(row(*cells))
     say(f"\n{len(found)} peaks, predicted over measured from {min(found):.3f} to {max(found):.3f}")
     return found
 

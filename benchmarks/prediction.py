@@ -1,71 +1,106 @@
-"""Step time as predicted from a profile, and as measured, for the models of ``step_time.py``.
+"""Step times as predicted and as measured, for each schedule and the models of ``step_time.py``.
 
-python benchmarks/prediction.py [--cases "width 64"] [--repeats 10]
+    torchrun --nproc-per-node 2 benchmarks/prediction.py
+    python benchmarks/prediction.py --cases "width 64" --schedules 1f1b --rounds 1
 
-Two ranks of one thread in one process, 1F1B. The profile runs the model in two copies at a time, since ranks
-that share a CPU slow each other down; its times go through the plan and the simulator to a step's makespan.
+Two ranks of one thread and 8 microbatches. Each schedule is predicted by the table of devices, by what was
+measured of this machine, and by a profile of the model, in as many copies at a time as ranks share the
+processor. All schedules take turns of four steps. The first of a turn does not count: it finds empty caches.
+The last columns compare with 1F1B.
 """
 
 import argparse
-import statistics
-import time
+import functools
+from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import torch
-from step_time import CASES, MICROBATCHES, RANKS, WARMUP_STEPS, Case
+import torch.distributed as dist
+from common import medians_of_turns, row, table
+from step_time import BATCH, CASES, MICROBATCHES, RANKS, Case
+from torch import Tensor
 
 import pipec
+from pipec.compiler.calibration_cache import cached_calibration
+from pipec.hardware.devices import DEVICES
+from pipec.runtime import world
 
-STEPS = 9
-
-
-def predict_and_measure(case: Case, repeats: int) -> tuple[float, float, float]:
-    """Seconds of a step: by the device model, from a profile, and measured."""
-    tokens, target = case.batch()
-    model = case.model()
-    profile = pipec.profile(
-        pipec.Example(model, (tokens,), target=target, loss_fn=case.loss_fn),
-        microbatch_size=len(tokens) // MICROBATCHES,
-        repeats=repeats,
-        ranks=RANKS,
-    )
-    modelled, profiled = (compiled(model, case, each) for each in (None, profile))
-    for _ in range(WARMUP_STEPS):
-        profiled.zero_grad()
-        profiled.step(tokens, target=target)
-    seconds = []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        profiled.zero_grad()
-        profiled.step(tokens, target=target)
-        seconds.append(time.perf_counter() - start)
-    return modelled.simulate().makespan, profiled.simulate().makespan, statistics.median(seconds)
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v")
 
 
-def compiled(model: torch.nn.Module, case: Case, profile: pipec.Profile | None) -> pipec.Pipeline:
-    tokens, target = case.batch()
+def compiled(case: Case, schedule: str, **costs: object) -> pipec.Pipeline:
+    inputs, target = case.batch()
     pipe = pipec.compile(
-        model,
-        devices=RANKS,
+        case.model(),
+        RANKS,
         loss_fn=case.loss_fn,
+        schedule=schedule,
         microbatches=MICROBATCHES,
         recompute="none",
-        profile=profile,
+        **costs,  # type: ignore[arg-type]
     )
-    return pipe.prepare(tokens, target=target)
+    return pipe.prepare(inputs, target=target)
+
+
+def profiled(case: Case, repeats: int) -> pipec.Profile:
+    inputs, target = case.batch()
+    example = pipec.Example(case.model(), (inputs,), target=target, loss_fn=case.loss_fn)
+    copies = 1 if world().is_distributed else RANKS
+    return pipec.profile(example, microbatch_size=BATCH // MICROBATCHES, repeats=repeats, ranks=copies)
+
+
+def lines(name: str, schedules: Sequence[str], rounds: int, repeats: int) -> Iterator[str]:
+    case = CASES[name]
+    inputs, target = case.batch()
+    costs: dict[str, dict[str, object]] = {
+        "table": {"device_model": DEVICES["cpu"]},
+        "machine": {"device_model": cached_calibration()},
+        "profile": {"profile": profiled(case, repeats)},
+    }
+    pipes = {
+        schedule: {source: compiled(case, schedule, **given) for source, given in costs.items()}
+        for schedule in schedules
+    }
+
+    def step(pipe: pipec.Pipeline) -> Tensor:
+        pipe.zero_grad()
+        return pipe.step(inputs, target=target)
+
+    steps = {schedule: functools.partial(step, made["profile"]) for schedule, made in pipes.items()}
+    measured = medians_of_turns(steps, rounds)
+    columns = {
+        source: {schedule: made[source].simulate().makespan for schedule, made in pipes.items()}
+        for source in costs
+    }
+    columns["measured"] = measured
+    for schedule in schedules:
+        cells = [f"{1e3 * column[schedule]:.0f}" for column in columns.values()]
+        ratios = [
+            f"{column[schedule] / column['1f1b']:.3f}" if "1f1b" in column else ""
+            for column in columns.values()
+        ]
+        yield row(name, schedule, *cells, *ratios)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["width 64", "width 256"])
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=10, help="of the profile")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| model | device model ms | profile ms | measured ms | profile / measured |")
-    print("|---|--:|--:|--:|--:|")
-    for name in args.cases:
-        modelled, profiled, measured = predict_and_measure(CASES[name], args.repeats)
-        milliseconds = " | ".join(f"{1e3 * each:.0f}" for each in (modelled, profiled, measured))
-        print(f"| {name} | {milliseconds} | {profiled / measured:.2f} |", flush=True)
+    sources = ("table", "machine", "profile", "measured")
+    headings = (*(f"{each} ms" for each in sources), *(f"{each}, of 1F1B" for each in sources))
+    shown = [*table("model", "schedule", *headings, numbers_from=2)]
+    # A profile has one length of sequences, and so must the graph that it is for.
+    with mock.patch("pipec.capture.variable_history._lengths", return_value=()):
+        for name in args.cases:
+            shown += lines(name, args.schedules, args.rounds, args.repeats)
+    if world().rank == 0:
+        print("\n".join(shown))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Plans and schedules of the size of a cluster: CPU seconds and peak memory of each command, as a table.
 
 Each row is a process of its own, imports included. ``--only 2`` runs the rows whose commands contain a 2.
-``--parts zb-v`` tells instead what the parts of one schedule take on 1,024 ranks with 4,096 microbatches.
 """
 
 import argparse
@@ -9,23 +8,13 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
+from common import row, table
 from torch import nn
 
 import pipec
-from pipec.programs.lower import bare_plan, chain_links, lower
-from pipec.programs.verify import verify_step
-from pipec.schedules import Workload, make_schedule
-from pipec.timeline.report import timeline_report
-from pipec.timeline.simulate import simulate
-
-T = TypeVar("T")
-RANKS, MICROBATCHES = 1024, 4096
 
 CLUSTER = """
 [[devices]]
@@ -49,7 +38,7 @@ COMMANDS = (
     "schedule 1f1b --stages 1024 --microbatches 4096 --json",
     "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.html",
     "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.svg",
-    "plan TARGET --topology CLUSTER --stages 8 --microbatches 10000 --optimizer AdamW",
+    "plan TARGET --devices 10000 --stages 8 --microbatches 10000",
     "plan TARGET --topology CLUSTER --stages 8",
     "plan TARGET --topology CLUSTER --replicas auto",
 )
@@ -63,7 +52,7 @@ def example() -> pipec.Example:
     return pipec.Example(model, (x,), target=torch.empty_like(x), loss_fn=nn.functional.mse_loss)
 
 
-def row(command: str, folder: Path) -> str:
+def measured(command: str, folder: Path) -> str:
     """What a command takes, in a process of its own."""
     (folder / "cluster.toml").write_text(CLUSTER)
     names = {"TARGET": TARGET, "CLUSTER": f"{folder / 'cluster.toml'}"}
@@ -73,44 +62,18 @@ def row(command: str, folder: Path) -> str:
     subprocess.run([sys.executable, "-m", "pipec", *words], check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return f"| `{command}` | {seconds:.1f} | {after.ru_maxrss / 2**20:.2f} |"
-
-
-def part(name: str, work: Callable[[], T]) -> T:
-    """Do one part of the work, and say what it took."""
-    begun = time.process_time()
-    done = work()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    pipec.log(f"| {name} | {time.process_time() - begun:.1f} | {peak:.2f} |")
-    return done
-
-
-def tell_parts(name: str) -> None:
-    """What a schedule's step takes to be made and lowered, verified, simulated and summarised."""
-    pipec.log(f"| {name} | CPU seconds | GiB, the most so far |\n|---|--:|--:|")
-    work = Workload.uniform(RANKS)
-    schedule = make_schedule(name, RANKS, MICROBATCHES, work)
-    links = chain_links(schedule.num_stages)
-    plan = bare_plan(schedule, links)
-    programs = part("made and lowered", lambda: lower(schedule, plan))
-    part("verified", lambda: verify_step(plan, programs))
-    timeline = part("simulated", lambda: simulate(programs, work.costs(schedule, links)))
-    part("summarised", lambda: timeline_report(timeline))
+    return row(f"`{command}`", f"{seconds:.1f}", f"{after.ru_maxrss / 2**20:.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="Only commands that contain this.")
-    parser.add_argument("--parts", metavar="NAME", help="The parts of this schedule's step alone.")
     args = parser.parse_args()
-    if args.parts:
-        tell_parts(args.parts)
-        return
-    pipec.log("| command | CPU seconds | GiB, the most of any so far |\n|---|--:|--:|")
+    pipec.log("\n".join(table("command", "CPU seconds", "GiB, the most of any so far")))
     with tempfile.TemporaryDirectory() as folder:
         for command in COMMANDS:
             if args.only in command:
-                pipec.log(row(command, Path(folder)))
+                pipec.log(measured(command, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 python benchmarks/schedules.py
 python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/schedules.py
 sudo benchmarks/link.sh 2gbit python benchmarks/schedules.py --message-mib 2 4
+python benchmarks/schedules.py --tail
 
 The stages go through everything a model does but capture: schedule, lowering, verification, the interpreter,
 its transport. Times are from the first compute of any rank to the end of the last, median over steps.
@@ -11,30 +12,40 @@ its transport. Times are from the first compute of any rank to the end of the la
 they take a good share of a stage's time, and compares the step with two simulations. In the first,
 communication overlaps compute and a directed channel carries one message at a time; that is the model of
 ``pipec.timeline.simulate``. In the second, a rank computes nothing while it sends.
+
+``--tail`` simulates what a loss that mixes rows costs by schedule: all forwards run before its tail, which
+itself takes no time here.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from common import row
+from common import table as heading
 
 from pipec.artifact.artifact import Artifact
 from pipec.console import log
 from pipec.errors import InputError
-from pipec.ir import InputLeaf, Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
+from pipec.ir import InputLeaf, Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, Tail, Value
 from pipec.plan.predictions import simulate_plan
-from pipec.programs.lower import chain_links, lower
-from pipec.programs.verify import verify_step
+from pipec.programs.lower import bare_plan, chain_links, lower
+from pipec.programs.rank_memory import peak_in_flight
+from pipec.programs.tail_order import ordered_for_tail
+from pipec.programs.verify import verify, verify_step
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.timestamps import RecordedStep
+from pipec.schedules import SCHEDULES as NAMED
 from pipec.schedules import make_schedule
 from pipec.timeline.events import Timeline
+from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.timeline.trace import measured_timeline
 
 RANKS, MICROBATCHES, STEPS, WARMUP = 2, 8, 9, 2
@@ -53,25 +64,31 @@ import torch
 PARAMETERS = ("w{stage}",)
 BUFFERS = ()
 UPDATED_BUFFERS = ()
+INPUTS = {inputs}
 MESSAGE = torch.zeros({num_floats})
 
 
-def forward(w, {received}):
+def forward(frame):
+    frame.pop("{received}", None)
     time.sleep({forward})
-    return {{"{sent}": {output}}}, [w[0]], ()
+    return {{"{sent}": {output}}}, [frame["w"][0]], ()
 
 
-def backward(w, saved, {gradient}):
+def backward(frame):
+    del frame["saved"], frame["{gradient}"]
     time.sleep({backward_input} + {backward_weight})
     return {sent_back}, (torch.zeros(1),)
 
 
-def backward_input(w, saved, {gradient}):
+def backward_input(frame):
+    saved = frame.pop("saved")
+    del frame["{gradient}"]
     time.sleep({backward_input})
     return {sent_back}, saved, (None,)
 
 
-def backward_weight(w, saved):
+def backward_weight(frame):
+    del frame["saved"]
     time.sleep({backward_weight})
     return (torch.zeros(1),)
 """
@@ -82,6 +99,7 @@ def source(stage: int, num_stages: int, seconds: dict[Phase, float], num_floats:
     return SOURCE.format(
         stage=stage,
         num_floats=num_floats,
+        inputs="()" if stage else '("x",)',
         received=f"hidden_{stage}" if stage else "x",
         sent="loss" if last else f"hidden_{stage + 1}",
         output="torch.zeros(())" if last else "MESSAGE",
@@ -152,15 +170,17 @@ def elapsed(timeline: Timeline) -> float:
 
 
 def table(rows: list[Row]) -> Iterator[str]:
-    reference = next((row for row in rows if row.schedule == "1f1b"), rows[0])
-    yield "| schedule | simulated ms | measured ms | ratio | simulated, of 1F1B | measured, of 1F1B |"
-    yield "|---|--:|--:|--:|--:|--:|"
-    for row in rows:
-        yield (
-            f"| {row.schedule} | {1e3 * row.simulated:.1f} | {1e3 * row.measured:.1f} "
-            f"| {row.measured / row.simulated:.3f} | {row.simulated / reference.simulated:.3f} "
-            f"| {row.measured / reference.measured:.3f} |"
+    reference = next((each for each in rows if each.schedule == "1f1b"), rows[0])
+    ratios = ("/ simulated", "simulated, of 1F1B", "measured, of 1F1B")
+    yield from heading("schedule", "simulated ms", "measured ms", *ratios)
+    for each in rows:
+        times = f"{1e3 * each.simulated:.1f}", f"{1e3 * each.measured:.1f}"
+        pairs = (
+            (each.measured, each.simulated),
+            (each.simulated, reference.simulated),
+            (each.measured, reference.measured),
         )
+        yield row(each.schedule, *times, *(f"{one / other:.3f}" for one, other in pairs))
 
 
 @dataclass(frozen=True)
@@ -218,29 +238,58 @@ def exchange_seconds(directions: Sequence[tuple[int, int]], num_floats: int) -> 
 
 def channel_table(sizes: Sequence[float]) -> Iterator[str]:
     """How long messages take that are sent at once, as multiples of one alone."""
-    yield "| MiB | one message ms | two in one direction | three in one direction | one in each direction |"
-    yield "|--:|--:|--:|--:|--:|"
+    several = ("two in one direction", "three in one direction", "one in each direction")
+    yield from heading("MiB", "one message ms", *several)
     for mib in sizes:
         ways = [[(0, 1)], [(0, 1)] * 2, [(0, 1)] * 3, [(0, 1), (1, 0)]]
         one, *others = (exchange_seconds(way, int(mib * FLOATS_PER_MIB)) for way in ways)
-        yield f"| {mib:g} | {1e3 * one:.1f} | " + " | ".join(f"{other / one:.2f}" for other in others) + " |"
+        yield row(f"{mib:g}", f"{1e3 * one:.1f}", *(f"{other / one:.2f}" for other in others))
 
 
 def message_table(rows: Sequence[MessageRow]) -> Iterator[str]:
-    yield "| schedule | MiB | message ms | measured ms | / overlapping | / blocking |"
-    yield "|---|--:|--:|--:|--:|--:|"
-    for row in rows:
-        yield (
-            f"| {row.schedule} | {row.mib:g} | {1e3 * row.message:.1f} | {1e3 * row.measured:.1f} "
-            f"| {row.measured / row.overlapping:.3f} | {row.measured / row.blocking:.3f} |"
-        )
+    yield from heading("schedule", "MiB", "message ms", "measured ms", "/ overlapping", "/ blocking")
+    for each in rows:
+        times = f"{1e3 * each.message:.1f}", f"{1e3 * each.measured:.1f}"
+        ratios = (f"{each.measured / other:.3f}" for other in (each.overlapping, each.blocking))
+        yield row(each.schedule, f"{each.mib:g}", *times, *ratios)
+
+
+def tail_table(num_ranks: int = 8, num_microbatches: int = 32) -> Iterator[str]:
+    """The step in units of a forward, and the microbatches in flight, without a tail and with one."""
+    yield from heading("schedule", "without a tail", "all forwards first", "in flight", "forwards first")
+    for name in NAMED:
+        with suppress(InputError):
+            schedule = make_schedule(name, num_ranks, num_microbatches)
+            found = [_with_tail(schedule, has_tail) for has_tail in (False, True)]
+            cells = (*(f"{time:.1f}" for time, _ in found), *(f"{count:g}" for _, count in found))
+            yield row(f"`{name}`", *cells)
+
+
+def _with_tail(schedule: Schedule, has_tail: bool) -> tuple[float, float]:
+    plan = bare_plan(schedule, chain_links(schedule.num_stages))
+    stages = [*plan.stages]
+    rows = (Value("rows", "float32", ("b", 1)),)
+    stages[-1] = replace(stages[-1], tail=Tail(rows, rows) if has_tail else None)
+    plan = replace(plan, stages=tuple(stages))
+    num_chunks = len(plan.stages) // plan.num_ranks
+    programs = lower(ordered_for_tail(schedule, plan), plan)
+    verify(plan, programs)
+    one = 1 / num_chunks
+    costs = SimulationCosts.uniform(
+        len(plan.stages), forward=one, backward_input=one, backward_weight=one, links=plan.links
+    )
+    return simulate(programs, costs).makespan, max(map(peak_in_flight, programs)) / num_chunks
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
     parser.add_argument("--message-mib", nargs="+", type=float, default=(), help="sizes of messages")
+    parser.add_argument("--tail", action="store_true", help="what a loss that mixes rows costs")
     args = parser.parse_args()
+    if args.tail:
+        print("\n".join(tail_table()))
+        return
     ranks = Ranks(RANKS, timeout=60.0)
     if not args.message_mib:
         log("\n".join(table([measure(name, ranks) for name in args.schedules])))

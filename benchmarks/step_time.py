@@ -1,6 +1,6 @@
 """Step time of one model on two ranks of one thread each: unsplit, pipec, and torch.distributed.pipelining.
 
-    python benchmarks/step_time.py --cases "width 64" --modes plain --markdown
+    python benchmarks/step_time.py --cases "width 64" --modes plain
 
 A step is the forward and backward of a mini-batch of 8 microbatches, with the zeroing of gradients and
 without the optimizer. Every contestant runs alone in fresh processes; rounds alternate between the
@@ -8,9 +8,8 @@ contestants, so that a change in the machine's speed meets all of them. The 1F1B
 times (m + p - 1) / (m p), for m microbatches and p ranks: perfectly balanced stages, free communication.
 
 Three modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
-with torch.compile; and "best", where pipec chooses its schedule, with eager's bits and with fast gradients,
-and the peer's schedules all run: the fastest of them is the peer. Besides the clock, a row has the processor
-time of a step, that of all ranks and threads.
+with torch.compile; and "best", where pipec chooses its schedule and the peer is its fastest schedule. Besides
+the clock, a row has the processor time of a step, summed over ranks and threads.
 """
 
 import argparse
@@ -18,13 +17,10 @@ import itertools
 import json
 import os
 import platform
-import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import gpt, next_token_loss, resnet50
+from common import gpt, in_processes, next_token_loss, processor_seconds, resnet50, row, table
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -141,6 +137,19 @@ def pipeline(case: Case, schedule: str = "1f1b", **options: Any) -> pipec.Pipeli
     )
 
 
+def module_step(case: Case) -> Step:
+    """The step of a loop that calls the model and ``loss.backward()``."""
+    module, (inputs, target) = pipeline(case).as_module(), case.batch()
+
+    def step() -> Tensor:
+        module.zero_grad()
+        loss: Tensor = module(inputs, target=target)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
 def pipec_step(case: Case, schedule: str = "1f1b", **options: Any) -> Step:
     pipe, (inputs, target) = pipeline(case, schedule, **options), case.batch()
 
@@ -210,6 +219,7 @@ MODES = {
         UNSPLIT: Contestant(unsplit_step, 1),
         "pipec, one process": Contestant(pipec_step, 1),
         "pipec, torchrun": Contestant(pipec_step),
+        "pipec, as_module": Contestant(module_step),
         PEER: Contestant(peer_step),
     },
     "compiled": {
@@ -220,9 +230,6 @@ MODES = {
     "best": {
         UNSPLIT: Contestant(unsplit_step, 1),
         "pipec, auto": Contestant(partial(pipec_step, schedule="auto")),
-        "pipec, auto, fused_gradients": Contestant(
-            partial(pipec_step, schedule="auto", fused_gradients=True)
-        ),
         f"{PEER}, GPipe": Contestant(
             partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleGPipe, ONE_EACH))
         ),
@@ -271,23 +278,12 @@ def measure_here(mode: str, contestant: str, case: Case, num_steps: int, folder:
         dist.destroy_process_group()
 
 
-def processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def measure(mode: str, contestant: str, case: Case, num_steps: int) -> tuple[Times, float]:
     """The times of the steps, and the first loss."""
     num_processes = MODES[mode][contestant].num_processes
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--measure-here", mode, contestant, case.name, folder, "--steps", str(num_steps)]
-        command = [sys.executable, *(launcher if num_processes > 1 else []), __file__, *arguments]
-        done = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise RuntimeError(f"{contestant} failed on {case.name}:\n{done.stdout}{done.stderr}")
+        in_processes(__file__, num_processes, arguments)
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_processes)]
     processor = [sum(each) for each in zip(*(rank["processor"] for rank in ranks), strict=True)]
     loss = next(rank["loss"] for rank in ranks if rank["loss"] is not None)
@@ -309,59 +305,20 @@ def compare(
     return times
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; ``None`` where the contestant to compare with did not run."""
-
-    case: str
-    mode: str
-    contestant: str
-    median_ms: float
-    min_ms: float
-    max_ms: float
-    times_peer: float | None
-    times_bound: float | None
-    processor_ms: float
-
-
-def table_rows(case: str, mode: str, times: dict[str, Times]) -> list[Row]:
+def lines(case: str, mode: str, times: dict[str, Times]) -> Iterator[str]:
+    """A line of the table for each contestant, and for the bound where the unsplit model ran."""
     times = dict(times)
     for name in times.keys() & {UNSPLIT, COMPILED}:
         times["1F1B bound"] = Times([BOUND * value for value in times[name].clock], times[name].processor)
     medians = {name: statistics.median(each.clock) for name, each in times.items()}
     peer = min((median for name, median in medians.items() if name.startswith(PEER)), default=None)
-    bound = medians.get("1F1B bound")
-    return [
-        Row(
-            case,
-            mode,
-            name,
-            1e3 * medians[name],
-            1e3 * min(each.clock),
-            1e3 * max(each.clock),
-            None if peer is None else medians[name] / peer,
-            None if bound is None else medians[name] / bound,
-            1e3 * statistics.median(each.processor),
-        )
-        for name, each in times.items()
-    ]
-
-
-def markdown(rows: list[Row]) -> str:
-    def ratio(value: float | None) -> str:
-        return "" if value is None else f"{value:.2f}"
-
-    lines = [
-        "| model | mode | contestant | median ms | min to max | / peer | / bound | processor ms |",
-        "|---|---|---|--:|--:|--:|--:|--:|",
-        *(
-            f"| {row.case} | {row.mode} | {row.contestant} | {row.median_ms:.0f} "
-            f"| {row.min_ms:.0f} to {row.max_ms:.0f} "
-            f"| {ratio(row.times_peer)} | {ratio(row.times_bound)} | {row.processor_ms:.0f} |"
-            for row in rows
-        ),
-    ]
-    return "\n".join(lines)
+    for name, each in times.items():
+        ratios = [
+            f"{medians[name] / other:.2f}" if other else "" for other in (peer, medians.get("1F1B bound"))
+        ]
+        spread = f"{1e3 * min(each.clock):.0f} to {1e3 * max(each.clock):.0f}"
+        processor = f"{1e3 * statistics.median(each.processor):.0f}"
+        yield row(case, mode, name, f"{1e3 * medians[name]:.0f}", spread, *ratios, processor)
 
 
 def main() -> None:
@@ -372,7 +329,6 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each contestant in each round")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table instead of JSON")
     parser.add_argument("--measure-here", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
 
@@ -381,15 +337,14 @@ def main() -> None:
         measure_here(mode, contestant, CASES[case], args.steps, Path(folder))
         return
 
-    rows = []
+    headings = ("median ms", "min to max", "/ peer", "/ bound", "processor ms")
+    print("\n".join(table("model", "mode", "contestant", *headings, numbers_from=3)), flush=True)
     for case, mode in itertools.product(args.cases, args.modes):
         contestants = [name for name in MODES[mode] if name in args.contestants]
-        rows += table_rows(case, mode, compare(mode, CASES[case], contestants, args.rounds, args.steps))
+        times = compare(mode, CASES[case], contestants, args.rounds, args.steps)
+        print("\n".join(lines(case, mode, times)), flush=True)
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
-    if args.markdown:
-        print(f"{markdown(rows)}\n\n{machine}; {RANKS} ranks of 1 thread, {MICROBATCHES} microbatches")
-    else:
-        print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=2))
+    print(f"\n{machine}; {RANKS} ranks of 1 thread, {MICROBATCHES} microbatches")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ median counts.
 
 import functools
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
+from common import in_processes, row, table
 from schedules import MICROBATCHES, RANKS, SECONDS, artifact, source
 
 from pipec.artifact.artifact import Artifact
@@ -60,9 +59,9 @@ class Row:
     def line(self, ranks: str) -> str:
         """With rates as shares of that of the slowest stage."""
         rates = [self.microbatches * slowest() / seconds for seconds in self.measured]
-        times = f"{1e3 * self.simulated:.1f} | {1e3 * statistics.median(self.measured):.1f}"
+        times = f"{1e3 * self.simulated:.1f}", f"{1e3 * statistics.median(self.measured):.1f}"
         spread = f"{min(rates):.1%} to {max(rates):.1%}"
-        return f"| {self.schedule} | {ranks} | {times} | {statistics.median(rates):.1%} | {spread} |"
+        return row(self.schedule, ranks, *times, f"{statistics.median(rates):.1%}", spread)
 
 
 def stream_artifact(name: str) -> Artifact:
@@ -128,16 +127,15 @@ def main() -> None:
     ranks = Ranks(RANKS, timeout=60.0)
     alone = not ranks.world.is_distributed
     if alone:
-        log("| schedule | ranks | simulated ms | measured ms | of the slowest stage's rate | of all runs |")
-        log("|---|---|--:|--:|--:|--:|")
-    for row in (
+        headings = ("simulated ms", "measured ms", "of the slowest stage's rate", "of all runs")
+        log("\n".join(table("schedule", "ranks", *headings, numbers_from=2)))
+    for each in (
         measure_steps("1f1b", ranks),
         *(measure_stream(name, ranks) for name in ASYNCHRONOUS_SCHEDULES),
     ):
-        log(row.line("threads" if alone else "processes"))
+        log(each.line("threads" if alone else "processes"))
     if alone:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        subprocess.run([sys.executable, *launcher, __file__], check=True)
+        log(in_processes(__file__, RANKS, []))
 
 
 if __name__ == "__main__":

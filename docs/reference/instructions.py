@@ -28,7 +28,7 @@ or never. [Architecture](../architecture.md) says how. This page is printed from
 
 ## Ops
 
-`message.read` is the event `read` of the cells `message` that an instruction is about: those of its own
+`message.read` is the event `read` of the cells `message` that an instruction is about: the cells of its own
 fields, or all of its stage or rank where it names none. `:result` means only instructions with such a link.
 
 | op | kind | effects |

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from zoo.comparison import REFUSED, RIGHT, UNUSABLE, Result
+from zoo.comparison import REFUSED, RIGHT, ROUNDED, UNUSABLE, Result
 from zoo.model_case import Case
 
 UNEVEN = 1.3
@@ -54,29 +54,29 @@ def zoo_section(families: Mapping[str, Sequence[Case]], results: Mapping[str, Re
         f"More even stages of whole operators exist for "
         f"{f'{len(divisible)} of them: {_named(divisible)}' if divisible else 'none of them'}."
     )
-    for family, cases in families.items():
-        yield f"\n### {family.replace('_', ' ').capitalize()}\n"
-        yield "| model | outcome | same bits | error | operators | balance | possible | compiled in |"
-        yield "|---|---|--:|--:|--:|--:|--:|--:|"
-        yield from (_row(case.name, results[f"{family}/{case.name}"]) for case in cases)
+    yield "\n| family | right | right to rounding | other |\n|---|---|---|---|"
+    yield from (_row(family, cases, results) for family, cases in families.items())
 
 
 def warnings_in(results: Sequence[Result]) -> Iterator[str]:
-    """How many models that are right are warned of, and which lines are said to be unproven."""
+    """How many models that are right are warned of, and their names."""
     warned = [result for result in results if result.warned and result.trained]
-    yield f"\nOf {len(warned)} models that are right pipec says that something is not proved.\n"
-    yield from (f"* {result.name}: {_first_line(result.warned)}" for result in warned)
-    yield ""
+    number, names = len(warned), _named(warned)
+    yield f"\nOf {number} models that are right pipec says that something is not proved: {names}.\n"
 
 
-def _row(name: str, result: Result) -> str:
-    if not result.trained:
-        return f"| {name} | {result.outcome}: {result.cause or _first_line(result.message)} | | | | | | |"
-    error = f"{result.error:.0e}" if result.error else "0"
-    return (
-        f"| {name} | {result.outcome} | {result.same_bits:.0%} | {error} | {result.operators} "
-        f"| {result.balance:.2f} | {result.possible:.2f} | {result.compile_seconds:.1f} s |"
-    )
+def _row(family: str, cases: Sequence[Case], results: Mapping[str, Result]) -> str:
+    """The models of a family by outcome."""
+    columns: dict[str, list[str]] = {RIGHT: [], ROUNDED: [], "": []}
+    for case in cases:
+        result = results[f"{family}/{case.name}"]
+        if result.trained:
+            columns[result.outcome].append(case.name)
+        else:
+            reason = result.cause or _first_line(result.message)
+            columns[""].append(f"{case.name} ({result.outcome}: {reason})")
+    cells = [family.replace("_", " ").capitalize(), *map(", ".join, columns.values())]
+    return f"| {' | '.join(cells)} |"
 
 
 def huggingface_section(results: Mapping[str, Result]) -> Iterator[str]:
