@@ -349,15 +349,13 @@ class ModelCollective:
     """A collective ``op`` on a value of each replica of a stage, once for each round.
 
     A function of ``phase`` before segment ``segment`` makes the input of each replica, and that segment may
-    read the result; both are named ``value.name``. The ranks are on ``num_hosts`` hosts, as for a bucket, and
-    the collective takes ``seconds``.
+    read the result; both are named ``value.name``. The collective takes ``seconds``.
     """
 
     op: Op
     phase: Phase
     segment: int
     value: Value
-    num_hosts: int = 1
     seconds: float = 0.0
 
 
