@@ -386,13 +386,18 @@ def instruction_matrix(instructions: Sequence[Instruction], links: Sequence[Link
 
 
 def insert_instructions(
-    columns: InstructionColumns, places: Sequence[int], inserted: Sequence[Instruction]
+    columns: InstructionColumns, places: Sequence[int] | Ints, inserted: InstructionColumns
 ) -> InstructionColumns:
     """A program with more instructions, each before the instruction at its place."""
-    if not inserted:
+    if not len(inserted):
         return columns
-    added = instruction_matrix(inserted, columns.links)
-    return InstructionColumns(np.insert(columns.matrix, places, added, axis=1), columns.links)
+
+    def column(own: Ints, added: Ints) -> Ints:
+        if is_constant(joined := concatenate([own, added])):
+            return joined
+        return np.insert(own, places, added)
+
+    return InstructionColumns(map(column, columns.columns, inserted.columns), columns.links)
 
 
 def with_shared_links(programs: Sequence[Program]) -> list[InstructionColumns]:

@@ -222,7 +222,7 @@ _STARTS: Mapping[Op, OpTraits] = {
         "returned.accumulate returned_sum.add:weight_gradient bucket_sum.add",
         per_microbatch=True,
     ),
-    Op.PRECOMPUTE: OpTraits(OpKind.LOCAL, "microbatch.use precomputed.make"),
+    Op.PRECOMPUTE: OpTraits(OpKind.LOCAL, "microbatch.use gathered.read precomputed.make"),
     Op.FREE: OpTraits(
         OpKind.RELEASE, "forward.free input_gradient.free microbatch.free", per_microbatch=True
     ),

@@ -49,6 +49,10 @@ class Life:
         found = [k for k in self.after(event) if k != event]
         return [k for k in found if self.allowed[k, -1]] or found
 
+    def later(self, event: int) -> Sequence[int]:
+        """The other events that may still come in a life that has had an event."""
+        return [k for k in range(len(self.events)) if k != event and self._leads_to(event, k)]
+
     def after(self, before: int) -> Sequence[int]:
         """The events that may follow an event."""
         found: list[int] = np.flatnonzero(self.allowed[before, : len(self.events)]).tolist()
