@@ -392,10 +392,17 @@ def insert_instructions(
     if not len(inserted):
         return columns
 
+    order = np.argsort(places, kind="stable")
+    at = np.asarray(places)[order] + np.arange(order.size)
+    is_own = np.ones(len(columns) + order.size, bool)
+    is_own[at] = False
+
     def column(own: Ints, added: Ints) -> Ints:
-        if is_constant(joined := concatenate([own, added])):
-            return joined
-        return np.insert(own, places, added)
+        if is_constant(own) and is_constant(added) and len(columns) and own[0] == added[0]:
+            return constant(own[0], is_own.size)
+        joined = np.empty(is_own.size, np.int32)
+        joined[is_own], joined[at] = own, added[order]
+        return joined
 
     return InstructionColumns(map(column, columns.columns, inserted.columns), columns.links)
 

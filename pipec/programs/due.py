@@ -45,7 +45,8 @@ def with_due(step: ProgramIndex, rank: int) -> InstructionColumns:
     """
     cells = RankCells(step, rank, step.columns[rank])
     cells = replace(cells, columns=_with_waits(cells, of_results=False))
-    cells = replace(cells, columns=_with_preparations(cells))
+    if cells.stream or any(step.plan.stages[stage].precomputed_phases for stage in cells.stages):
+        cells = replace(cells, columns=_with_preparations(cells))
     return _with_waits(cells, of_results=True) if cells.stream else cells.columns
 
 
@@ -57,17 +58,25 @@ def _with_waits(cells: RankCells, *, of_results: bool) -> InstructionColumns:
     """
     columns, step = cells.columns, cells.step
     is_result, is_tied = (step.links_with(kind) for kind in ("microbatch_result", "weight_gradient"))
-    started = {op: columns.numbers_of(op) for op in _ENDS}
-    started = {
-        op: own[is_result[taken(columns.link_numbers, own)] == of_results] for op, own in started.items()
-    }
-    effects = [(op, end, *part) for op in _ENDS for end in _ENDS[op] for part in end.traits.effect_parts]
-    accesses = cells.accesses({cell for op, _, cell, *_ in effects if started[op].size})
+    started = dict[Op, Ints]()
+    for op in columns.numbers_by_op.keys() & _ENDS.keys():
+        own = columns.numbers_of(op)
+        if (own := own[is_result[taken(columns.link_numbers, own)] == of_results]).size:
+            started[op] = own
+    if not started:
+        return columns
+    effects = [
+        (op, end, cell, event, kind, later)
+        for op in started
+        for end in _ENDS[op]
+        for cell, event, kind in end.traits.effect_parts
+        if (later := cells.life(cell).later(event))
+    ]
+    accesses = cells.accesses({cell for _, _, cell, *_ in effects})
     places = np.full(len(columns), len(columns))
-    for op, end, cell, event, kind in effects:
-        for number, keys, own in cells.caused(end, cell, event, kind, started[op]):
-            later = cells.life(cell).later(number)
-            read = [access for access in accesses.get(cell, ()) if access[0] in later]
+    for op, end, cell, event, kind, later in effects:
+        read = [access for access in accesses[cell] if access[0] in later]
+        for _, keys, own in cells.caused(end, cell, event, kind, started[op]):
             places[own] = np.minimum(places[own], _next(read, keys, own, len(columns)))
     _limit_sums_in_transit(cells, places)
     numbers = np.sort(np.concatenate([*started.values()]))
