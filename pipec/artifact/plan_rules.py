@@ -74,10 +74,6 @@ def _model_collectives(plan: Plan) -> Iterator[str]:
             if not 0 < collective.segment < num_segments:
                 at = f"before segment {collective.segment} of {collective.phase}"
                 yield f"{what} is {at}, of {num_segments} segments"
-            replicas = len(plan.placement[stage.index])
-            if collective.num_hosts < 1 or replicas % collective.num_hosts:
-                hosts = f"{collective.num_hosts} hosts"
-                yield f"the {replicas} replicas of stage {stage.index} cannot be on {hosts}"
         yield from _duplicates(
             (collective.value.name for collective in stage.model_collectives),
             f"the model collectives of stage {stage.index}",
@@ -214,9 +210,6 @@ def _sync_spec(plan: Plan) -> Iterator[str]:
         yield from _unknown_names(
             bucket.names, own, f"a bucket of stage {bucket.stage} has", "its parameters"
         )
-        replicas = len(plan.placement[bucket.stage]) if bucket.stage in range(len(plan.placement)) else 0
-        if bucket.num_hosts < 1 or replicas % bucket.num_hosts:
-            yield f"the {replicas} replicas of stage {bucket.stage} cannot be on {bucket.num_hosts} hosts"
 
 
 Rule = Callable[[Plan], Iterator[str]]

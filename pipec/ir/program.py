@@ -222,7 +222,7 @@ _STARTS: Mapping[Op, OpTraits] = {
         "returned.accumulate returned_sum.add:weight_gradient bucket_sum.add",
         per_microbatch=True,
     ),
-    Op.PRECOMPUTE: OpTraits(OpKind.LOCAL, "microbatch.use precomputed.make"),
+    Op.PRECOMPUTE: OpTraits(OpKind.LOCAL, "microbatch.use gathered.read precomputed.make"),
     Op.FREE: OpTraits(
         OpKind.RELEASE, "forward.free input_gradient.free microbatch.free", per_microbatch=True
     ),
@@ -349,15 +349,13 @@ class ModelCollective:
     """A collective ``op`` on a value of each replica of a stage, once for each round.
 
     A function of ``phase`` before segment ``segment`` makes the input of each replica, and that segment may
-    read the result; both are named ``value.name``. The ranks are on ``num_hosts`` hosts, as for a bucket, and
-    the collective takes ``seconds``.
+    read the result; both are named ``value.name``. The collective takes ``seconds``.
     """
 
     op: Op
     phase: Phase
     segment: int
     value: Value
-    num_hosts: int = 1
     seconds: float = 0.0
 
 

@@ -41,10 +41,9 @@ class Bucket:
     If it ``is_tied``, other stages borrow its parameters: their gradients are summed after the last computes
     of all ranks, and they are not sharded. Other gradients are complete after ``segment`` of the last
     backward, or of its weight half; a backward that is one function only has segment 0. A parameter with
-    ``sparse`` gradients is alone in its bucket. The ranks are on ``num_hosts`` hosts, equally many
-    consecutive ones on each, and their data goes through a host's link once. ``reduce_seconds`` is the time
-    to sum the gradients over the replicas, ``unshard_seconds`` the time to gather the parameters from the
-    shards. A shard has ``shard_bytes`` and all of them ``unsharded_bytes``; gradients in transit take another
+    ``sparse`` gradients is alone in its bucket. ``reduce_seconds`` is the time to sum the
+    gradients over the replicas, ``unshard_seconds`` the time to gather the parameters from the shards. A
+    shard has ``shard_bytes`` and all of them ``unsharded_bytes``; gradients in transit take another
     ``in_transit_bytes``.
     """
 
@@ -52,7 +51,6 @@ class Bucket:
     parameters: tuple[Value, ...]
     is_tied: bool = False
     sparse: bool = False
-    num_hosts: int = 1
     reduce_seconds: float = 0.0
     unshard_seconds: float = 0.0
     segment: int = 0

@@ -8,7 +8,7 @@ from pipec import ops
 from pipec.cost.formulas import node_bytes
 from pipec.graph import TrainingGraph
 from pipec.graph.phase_functions import StageFunctions
-from pipec.hardware.collective_costs import all_reduce_seconds, fastest_num_hosts, unshard_seconds
+from pipec.hardware.collective_costs import all_reduce_seconds, unshard_seconds
 from pipec.hardware.topology import Topology
 from pipec.ir import ModelCollective, Op
 from pipec.plan.node_values import plan_value
@@ -33,8 +33,7 @@ def model_collectives_of(
         for node in function.collectives:
             op = _OPS[node.target]  # type: ignore[index]
             num_bytes = node_bytes(node, size) * (len(ranks) if op is Op.REDUCE_SCATTER else 1)
-            num_hosts = fastest_num_hosts(topology, ranks, num_bytes)
             seconds_of = all_reduce_seconds if op is Op.ALL_REDUCE else unshard_seconds
-            seconds = seconds_of(topology, ranks, num_bytes, num_hosts)
+            seconds = seconds_of(topology, ranks, num_bytes)
             value = plan_value(graph, node, names[node])
-            yield ModelCollective(op, function.phase, function.segment + 1, value, num_hosts, seconds)
+            yield ModelCollective(op, function.phase, function.segment + 1, value, seconds)

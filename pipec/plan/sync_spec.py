@@ -8,7 +8,7 @@ from torch import fx
 
 from pipec.errors import InputError
 from pipec.graph.phase_functions import StageFunctions
-from pipec.hardware.collective_costs import all_reduce_seconds, fastest_num_hosts, unshard_seconds
+from pipec.hardware.collective_costs import all_reduce_seconds, unshard_seconds
 from pipec.hardware.topology import Topology
 from pipec.ir import GRADIENT_PHASES, Bucket, Link, Mode, Payload, Placement, ShardingLevel, SyncSpec, Value
 from pipec.ir.text_format import value_bytes
@@ -126,10 +126,8 @@ def with_collective_seconds(
         sum(value_bytes(v, {}) for v in values) for values in (in_transit, bucket.parameters)
     )
     reduce_seconds = unshard_seconds if requested.shard else all_reduce_seconds
-    num_hosts = fastest_num_hosts(topology, ranks, gathered)
     return replace(
         bucket,
-        num_hosts=num_hosts,
-        reduce_seconds=reduce_seconds(topology, ranks, min(reduced, gathered), num_hosts),
-        unshard_seconds=unshard_seconds(topology, ranks, gathered, num_hosts),
+        reduce_seconds=reduce_seconds(topology, ranks, min(reduced, gathered)),
+        unshard_seconds=unshard_seconds(topology, ranks, gathered),
     )

@@ -9,7 +9,7 @@ from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.graph import TailGradient, TailInput, TrainingGraph, source_parameters
 from pipec.graph.lifetimes import storage_owners
 from pipec.graph.phase_functions import StageFunctions
-from pipec.hardware.collective_costs import fastest_num_hosts, unshard_seconds
+from pipec.hardware.collective_costs import unshard_seconds
 from pipec.hardware.topology import Topology
 from pipec.ir import Phase, Tail
 from pipec.plan.node_values import plan_value
@@ -34,8 +34,6 @@ def build_tail(
 
     inputs = [node for node in tail.inputs if isinstance(node.meta["role"], TailInput)]
     gradients = [node for node in graph.arguments if isinstance(node.meta["role"], TailGradient)]
-    gathered, several = sum(map(bytes_of, inputs)), len(ranks) > 1
-    num_hosts = fastest_num_hosts(topology, ranks, gathered) if several else 1
     read = {fqn for node in tail.read_nodes for fqn in source_parameters(node)}
     rows = [node for function in stage.functions for _, node in function.tail_values]
     speed = min(topology.devices[rank].speed for rank in ranks)
@@ -48,7 +46,7 @@ def build_tail(
         location=graph.findings.tail,
         flops=sum(evaluate_cost(node.meta["cost"].flops, num_rows) for node in tail.body),
         seconds=sum(node.meta["cost"].seconds(num_rows) for node in tail.body) / speed,
-        gather_seconds=unshard_seconds(topology, ranks, gathered, num_hosts) if several else 0.0,
+        gather_seconds=unshard_seconds(topology, ranks, sum(map(bytes_of, inputs))),
         transient_bytes=tail.lifetimes.memory(bytes_of).peak,
         unsaved_bytes=sum(node_bytes(node, microbatch_size) for node in _kept(stage, rows)),
     )

@@ -1,7 +1,6 @@
 """The cells that instructions of a rank read and change, from the rows of their ops in ``ir/program.py``."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,17 +16,17 @@ from pipec.programs.program_index import ProgramIndex
 _Keys = tuple[Ints, Ints]
 """Keys of cells, and the instructions that access them."""
 
+Access = tuple[int, Ints, Ints]
+"""An event of a life, with the keys of the cells that have it and the instructions that cause it."""
+
 
 @dataclass(frozen=True)
 class RankCells:
-    """The cells of one rank of a step, and what its instructions do to them."""
+    """The cells of one rank of a step, and what its instructions do to them: ``columns``."""
 
     step: ProgramIndex
     rank: int
-
-    @cached_property
-    def columns(self) -> InstructionColumns:
-        return self.step.columns[self.rank]
+    columns: InstructionColumns
 
     @cached_property
     def stages(self) -> Sequence[int]:
@@ -49,21 +48,31 @@ class RankCells:
 
     def lives(self) -> Iterator[tuple[str, Life, Accesses]]:
         """Each cell that some instruction accesses, with its life and the accesses, in the order of cells."""
-        found: dict[str, list[tuple[int, Ints, Ints]]] = defaultdict(list)
-        for op, numbers in self.columns.numbers_by_op.items():
-            for cell, event, kind in op.traits.effect_parts:
-                if cell in _WHERE and not _WHERE[cell](self, None):
-                    continue
-                own = self._of_segments(op, event, self._of_kind(kind, numbers) if kind else numbers)
-                number = self.life(cell).events.index(event)
-                for keys, accessing in _KEYS[CELLS[cell][0]](self, cell, op, event, own) if own.size else ():
-                    if accessing.size:
-                        found[cell].append((number, keys, accessing))
-        if "slot" in found:
+        found = self.accesses(CELLS)
+        if found["slot"]:
             found["slot"] += self._slots_freed()
         for cell in CELLS:
-            if cell in found and not self._is_free(cell, found[cell]):
+            if found[cell] and not self._is_free(cell, found[cell]):
                 yield cell, self.life(cell), Accesses.of([*found[cell], *self._given(cell)])
+
+    def accesses(self, names: Collection[str]) -> dict[str, list[Access]]:
+        """What the instructions do to the cells of these names, by name."""
+        found: dict[str, list[Access]] = {cell: [] for cell in names}
+        for op, numbers in self.columns.numbers_by_op.items():
+            for cell, event, kind in op.traits.effect_parts:
+                if cell in found:
+                    found[cell] += self.caused(op, cell, event, kind, numbers)
+        return found
+
+    def caused(self, op: Op, cell: str, event: str, kind: str, numbers: Ints) -> Iterator[Access]:
+        """An effect of the instructions with these numbers, or of an ``op`` with their fields."""
+        if cell in _WHERE and not _WHERE[cell](self, None):
+            return
+        own = self._of_segments(op, event, self._of_kind(kind, numbers) if kind else numbers)
+        number = self.life(cell).events.index(event)
+        for keys, accessing in _KEYS[CELLS[cell][0]](self, cell, op, event, own) if own.size else ():
+            if accessing.size:
+                yield number, keys, accessing
 
     def life(self, cell: str) -> Life:
         """The life of a cell. That of a round has what the step needs before an update."""
@@ -73,14 +82,14 @@ class RankCells:
             pattern = pattern.replace("norm?", "norm") if self.sync_spec.clips else pattern
         return life(pattern)
 
-    def _is_free(self, cell: str, parts: Sequence[tuple[int, Ints, Ints]]) -> bool:
+    def _is_free(self, cell: str, parts: Sequence[Access]) -> bool:
         """Whether all accesses are one event that is always allowed."""
         allowed, event = self.life(cell).allowed, parts[0][0]
         return all(each == event for each, *_ in parts) and bool(
             allowed[-1, event] and allowed[event, event] and allowed[event, -1]
         )
 
-    def _given(self, cell: str) -> Iterator[tuple[int, Ints, Ints]]:
+    def _given(self, cell: str) -> Iterator[Access]:
         """The events before the first instruction: of a stream, the first version and the first rounds."""
         for stage in self.stages if cell in ("version", "round") else ():
             of_version = cell == "version"
@@ -117,7 +126,7 @@ class RankCells:
         found: Ints = numbers[(segments < 0) | (segments == last[taken(self.columns.stages, numbers)])]
         return found
 
-    def _slots_freed(self) -> Iterator[tuple[int, Ints, Ints]]:
+    def _slots_freed(self) -> Iterator[Access]:
         """The frees of what is in a slot: the last one, of the stages that read its values on this rank."""
         freed, columns = self.step.numbers[OP_CODE[Op.FREE]], self.columns
         for keys, filled in self.slot_fills:
@@ -186,8 +195,10 @@ class RankCells:
 
     @cached_property
     def last_results(self) -> Ints:
-        """The instructions that yield the last result of each mini-batch."""
-        made = [self.batches(op, self.columns.numbers_of(op)) for op in (Op.FORWARD, Op.WAIT_RECV)]
+        """The instructions that yield the last result of each mini-batch, received or awaited."""
+        awaited = self._of_kind("microbatch_result", self.columns.numbers_of(Op.WAIT_RECV)).size > 0
+        yielding = Op.FORWARD, Op.WAIT_RECV if awaited else Op.RECV
+        made = [self.batches(op, self.columns.numbers_of(op)) for op in yielding]
         batches, numbers = (np.concatenate(each) for each in zip(*made, strict=True))
         order = np.lexsort((numbers, batches))
         last: Ints = numbers[order][np.append(np.diff(batches[order]) != 0, True)[: order.size]]

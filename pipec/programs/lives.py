@@ -49,6 +49,15 @@ class Life:
         found = [k for k in self.after(event) if k != event]
         return [k for k in found if self.allowed[k, -1]] or found
 
+    def later(self, event: str) -> Sequence[int]:
+        """The other events that may still come in a life that has had an event."""
+        return self._later[self.events.index(event)]
+
+    @cached_property
+    def _later(self) -> Sequence[Sequence[int]]:
+        every = range(len(self.events))
+        return [[k for k in every if k != event and self._leads_to(event, k)] for event in every]
+
     def after(self, before: int) -> Sequence[int]:
         """The events that may follow an event."""
         found: list[int] = np.flatnonzero(self.allowed[before, : len(self.events)]).tolist()

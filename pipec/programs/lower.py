@@ -11,16 +11,18 @@ posted directly before its reader is therefore posted one compute earlier. The e
 depends on that compute: the two cannot overlap, and a receive that waits on the device for a later compute
 may block it. On each directed channel between two ranks, receives are posted in the order of the sends.
 
-What an instruction has started is awaited directly before its first reader. After a backward, gradients are
-sent to the previous stage first, then accumulated: the other rank is waiting. At one position stand::
+After a backward, gradients are sent to the previous stage first, then accumulated: the other rank is waiting.
+At one position stand::
 
-    recv    collectives, updates    recompute    waits    compute    send    accumulate    free    copies
+    recv    collectives, updates    recompute    compute    send    accumulate    free    copies
+
+``due`` adds the waits and whatever else these instructions demand, from the table of cells.
 
 A step may have millions of instructions, so lowering works on columns of numbers, a rank or a link at a time.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -29,7 +31,6 @@ import numpy as np
 from pipec.errors import VerifyError
 from pipec.ir import (
     NO_SYNC,
-    WAIT_OF,
     Link,
     Mode,
     ModelCollectives,
@@ -62,14 +63,13 @@ from pipec.ir.columns import (
 from pipec.programs import update_boundaries
 from pipec.programs.buffer_slots import with_slots
 from pipec.programs.dependence import Bools, Dependence
-from pipec.programs.offload_intervals import NUM_COMPUTES_BESIDE, OffloadIntervals, offload_intervals
-from pipec.programs.precomputes import with_precomputes
+from pipec.programs.due import with_due
+from pipec.programs.offload_intervals import OffloadIntervals, offload_intervals
+from pipec.programs.program_index import ProgramIndex
 from pipec.programs.routes import Route, routes
 from pipec.programs.schedule_index import ScheduleIndex
 from pipec.programs.shared_receives import holding_stages
-from pipec.programs.stream_instructions import with_stream_instructions
 from pipec.programs.sync_order import SyncOp, SyncOrder
-from pipec.programs.sync_waits import with_sync_waits
 from pipec.programs.tail_order import tail_reads
 from pipec.programs.task_times import Deadlock, TaskInputs, run_tasks
 
@@ -133,7 +133,6 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     else:
         collectives = SyncOrder(index, order.ends, plan).all()
     buffered = np.array([*(link.payload.feeds_compute for link in links), False])
-    sent_back = np.array([*(link.payload is Payload.WEIGHT_GRADIENT for link in links), False])
     stages_of_link = holding_stages(links)
     versions = update_boundaries.read_versions(schedule)
     programs = []
@@ -142,13 +141,10 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
         blocks = [
             [_receives(order, rank, arriving[rank], sums)],
             [_sync_ops(collectives, rank, OpKind.COLLECTIVE)],
-            _model_collective_blocks(index, rank, model_collectives),
+            _model_collectives(index, rank, model_collectives),
             [_sync_ops(collectives, rank, OpKind.LOCAL)],
             [_sync_ops(collectives, rank, OpKind.STEP_COMPUTE)],
-            _model_collective_blocks(index, rank, model_collectives, WAIT_OF),
-            [_copies(copies, Op.WAIT_PREFETCH, copies.prefetches + NUM_COMPUTES_BESIDE)],
             [_recomputes(index, rank, recompute, versions)],
-            _waits(arriving[rank]),
             [_computes(index, rank, versions)],
             _sends(leaving[rank]),
             [_accumulates(index, rank)],
@@ -158,12 +154,14 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
             [_copies(copies, Op.PREFETCH, copies.prefetches)],
             [_copies(copies, Op.OFFLOAD, copies.offloads)],
         ]
-        columns = InstructionColumns(_in_order(blocks), links)
-        columns = with_sync_waits(columns, sync_spec, sent_back)
-        columns = with_stream_instructions(columns, plan, schedule.num_microbatches)
-        columns = with_precomputes(columns, plan)
-        programs.append(Program(rank, with_slots(columns, buffered, stages_of_link)))
-    return tuple(programs)
+        programs.append(Program(rank, InstructionColumns(_in_order(blocks), links)))
+    step = ProgramIndex(
+        replace(plan, placement=schedule.placement, num_microbatches=schedule.num_microbatches), programs
+    )
+    return tuple(
+        Program(rank, with_slots(with_due(step, rank), buffered, stages_of_link))
+        for rank in range(schedule.num_ranks)
+    )
 
 
 @dataclass(frozen=True)
@@ -384,15 +382,6 @@ def _sends(leaving: Sequence[_Traffic]) -> Iterator[_Block]:
         yield _block(each.producers, OP_CODE[op], stage, route.microbatches, route.number, peer)
 
 
-def _waits(arriving: Sequence[_Arriving]) -> Iterator[_Block]:
-    """The waits for messages, each before its reader, or at the end of the program."""
-    for each, _ in arriving:
-        route = each.route
-        if route.link.payload not in (Payload.MICROBATCH_RESULT, Payload.WEIGHT_GRADIENT):
-            columns = OP_CODE[Op.WAIT_RECV], route.link.target, route.microbatches, route.number, route.source
-            yield _block(each.readers, *columns)
-
-
 def _computes(index: ScheduleIndex, rank: int, versions: Ints) -> _Block:
     """The computes of a rank. ``versions[stage, microbatch]`` is the version of the weights they read."""
     computes = index.computes[rank]
@@ -434,18 +423,18 @@ def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = No
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
 
 
-def _model_collective_blocks(
-    index: ScheduleIndex, rank: int, model_collectives: ModelCollectives, op_of: Mapping[Op, Op] | None = None
+def _model_collectives(
+    index: ScheduleIndex, rank: int, model_collectives: ModelCollectives
 ) -> Iterator[_Block]:
-    """The model collectives of a rank, each before the segment that reads its result; or others ``op_of``."""
+    """The model collectives of a rank, each before the segment that reads its result."""
     computes, segments = index.computes[rank], index.segments[rank]
     for stage, of_stage in model_collectives.items():
         for number, collective in enumerate(of_stage):
             of_phase = (computes.stages == stage) & (computes.phases == PHASE_CODE[collective.phase])
             own = np.flatnonzero(of_phase & (segments == collective.segment))
             positions = (own + 1).astype(np.int32)
-            op = OP_CODE[op_of[collective.op] if op_of else collective.op]
             microbatches = computes.microbatches[own]
+            op = OP_CODE[collective.op]
             yield _block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number)
 
 

@@ -43,8 +43,9 @@ class ScheduleIndex:
         for rank, computes in enumerate(self.computes):
             self._check_place(rank, computes)
         self.counts, self.segments = list[Ints](), list[Ints]()
+        several, model_collectives = plan.segments, plan.model_collectives
         for rank, computes in enumerate(self.computes):
-            counts = segment_counts(computes, plan.sync_spec, plan.segments, plan.model_collectives)
+            counts = segment_counts(computes, plan.sync_spec, several, model_collectives)
             segments = constant(-1, counts.size)
             if (counts > 1).any():
                 self.computes[rank] = computes.repeated(counts)

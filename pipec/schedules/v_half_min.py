@@ -7,12 +7,12 @@ else can run. A forward, or a backward once the forwards are done, may overtake 
 cannot run yet, if that keeps the peak. The best of a few reaches is chosen, for phases of equal length.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from pipec.ir import Schedule
 from pipec.schedules.order_builder import v_placement
-from pipec.schedules.search.ordering_problem import OrderingProblem, make_ordering_problem
-from pipec.schedules.search.patterns import follow_patterns
+from pipec.schedules.search.greedy import Rank, list_scheduling
+from pipec.schedules.search.ordering_problem import OrderingProblem, TaskOrders, make_ordering_problem
 from pipec.schedules.search.workload import Workload
 
 _PERIOD = 6
@@ -57,16 +57,15 @@ def patterns_within_peak(num_ranks: int, num_microbatches: int, peak: int) -> It
     for slots in (_half_slots, _min_slots):
         patterns = _patterns(problem, slots)
         for reach in (*_REACHES, _LONG_REACH):
-            found = follow_patterns(problem, patterns, reach)
-            if found:
-                yield problem.schedule("v", found.orders)
+            if found := _squeezed(problem, patterns, reach):
+                yield problem.schedule("v", found[1])
 
 
 def _best(name: str, num_ranks: int, num_microbatches: int, slots: Slots, peak: int) -> Schedule:
     problem = _unit_problem(num_ranks, num_microbatches, 2 * peak)
     patterns = _patterns(problem, slots)
-    found = filter(None, (follow_patterns(problem, patterns, reach) for reach in _REACHES))
-    return problem.schedule(name, min(found, key=lambda each: each.makespan).orders)
+    found = filter(None, (_squeezed(problem, patterns, reach) for reach in _REACHES))
+    return problem.schedule(name, min(found, key=lambda each: each[0])[1])
 
 
 def _unit_problem(num_ranks: int, num_microbatches: int, peak: int) -> OrderingProblem:
@@ -90,3 +89,54 @@ def _patterns(problem: OrderingProblem, slots: Slots) -> list[list[int]]:
         return [task for _, task in sorted(tasks)]
 
     return [pattern(rank) for rank in range(p)]
+
+
+def _squeezed(problem: OrderingProblem, patterns: TaskOrders, reach: int) -> tuple[float, TaskOrders] | None:
+    """The makespan and the orders of ranks that follow patterns; None if they stop for lack of memory."""
+    ranks = [_PatternRank(problem, rank, pattern, reach) for rank, pattern in enumerate(patterns)]
+    orders = list_scheduling(problem, ranks)
+    return (max(rank.busy_until for rank in ranks), orders) if orders else None
+
+
+class _PatternRank(Rank):
+    """A rank on its way. ``_ahead`` are the remaining tasks of its pattern, the next one at the end."""
+
+    def __init__(self, problem: OrderingProblem, rank: int, pattern: Sequence[int], reach: int) -> None:
+        super().__init__(problem, problem.memory_limits[rank])
+        self._ahead, self._reach = [*reversed(pattern)], reach
+        self._forwards = sum(map(self._is_forward, pattern))
+
+    def run(self, task: int, now: float) -> None:
+        super().run(task, now)
+        if task < self.problem.first_weight_gradient:
+            self._ahead.pop(self._ahead.index(task, max(0, len(self._ahead) - 1 - self._reach)))
+            self._forwards -= self._is_forward(task)
+
+    def choose(self, now: float, arrived: Sequence[float]) -> tuple[int, float]:
+        """The first task within ``reach`` that can run, else a weight gradient.
+
+        A forward holds memory while those it overtakes run, each backward followed by its weight gradient.
+        """
+        growth, seconds = self.problem.memory_growth, self.problem.seconds
+        held = self.held + sum(growth[weight] for weight in self.weights)
+        highest, blocked = self.held, False
+        reached = self._ahead[-1 : -2 - self._reach : -1]
+        for number, task in enumerate(reached):
+            if self._is_forward(task):
+                fits, after = highest + growth[task] <= self.limit, growth[task]
+            else:
+                fits = number == 0 or not self._forwards
+                after = growth[task] + growth[task + self.problem.first_input_gradient]
+            if arrived[task] <= now:
+                if fits:
+                    return task, 0.0
+                blocked = True
+            held += after
+            highest = max(highest, held)
+        upcoming = min((arrived[task] for task in reached if arrived[task] > now), default=float("inf"))
+        if self.weights and (blocked or now + seconds[self.weights[0]] <= upcoming):
+            return self.weights[0], 0.0
+        return -1, upcoming
+
+    def _is_forward(self, task: int) -> bool:
+        return task < self.problem.first_input_gradient

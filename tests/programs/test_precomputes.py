@@ -97,6 +97,15 @@ def test_a_precompute_that_nobody_reads_is_refused() -> None:
         verify_step(plan, changed)
 
 
+def test_a_precompute_of_weights_that_have_not_come_is_refused() -> None:
+    plan, programs = step(TWO_PIPELINES, chain_links(4), GATHERED)
+    own = [*programs[0].instructions]
+    number = places(programs[0], Op.PRECOMPUTE)[0]
+    own.insert(places(programs[0], Op.WAIT_UNSHARD)[0], own.pop(number))
+    with pytest.raises(VerifyError, match="precompute of stage 0 runs before wait_unshard of stage 0"):
+        verify_step(plan, [Program(0, tuple(own)), *programs[1:]])
+
+
 def test_what_was_freed_with_the_weights_is_not_read() -> None:
     plan, programs = step(TWO_PIPELINES, chain_links(4), GATHERED)
     changed = []

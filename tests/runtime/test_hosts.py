@@ -11,8 +11,8 @@ from two_level_topology_script import LEVELS, ODD, RANKS, ROWS, SGD, STEPS, batc
 from unsplit_reference import unsplit_step
 from worker_processes import run_ranks
 
-from pipec.hardware.collective_costs import all_reduce_seconds, fastest_num_hosts, unshard_seconds
-from pipec.hardware.topology import Device, Level, Topology, uniform_topology
+from pipec.hardware.collective_costs import all_reduce_seconds, unshard_seconds
+from pipec.hardware.topology import Device, Level, Topology
 
 Facts = dict[str, dict[str, Any]]
 
@@ -74,20 +74,9 @@ def test_stages_on_several_ranks_train_as_the_plain_script(found: list[Facts]) -
         assert facts["two stages"]["losses"] == pytest.approx(plain(), rel=1e-12)
 
 
-def test_the_faster_way_is_taken_and_priced() -> None:
+def test_a_ring_takes_as_long_as_its_slowest_link() -> None:
     hosts = Topology((Device(),) * 16, (Level(8, 1e10, 1e-6), Level(2, 1e9, 1e-5)))
     size = 1e8
-    inside, between = 7 * (1e-6 + size / 8 / 1e10), 1e-5 + size / 2 / 1e9
-    assert fastest_num_hosts(hosts, range(16), size) == 2
-    assert unshard_seconds(hosts, range(16), size, 2) == pytest.approx(inside + between)
+    assert unshard_seconds(hosts, range(8), size) == pytest.approx(7 * (1e-6 + size / 8 / 1e10))
     assert all_reduce_seconds(hosts, range(16), size) == pytest.approx(30 * (1e-5 + size / 16 / 1e9))
-    assert fastest_num_hosts(hosts, range(8), size) == 1
-    assert fastest_num_hosts(hosts, (0, 1, 8), size) == 1
-    assert fastest_num_hosts(uniform_topology((8, 2), (1e9, 1e9)), range(16), size) == 1
-
-
-def test_every_level_may_be_that_of_the_hosts() -> None:
-    racks = uniform_topology((2, 2, 2), (1e10, 1e10, 1e8))
-    assert fastest_num_hosts(racks, range(8), 1e8) == 2
-    hosts = uniform_topology((2, 4, 1), (1e10, 1e8, 1e8))
-    assert fastest_num_hosts(hosts, range(8), 1e8) == 4
+    assert unshard_seconds(hosts, (3,), size) == 0

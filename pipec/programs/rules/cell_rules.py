@@ -19,7 +19,7 @@ def lives_are_complete(step: ProgramIndex) -> Iterator[Violation]:
     wait_recv stage 1 mb 0, recv stage 1 mb 0, forward stage 1 mb 0
     """
     for rank in range(len(step.columns)):
-        cells = RankCells(step, rank)
+        cells = RankCells(step, rank, step.columns[rank])
         due, accessed = _due(cells), {cell: (life, own) for cell, life, own in cells.lives()}
         for cell in CELLS:
             life, own = accessed.get(cell, (cells.life(cell), None))

@@ -1,7 +1,7 @@
 """Greedy schedules: whenever a rank is free it chooses its next task, and no choice is ever undone.
 
 ``list_scheduling`` advances the time and lets each rank choose. Ranks here follow a ``GreedyPolicy`` under a
-memory limit; those of ``patterns`` follow a given order.
+memory limit; those of V-Half and V-Min follow a given order.
 """
 
 import heapq

@@ -58,18 +58,6 @@ class OrderingProblem:
         return [rank_of(self.placement, self.stage(task), self.microbatch(task)) for task in tasks]
 
     @cached_property
-    def makespan_lower_bound(self) -> float:
-        """A makespan that no order can beat: a rank runs all its tasks after the first microbatch arrives."""
-        m, arrival, arrivals = self.num_microbatches, 0.0, dict[int, float]()
-        for stage in range(self.num_stages):
-            arrivals.setdefault(rank_of(self.placement, stage), arrival)
-            arrival += self.seconds[stage * m] + self.message_times[stage * m]
-        busy = [0.0] * self.num_ranks
-        for rank, seconds in zip(self.ranks, self.seconds, strict=True):
-            busy[rank] += seconds
-        return max(arrivals[rank] + each for rank, each in enumerate(busy))
-
-    @cached_property
     def num_channels(self) -> int:
         return max(self.channels) + 1
 

@@ -1,8 +1,7 @@
 """ZB-1p and ZB-2p: split backwards, searched for given costs and memory (Qi et al., Zero Bubble, ICLR 2024).
 
-The search times the orders of a list scheduler for each of several policies. Where ranks have several stages,
-their interleaving matters as much, so the best orders are annealed. Last, single tasks of the critical path
-are moved.
+The search times the orders of a list scheduler for each of several policies, and then moves single tasks of
+the critical path.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,6 @@ from pipec.errors import InfeasibleError
 from pipec.ir import Schedule
 from pipec.schedules.named import zb_h1, zb_h2
 from pipec.schedules.order_builder import linear_placement
-from pipec.schedules.search.anneal import anneal
 from pipec.schedules.search.greedy import GreedyPolicy, greedy_orders
 from pipec.schedules.search.ordering_problem import (
     OrderingProblem,
@@ -26,9 +24,6 @@ from pipec.schedules.search.workload import Workload
 _PATIENCES = (0.0, 0.5, 1.0)
 _EFFORT = 160_000
 """Tasks to time while single ones are moved."""
-
-_ANNEALING = 400_000
-"""Tasks of the orders that annealing tries."""
 
 
 def zb_1p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
@@ -73,8 +68,7 @@ def _zero_bubble(name: str, num_ranks: int, m: int, work: Workload, depth: int) 
 def search(problem: OrderingProblem, starts: Iterable[TaskOrders], *, by_span: bool) -> TaskOrders:
     """The best orders found, by span and then makespan, or by makespan and then span.
 
-    These are the best of the ``starts`` that fit and of the orders that each policy leads to. They are
-    annealed where ranks have several stages, and reordered.
+    These are the best of the ``starts`` that fit and of the orders that each policy leads to, reordered.
 
     Raises:
         InfeasibleError: no order fits within the memory limit.
@@ -87,10 +81,7 @@ def search(problem: OrderingProblem, starts: Iterable[TaskOrders], *, by_span: b
             f"no order of {problem.num_stages} stages on {problem.num_ranks} ranks stays within a memory "
             f"limit of {min(problem.memory_limits):g} on each; raise the limit or use smaller microbatches"
         )
-    _, orders = best = min(scored, key=lambda each: each[0])
-    if problem.num_stages > problem.num_ranks:
-        annealed = anneal(problem, orders, _ANNEALING // len(problem.producer))
-        _, orders = min(best, (_score(problem, annealed, by_span), annealed), key=lambda each: each[0])
+    _, orders = min(scored, key=lambda each: each[0])
     return reorder(problem, orders, by_span=by_span, max_timings=_EFFORT // len(problem.producer))
 
 
