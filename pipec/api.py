@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from pipec.hardware.gpus import gpu_memory, with_gpu_memory
 from pipec.hardware.topology import Topology
 from pipec.ir import Mode, NonFiniteAction, Precision, ShardingLevel, SyncSpec
 from pipec.ir.argument_checks import check_arguments
+from pipec.ir.batch_split import repeated_tensors
 from pipec.option_conflicts import check_conflicts
 from pipec.options import GRADIENT_DTYPES, OPTIONS, Options, takes_options
 from pipec.pipeline import Pipeline
@@ -301,11 +303,13 @@ def profile(
     require("capture")
     from pipec.capture.tracer import (  # loads torch._dynamo, as no other function here does
         CaptureRequest,
-        capture,
+        capture_with_variables,
     )
+    from pipec.capture.variable_history import VariableHistory
 
     check_arguments(PROFILE_ARGUMENTS, locals())
     given = ModelCall(example.args, dict(example.kwargs), example.target)
+    given = replace(given, repeated=repeated_tensors(given.leaves))
     call = with_batch_axes(given, example.batched, positional_names(example.model))
     size = max(1, call.batch_size // 8) if microbatch_size is None else microbatch_size
     if not 1 <= size <= call.batch_size:
@@ -318,7 +322,8 @@ def profile(
     canonical = ModelTensors.of(model).canonical
     with autocast(None if precision is None else Precision(precision), where):
         loss_path = as_path(example.loss_key)
-        graph = capture(
-            CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where, loss_path=loss_path)
+        graph = capture_with_variables(
+            CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where, loss_path=loss_path),
+            VariableHistory(expects_lengths=True).of(rows, Mode.TRAIN),
         )
     return profile_graph(graph, model, rows, where, repeats, ranks, progress)

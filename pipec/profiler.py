@@ -129,7 +129,8 @@ class _ModelTimer:
             )
             for parameters in self._parameters
         ]
-        self._span = BatchSlice([call.batch_size] * _MICROBATCHES, call.batch_size * _MICROBATCHES)
+        sizes = [call.batch_size] * _MICROBATCHES
+        self._span = BatchSlice(sizes, sum(sizes), values=graph.planned_sizes)
         self._leaves = _repeated(call, device)
 
     def run(self) -> None:
@@ -157,7 +158,8 @@ class _Timer(fx.Interpreter):
         super().__init__(graph.module)
         self._graph = graph
         self.seconds: dict[fx.Node, list[float]] = defaultdict(list)
-        self._sizes = {graph.batch: size} if graph.batch is not None else {}
+        sizes = {"b": size, **graph.planned_sizes}
+        self._sizes = {symbol: sizes[name] for symbol, name in graph.symbols.items()}
         self._device, self._clock = device, clock_of(device)
         self._marks: list[Moment] = []
 

@@ -150,6 +150,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
             data_dependent_sizes=data_dependent_sizes,
             constants={**_used(graph, batch_counts, traced.constants), **lifted},
             batch_counts=batch_counts,
+            microbatches_are_batches=not request.rewrite_loss,
             findings=replace(
                 traced.findings,
                 output=results.unproven,

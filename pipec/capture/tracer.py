@@ -38,9 +38,10 @@ from pipec.capture.own_operators import use_own_operators
 from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
 from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
+from pipec.capture.variable_history import symbolic_candidates
 from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
-from pipec.ir import Mode
+from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
 from pipec.primitives import recurrent_network
 from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
@@ -128,6 +129,28 @@ def capture(request: CaptureRequest) -> TrainingGraph:
             error_summary(failures[0]),
         )
     return replace(graph, reads=tracer.reads(), repeated=call.repeated)
+
+
+def capture_with_variables(
+    request: CaptureRequest, variables: Sequence[Variable], report: Callable[..., None] = log.debug
+) -> TrainingGraph:
+    """The graph with variables as symbols: all that can be, or sizes alone, or numbers alone, or none.
+
+    ``report`` logs which are compiled for one value, and why. Raises as ``capture``.
+    """
+    attempts = symbolic_candidates(variables)
+    while attempts:
+        attempt = attempts.pop(0)
+        try:
+            return capture(replace(request, variables=attempt))
+        except SpecializedVariableError as error:
+            fixed = [variable for variable in attempt if variable.name == error.name] or attempt
+            names = ", ".join(dict.fromkeys(variable.path for variable in fixed))
+            report("each value of %s is compiled on its own: %s", names, error)
+            if error.name:
+                left = [tuple(x for x in each if x.name != error.name) for each in (attempt, *attempts)]
+                attempts = [each for each in dict.fromkeys(left) if each]
+    return capture(request)
 
 
 @contextmanager

@@ -13,11 +13,9 @@ from itertools import takewhile
 from typing import Any
 
 from pipec.capture.autocast import autocast, refuse_float16_weights
-from pipec.capture.graph_symbols import SpecializedVariableError
 from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import make_traced_step
-from pipec.capture.tracer import CaptureRequest, capture
-from pipec.capture.variable_history import symbolic_candidates
+from pipec.capture.tracer import CaptureRequest, capture_with_variables
 from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
 from pipec.compiler.batch_equivalence import (
     batch_warnings,
@@ -240,30 +238,10 @@ def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]
     )
     refuse_float16_weights(settings.precision, compiler.model)
     with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
-        graph = _capture_variables(request, one) if candidate.dynamic else None
-        graph = graph or capture(one)
+        variables = request.key.variables if candidate.dynamic else ()
+        says = request.has_changed or request.call.marked
+        graph = capture_with_variables(one, variables, log.warning if says else log.debug)
     return replace(graph, variables=request.key.variables, planned_sizes=request.values)
-
-
-def _capture_variables(request: CompileRequest, one: CaptureRequest) -> TrainingGraph | None:
-    """A graph with symbolic variables: all that can be, or the sizes alone, or the numbers alone.
-
-    None if none can be.
-    """
-    attempts = symbolic_candidates(request.key.variables)
-    while attempts:
-        attempt = attempts.pop(0)
-        try:
-            return capture(replace(one, variables=attempt))
-        except SpecializedVariableError as error:
-            fixed = [variable for variable in attempt if variable.name == error.name] or attempt
-            names = ", ".join(dict.fromkeys(variable.path for variable in fixed))
-            if request.has_changed or request.call.marked:
-                log.warning("each value of %s is compiled on its own: %s", names, error)
-            if error.name:
-                left = [tuple(x for x in each if x.name != error.name) for each in (attempt, *attempts)]
-                attempts = [each for each in dict.fromkeys(left) if each]
-    return None
 
 
 # choose

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -11,12 +12,11 @@ from pipec.graph import TrainingGraph, is_constant
 
 
 def graph_fingerprint(graph: TrainingGraph) -> str:
-    """A digest of every node, in order: what it calls, which operator caused it, and its arguments' names."""
+    """A digest of every node, in order: what it calls, which operator caused it, and what it reads."""
     digest = hashlib.sha256()
     for node in graph.nodes:
-        digest.update(
-            f"{node.name} {target_name(node)} {node.meta['operator']} {node.args} {node.kwargs}\n".encode()
-        )
+        read = fx.node.map_aggregate((node.args, node.kwargs), _identity)
+        digest.update(f"{node.name} {target_name(node)} {node.meta['operator']} {read}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -25,6 +25,11 @@ def target_name(node: fx.Node) -> str:
     return (
         str(node.target) if "built-in" not in str(node.target) else str(getattr(node.target, "__name__", ""))
     )
+
+
+def _identity(read: Any) -> Any:
+    """A node by its name; an argument of the graph by what it is, since its name is a number."""
+    return read.meta["role"] if isinstance(read, fx.Node) and read.op == "placeholder" else read
 
 
 def profiled_nodes(graph: TrainingGraph) -> Iterator[fx.Node]:

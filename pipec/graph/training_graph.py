@@ -74,6 +74,7 @@ class TrainingGraph:
     * ``assignment`` has the stages of a graph that is cut.
     * ``paths`` names the leaves of the arguments, and ``axes`` says where the user has the rows of the leaves
       that are split. ``training`` is the mode of the model.
+    * ``microbatches_are_batches`` if each is a batch of its own, whose loss the user has weighted.
     """
 
     module: fx.GraphModule
@@ -105,6 +106,7 @@ class TrainingGraph:
     reads: ReadValues = NOTHING_READ
     input_branches: InputBranches = NO_INPUT_BRANCHES
     repeated: tuple[tuple[int, int], ...] | None = None
+    microbatches_are_batches: bool = False
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -137,10 +139,12 @@ class TrainingGraph:
     def step_buffers(self) -> frozenset[str]:
         """The buffers to which every microbatch of a step gives the same new value: such as counters.
 
-        If the batch has no symbol, any number may be that of its rows, so that there are none.
+        There are none if the batch has no symbol, for any number may then be that of its rows, nor if each
+        microbatch is a batch of its own.
         """
         changed = {role.fqn: node for role, node in self.outputs if isinstance(role, UpdatedBuffer)}
-        found = {*changed} if self.batch is not None else set[str]()
+        is_divided = self.batch is not None and not self.microbatches_are_batches
+        found = {*changed} if is_divided else set[str]()
         known = {*self.variable_symbols}
         while varying := {x for x in found if not is_same_for_all(changed[x], known, {*changed} - found)}:
             found -= varying

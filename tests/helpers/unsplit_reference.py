@@ -29,20 +29,24 @@ def loss_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.loss
 
 
+STEP_BUFFERS = ("num_batches_tracked", ".weight.0._u", ".weight.0._v")
+"""The ends of the names of buffers that every microbatch changes alike."""
+
+
 def unsplit_step(model: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> Tensor:
     """The loss of the mini-batch; gradients are added to ``.grad``. Each microbatch counts by its rows.
 
-    Statistics of norms change with each microbatch, and numbers of batches once.
+    Statistics of norms change with each microbatch; numbers of batches, and vectors of spectral norms, once.
     """
     total: Tensor | float = 0.0
     buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
-    counters = {x: x + 1 for fqn, x in buffers if fqn.endswith("num_batches_tracked")}
+    before = {x: x.clone() for fqn, x in buffers if fqn.endswith(STEP_BUFFERS)}
     for rows, size in zip(microbatches(inputs, sizes), sizes, strict=True):
+        for buffer, value in before.items():
+            buffer.copy_(value)
         loss, share = loss_of(model(**rows)), size / sum(sizes)
         loss.backward(gradient=torch.tensor(share, dtype=loss.dtype))
         total = total + loss.detach() * share
-    for counter, after in counters.items():
-        counter.copy_(torch.minimum(counter, after))
     assert isinstance(total, Tensor)
     return total
 
