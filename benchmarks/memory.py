@@ -151,7 +151,7 @@ def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
     """A pipeline that is prepared. Ranks of a process share a model, of which other processes keep parts."""
     model, inputs = made.__wrapped__(case.model) if world().is_distributed else made(case.model)
     pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=ADAM, **case.options())
-    with mock.patch("pipec.compiler.compile.capture", capture_once):
+    with mock.patch("pipec.capture.tracer.capture", capture_once):
         return pipe.prepare(**inputs), inputs
 
 

@@ -255,7 +255,7 @@ def test_ragged_padding_makes_no_difference(factory: Any, tmp_path: Path) -> Non
         kept.extend([] if kept else [tracer.capture(request)])
         return kept[0]
 
-    with mock.patch("pipec.compiler.compile.capture", capture_once):
+    with mock.patch("pipec.capture.tracer.capture", capture_once):
         for microbatches in (2, 4, 8):
             trained = copy.deepcopy(made)
             pipe = pipec.compile(trained, devices=2, microbatches=microbatches)

@@ -81,7 +81,7 @@ def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
 
     trained = copy.deepcopy(model)
     pipe = pipec.compile(trained, devices=4, microbatches=len(SIZES))
-    with mock.patch("pipec.compiler.compile.capture", capture_and_keep):
+    with mock.patch("pipec.capture.tracer.capture", capture_and_keep):
         pipe.prepare(**inputs)
     return pipe, trained, Captured(model, inputs, kept[0])
 

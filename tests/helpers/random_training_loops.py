@@ -799,7 +799,7 @@ def run(case: Case) -> Result:
     first = ""
     with (
         warnings.catch_warnings(),
-        mock.patch("pipec.compiler.compile.capture", capture_once),
+        mock.patch("pipec.capture.tracer.capture", capture_once),
         mock.patch("pipec.ir.sharding.ALIGNMENT", 2),
     ):
         warnings.simplefilter("ignore")
