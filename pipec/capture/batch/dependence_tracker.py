@@ -232,7 +232,7 @@ class DependenceTracker(TorchDispatchMode):
 
     def _decomposed(self, call: OperatorCall) -> tuple[Dependence, ...] | None:
         """The dependence of the results by torch's decomposition of the operator; None without one."""
-        decompose = _trilinear if call.name == "_trilinear" else decompositions().get(call.op)
+        decompose = _DECOMPOSITIONS.get(call.name) or decompositions().get(call.op)
         if decompose is None or self._depth > 3:
             return None
         self._depth += 1
@@ -445,6 +445,24 @@ def _trilinear(one: Tensor, two: Tensor, three: Tensor, *dims: Sequence[int], un
         factors[each] = tensor
     return (factors[0] * factors[1] * factors[2]).sum(list(summed))
 
+
+def _written(view: OpOverload) -> Callable[..., Tensor]:
+    """The decomposition of ``slice_scatter`` and its kin, which return a copy with a part overwritten."""
+
+    def decomposition(x: Tensor, part: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copied = x.clone()
+        view(copied, *args, **kwargs).copy_(part)
+        return copied
+
+    return decomposition
+
+
+_DECOMPOSITIONS: Mapping[str, Callable[..., Any]] = {
+    "_trilinear": _trilinear,
+    "select_scatter": _written(torch.ops.aten.select.int),
+    "slice_scatter": _written(torch.ops.aten.slice.Tensor),
+    "diagonal_scatter": _written(torch.ops.aten.diagonal.default),
+}
 
 _STAND_INS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "nonzero": _nonzero,

@@ -60,7 +60,6 @@ _MOVES = (
     ),
     *("select", "unbind", "slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
     *("unfold", "diagonal", "diag", "flip", "roll", "as_strided", "view_as_complex", "view_as_real"),
-    *("select_scatter", "slice_scatter", "select_backward", "slice_backward"),
 )
 
 _CREATES = (
