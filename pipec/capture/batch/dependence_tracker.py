@@ -19,7 +19,6 @@ from pipec.capture.batch.operator_call import (
     OperatorCall,
     is_pointwise,
     mixed_or_unproven,
-    per_row_among,
     plain_name_of,
     tensors_in,
     truncates,
@@ -30,6 +29,7 @@ from pipec.capture.batch.rules import (
     DRAWN,
     IGNORES_VALUES,
     KEEP_POWERS,
+    KEEP_ROW_NUMBERS,
     READS_ROW_COUNT,
     rule_of,
 )
@@ -201,12 +201,15 @@ class DependenceTracker(TorchDispatchMode):
             is_power = any(power_of(value) for value in call.values if not isinstance(value, SumOverRows))
             if is_power and name not in KEEP_POWERS and not is_pointwise(call.op):
                 return call.mixed("computes with the number of rows, which is another one in a microbatch")
-            return rule(call)
-        if not call.values:
+            if name not in KEEP_ROW_NUMBERS and not is_pointwise(call.op):
+                call.require_no_row_numbers()
+            made = rule(call)
+        elif not call.values:
             return Whole()
-        if (made := self._decomposed(call)) is not None:
-            return made
-        return self._assume(call)
+        else:
+            made = self._decomposed(call) or call.assumed()
+        self.assumes_rows |= call.is_assumed
+        return made
 
     def _needs_order(self, call: OperatorCall) -> bool:
         """Whether a call depends on the order of rows gathered from replicas, which is not the batch's."""
@@ -244,20 +247,6 @@ class DependenceTracker(TorchDispatchMode):
         finally:
             self._depth -= 1
         return tuple(map(self.dependence_of, tensors_in(made)))
-
-    def _assume(self, call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
-        """Take an operator without a rule to compute each row by itself, if its results' sizes allow it.
-
-        Each then has the rows along the one dimension that is as long as the batch.
-        """
-        dims = [
-            [dim for dim, size in enumerate(x.shape) if size == self.rows] for x in tensors_in(call.result)
-        ]
-        is_plain = all(isinstance(v, PerRow | Whole) and not v.degree for v in call.values)
-        if not (self.symbolic and is_plain and per_row_among(call.values)) or {len(x) for x in dims} != {1}:
-            return call.unproven()
-        self.assumes_rows = True
-        return tuple(PerRow(dim) for (dim,) in dims)
 
     def _checked(self, call: OperatorCall, tensor: Tensor, value: Dependence) -> Dependence:
         """The value, unless the tensor has dimensions that grow with the batch and are none of its rows."""

@@ -16,7 +16,7 @@ from pipec.capture.batch.dependence import (
     Whole,
     power_of,
 )
-from pipec.capture.batch.operator_call import NeedsMeanError, OperatorCall, mixed_or_unproven, tensors_in
+from pipec.capture.batch.operator_call import NeedsMeanError, OperatorCall, tensors_in
 
 
 def move(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
@@ -146,8 +146,6 @@ def concatenate(call: OperatorCall) -> Dependence:
     """``cat`` and ``stack``."""
     parts = [x for x in call.tensors if x.numel() or x.ndim > 1 or call.name == "stack"]
     values = [call.dependence_of(x) for x in parts]
-    if unknown := mixed_or_unproven(values):
-        return unknown
     rows = [value for value in values if isinstance(value, PerRow)]
     if any(isinstance(value, SelectedRows) for value in values):
         keeps = call.name == "cat" and call["dim"] % len(call.shape) != 0
@@ -188,7 +186,6 @@ def _joined_rows(
 def pad(call: OperatorCall) -> Dependence:
     """``constant_pad_nd``: ``pad`` has two numbers for each dimension, from the last on."""
     value, pad, number = call.dependence_of(call.first), call["pad"], call["value"]
-    call.require_no_row_numbers()
     if isinstance(value, PerRow | SelectedRows):
         own = call.first.ndim - 1 - (value.dim if isinstance(value, PerRow) else 0)
         if any(pad[2 * own : 2 * own + 2]):

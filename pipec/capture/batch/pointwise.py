@@ -6,7 +6,6 @@ from pipec.capture.batch.dependence import MEAN, Dependence, PerRow, SelectedRow
 from pipec.capture.batch.operator_call import (
     NeedsMeanError,
     OperatorCall,
-    mixed_or_unproven,
     per_row_among,
     tensors_in,
     truncates,
@@ -25,8 +24,6 @@ KEEPING = {
 
 def pointwise(call: OperatorCall) -> Dependence:
     """Each element of the result depends on the elements of the arguments at the same position."""
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
     if not _keeps(call):
         call.require_no_row_numbers()
     if any(isinstance(value, SelectedRows) for value in call.values):
