@@ -28,6 +28,7 @@ from pipec.capture.batch.rules import (
     CONSTANT_FILLS,
     DRAWN,
     IGNORES_VALUES,
+    KEEP_FILLS,
     KEEP_POWERS,
     KEEP_ROW_NUMBERS,
     READS_ROW_COUNT,
@@ -70,8 +71,6 @@ class DependenceTracker(TorchDispatchMode):
     """The results of an operator without a rule were taken to have rows. Whoever reads it sets it back."""
     gathered_sizes: set[int] = field(default_factory=set)
     """The sizes of dimensions that have the rows of all replicas."""
-    not_in_batch_order: set[int] = field(default_factory=set)
-    """Tensors by ``id`` that have them in another order than the batch, and what is made of them."""
     num_batch_norms: int = 0
     has_norm_over_rows_alone: bool = False
     drew_random: bool = False
@@ -148,12 +147,10 @@ class DependenceTracker(TorchDispatchMode):
             self._write(call, given)
             return result
         results = tensors_in(result)
-        if any(id(tensor) in self.not_in_batch_order for tensor in call.tensors):
-            self.not_in_batch_order.update(map(id, results))
         keeps = (is_pointwise(func) or call.name in KEEPING) and not is_drawn
         of_uniform = keeps and all(self.fact(x).uniform for x in call.tensors)
         uniform = call.name in CONSTANT_FILLS or (of_uniform and bool(call.tensors)) or _draws_alone(call)
-        values = call.mixed(_OUT_OF_ORDER) if self._needs_order(call) else self._values(call)
+        values = self._values(call)
         each = values if isinstance(values, tuple) else (values,) * len(results)
         for tensor, value in zip(results, each, strict=False):
             if not any(tensor is argument for argument in call.tensors):
@@ -190,7 +187,7 @@ class DependenceTracker(TorchDispatchMode):
             return unknown
         grows = self.symbolic and any(call.degree(number) for number in call.numbers)
         is_whole = bool(call.values) and all(isinstance(v, Whole) and not v.degree for v in call.values)
-        if is_whole and not grows and name not in _KEEP_FILLS | IGNORES_VALUES:
+        if is_whole and not grows and name not in KEEP_FILLS:
             return Whole()
         if grows and name not in READS_ROW_COUNT:
             return call.mixed("computes with the number of rows, which is another one in a microbatch")
@@ -210,20 +207,6 @@ class DependenceTracker(TorchDispatchMode):
             made = self._decomposed(call) or call.assumed()
         self.assumes_rows |= call.is_assumed
         return made
-
-    def _needs_order(self, call: OperatorCall) -> bool:
-        """Whether a call depends on the order of rows gathered from replicas, which is not the batch's."""
-        if (
-            not self.not_in_batch_order
-            or not call.tensors
-            or id(call.first) not in self.not_in_batch_order
-            or call.name not in _TELLING_PLACES
-        ):
-            return False
-        dim = call.arguments.get("dim")
-        if isinstance(dim, int) and call.first.ndim:
-            return call.first.shape[dim] in self.gathered_sizes
-        return any(size in self.gathered_sizes for size in call.first.shape)
 
     def _note_norm(self, call: OperatorCall) -> None:
         value = call.dependence_of(call.first)
@@ -349,37 +332,11 @@ class DependenceTracker(TorchDispatchMode):
 
 def _draws_alone(call: OperatorCall) -> bool:
     """Whether a call draws elements that depend on none of its tensors, such as the mask of a dropout."""
-    if _RANDOM not in call.op.tags or call.name not in DRAWN:
-        return False
-    numbers = [call.arguments.get(name) for name in ("p", "mean", "std")]
     is_like = call.name.endswith("_like") or schema(call.op).is_mutable or not call.tensors
-    return (
-        is_like
-        and not (call.name == "bernoulli" and not isinstance(numbers[0], float))
-        and not any(isinstance(x, Tensor) for x in numbers)
-    )
+    return call.name in DRAWN and is_like and len(call.tensors) <= 1
 
-
-_OUT_OF_ORDER = "tells rows of replicas apart by their place, which is another one than in the batch"
-
-_TELLING_PLACES = {
-    *("diagonal", "gather", "index", "index_select", "roll", "select", "slice", "split", "split_with_sizes"),
-    *("tril", "triu", "unbind", "unfold"),
-}
 
 _OVERWRITING = {"copy", "fill", "zero"}
-_KEEP_FILLS = {
-    "view",
-    "expand",
-    "clone",
-    "_to_copy",
-    "unsqueeze",
-    "slice",
-    "select",
-    "transpose",
-    "permute",
-    "detach",
-}
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -112,6 +112,7 @@ class OperatorCall:
 
         Each result then has the rows along the one dimension that grows with the batch.
         """
+        self.require_no_row_numbers()
         if not self.symbolic:
             return self.unproven()
         results = tensors_in(self.result)

@@ -45,17 +45,8 @@ def _ctc_loss(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
 
 
 _MOVES = (
-    *(
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "_reshape_alias",
-        "permute",
-        "transpose",
-        "t",
-        "unsqueeze",
-        "squeeze",
-    ),
+    *("view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t"),
+    *("unsqueeze", "squeeze"),
     *("select", "unbind", "slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
     *("unfold", "diagonal", "diag", "flip", "roll", "as_strided", "view_as_complex", "view_as_real"),
 )
@@ -163,27 +154,17 @@ READS_ROW_COUNT = {
     *_MOVES,
     *_CREATES,
     *_DRAWS,
-    "expand",
-    "repeat",
-    "arange",
-    "randperm",
-    "native_group_norm",
-    "affine_grid_generator",
-    "convolution",
-    "col2im",
-    "bernoulli",
-    "mul",
-    "div",
-    "add",
-    "sub",
-    "rsub",
-    "constant_pad_nd",
+    *("expand", "repeat", "arange", "randperm", "constant_pad_nd", "native_group_norm", "convolution"),
+    *("affine_grid_generator", "col2im", "mul", "div", "add", "sub", "rsub"),
 }
 """Operators whose rule knows what to make of an argument that comes from the number of rows."""
 
 IGNORES_VALUES = {name for name in _CREATES if name.endswith("_like") or name.startswith("new_")}
 IGNORES_VALUES |= {"fill", "zero", "pipec::batch_counts"}
 """Operators whose result does not depend on the values that their first argument has here."""
+
+KEEP_FILLS = {*_MOVES, *KEEPING, *IGNORES_VALUES, "expand"}
+"""Operators whose result has one number everywhere if their argument has."""
 
 
 def rule_of(name: str, is_elementwise: bool) -> Rule | None:
