@@ -126,6 +126,11 @@ class DependenceTracker(TorchDispatchMode):
             args, kwargs = pytree.tree_map_only(Tensor, self.meta_copy, (args, kwargs))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _META}
+        if isinstance(func, OpOverload) and rule_of(plain_name_of(func), is_pointwise(func)) is None:
+            with self:
+                found = func.decompose(*args, **kwargs)  # as autograd does, which decompositions are below
+            if found is not NotImplemented:
+                return found
         result = self._run(func, args, kwargs)
         if not isinstance(func, OpOverload):
             return result

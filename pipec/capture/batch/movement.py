@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +39,15 @@ def move(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
     if call.name == "unsqueeze":
         dim = call["dim"] % (call.first.ndim + 1)
         return value.at(value.dim + (dim <= value.dim))
-    if call.name in ("diag", "flip", "roll"):
-        return _reordered(call, value)
+    if call.name in ("flip", "roll"):
+        given = call.arguments.get("dims") or range(call.first.ndim)
+        mixes = value.dim in {dim % call.first.ndim for dim in given}
+        return call.mixed("changes the order of rows") if mixes else value
     return _viewed(call, value)
 
 
 _CUTTING = {"select", "slice", "split", "split_with_sizes", "unfold"}
-_RESHAPING = {"view", "_unsafe_view", "reshape", "_reshape_alias", "as_strided", "diagonal", "unfold"}
+_RESHAPING = {"view", "_unsafe_view", "_reshape_alias", "as_strided", "diagonal", "unfold"}
 
 
 def _integers(call: OperatorCall) -> list[int]:
@@ -59,12 +62,6 @@ def _reinterpreted(call: OperatorCall, value: Dependence) -> Dependence:
     if isinstance(value, PerRow) and value.dim == call.first.ndim - 1 and call.shape != call.first.shape:
         return call.unproven("gives rows another number of elements")
     return replace(value, fill=None) if isinstance(value, Whole) else value
-
-
-def _reordered(call: OperatorCall, rows: PerRow) -> Dependence:
-    given = call.arguments.get("dims") or range(call.first.ndim)
-    mixes = call.name == "diag" or rows.dim in {dim % call.first.ndim for dim in given}
-    return call.mixed("changes the order of rows, or takes the diagonal over them") if mixes else rows
 
 
 def _viewed(call: OperatorCall, rows: PerRow) -> Dependence | tuple[Dependence, ...]:
@@ -107,8 +104,8 @@ def _rows_of_view(call: OperatorCall, rows: PerRow, step: int, view: Tensor) -> 
 
 
 def _dim(call: OperatorCall) -> int:
-    dim: int = call.arguments.get("dim", call.arguments.get("dimension"))
-    return dim % call.first.ndim if call.first.ndim else 0
+    dim: Any = call.arguments.get("dim", call.arguments.get("dimension"))
+    return int(dim) % call.first.ndim if call.first.ndim else 0
 
 
 def expand(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:

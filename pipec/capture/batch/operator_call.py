@@ -102,10 +102,10 @@ class OperatorCall:
         return size >= self.rows and size % self.rows == 0
 
     def mixed(self, why: str) -> MixedRows:
-        return MixedRows(why, self.op)
+        return MixedRows(why)
 
     def unproven(self, why: str = "") -> Unproven:
-        return Unproven(why or f"calls {self.op}, of which pipec does not know what it does to rows", self.op)
+        return Unproven(why or f"calls {self.op}, of which pipec does not know what it does to rows")
 
     def assumed(self) -> Dependence | tuple[Dependence, ...]:
         """The likely answer for an operator without a rule: each row is computed by itself.

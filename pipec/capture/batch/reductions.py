@@ -41,10 +41,10 @@ def dims_of(call: OperatorCall) -> list[int]:
 
 
 _MATRICES = (
-    *("linalg_inv_ex", "inverse", "linalg_cholesky_ex", "cholesky", "linalg_eigh", "_linalg_eigh"),
+    *("linalg_inv_ex", "linalg_cholesky_ex", "cholesky", "_linalg_eigh"),
     *("linalg_qr", "_linalg_svd", "_linalg_det", "_linalg_slogdet", "linalg_lu_factor_ex", "linalg_lu"),
     *("tril", "triu", "linalg_matrix_exp", "_linalg_solve_ex", "linalg_solve_triangular"),
-    *("triangular_solve", "cholesky_solve", "linalg_pinv", "linalg_eig", "linalg_eigvals"),
+    *("triangular_solve", "cholesky_solve", "linalg_pinv", "linalg_eig"),
     *("_linalg_eigvals", "lu_unpack", "linalg_lu_solve"),
 )
 
@@ -126,14 +126,14 @@ def along_dims(call: OperatorCall) -> Dependence:
 
 def _left(call: OperatorCall, rows: PerRow, dims: Sequence[int]) -> PerRow:
     """The rows after some other dimensions are removed."""
-    keeps = len(call.shape) == call.first.ndim or call.name not in REDUCING
+    keeps = len(call.shape) == call.first.ndim
     return rows if keeps else rows.at(rows.dim - sum(dim < rows.dim for dim in set(dims)))
 
 
 REDUCING = (
     *("amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "any", "all", "prod", "std", "var"),
     *("var_mean", "std_mean", "logsumexp", "norm", "linalg_vector_norm", "median", "nanmedian", "mode"),
-    *("kthvalue", "nansum", "sum", "mean", "count_nonzero"),
+    *("kthvalue", "nansum"),
 )
 
 

@@ -1,7 +1,7 @@
 """The rule of each operator: how the dependence of its results follows from that of its arguments.
 
 Elementwise operators are recognised by torch's own tag. An operator without a rule is decomposed by torch's
-decompositions; one without a decomposition is unproven.
+decompositions; one without a decomposition is taken to compute each row by itself, without a proof.
 """
 
 from collections.abc import Mapping
@@ -45,10 +45,10 @@ def _ctc_loss(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
 
 
 _MOVES = (
-    *("view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t"),
+    *("view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t"),
     *("unsqueeze", "squeeze"),
     *("select", "unbind", "slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
-    *("unfold", "diagonal", "diag", "flip", "roll", "as_strided", "view_as_complex", "view_as_real"),
+    *("unfold", "diagonal", "flip", "roll", "as_strided", "view_as_complex", "view_as_real"),
 )
 
 _CREATES = (
@@ -70,14 +70,13 @@ DRAWN = {*_DRAWS, *(name for name in _CREATES if "rand" in name)}
 """Operators that draw every element of their result."""
 
 _ALONG = (
-    *("softmax", "_softmax", "_safe_softmax", "_log_softmax", "log_softmax", "sort", "argsort", "topk"),
-    *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "_cummax_helper", "glu"),
-    *("_fft_r2c", "_fft_c2c", "_fft_c2r", "diff", "linalg_cross", "msort"),
+    *("_softmax", "_safe_softmax", "_log_softmax", "sort", "topk", "cumsum", "cumprod", "cummax", "cummin"),
+    *("logcumsumexp", "_cummax_helper", "glu", "_fft_r2c", "_fft_c2c", "_fft_c2r", "linalg_cross"),
     *("native_layer_norm", "_fused_rms_norm", "native_group_norm", "pipec::interpolate"),
 )
 
 _ELEMENTWISE = (
-    *("masked_fill", "where", "native_dropout", "_fused_dropout", "rrelu_with_noise", "log_sigmoid"),
+    *("masked_fill", "where", "native_dropout", "_fused_dropout", "rrelu_with_noise"),
     "log_sigmoid_forward",
 )
 """Elementwise operators that torch does not tag so."""
@@ -107,7 +106,6 @@ RULES: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), i.index_put),
     **dict.fromkeys(("index", "_unsafe_index"), i.index),
-    **dict.fromkeys(("nonzero", "argwhere"), i.nonzero),
     "expand": m.expand,
     "repeat": m.repeat,
     "constant_pad_nd": m.pad,
@@ -118,6 +116,7 @@ RULES: Mapping[str, Rule] = {
     "embedding": i.embedding,
     "index_select": i.index_select,
     "gather": i.gather,
+    "nonzero": i.nonzero,
     "masked_select": i.masked_select,
     "masked_scatter": i.masked_scatter,
     "pipec::batch_counts": lambda call: Whole(),
