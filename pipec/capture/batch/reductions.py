@@ -147,8 +147,18 @@ def each_row_alone(call: OperatorCall) -> Dependence:
     rows = {v.at(v.dim - x.ndim) for x, v in pairs if isinstance(v, PerRow)}
     if len(rows) > 1:
         return call.unproven("combines rows of several shapes")
-    ndim = max((x.ndim for x in call.tensors), default=0)
-    return next((each.at(each.dim + ndim) for each in rows), Whole())
+    if not rows:
+        return Whole()
+    (one,), ndim = rows, max(x.ndim for x in call.tensors)
+    for x, v in zip(call.tensors, call.values, strict=True):
+        if (
+            isinstance(v, Whole)
+            and v.fill is None
+            and x.ndim > max(1, -one.dim - 1)
+            and x.shape[one.dim] != 1
+        ):
+            return call.unproven("combines rows with what stands for other rows")
+    return one.at(one.dim + ndim)
 
 
 def nll_loss(call: OperatorCall) -> Dependence:
