@@ -150,12 +150,14 @@ class DependenceTracker(TorchDispatchMode):
         given = all(self.fact(tensor).from_arguments for tensor in call.tensors) and not is_drawn
         if schema(func).is_mutable and call.tensors and "batch_norm" not in schema(func).name:
             self._write(call, given)
+            self.assumes_rows |= call.is_assumed
             return result
         results = tensors_in(result)
         keeps = (is_pointwise(func) or call.name in KEEPING) and not is_drawn
         of_uniform = keeps and all(self.fact(x).uniform for x in call.tensors)
         uniform = call.name in CONSTANT_FILLS or (of_uniform and bool(call.tensors)) or _draws_alone(call)
         values = self._values(call)
+        self.assumes_rows |= call.is_assumed
         each = values if isinstance(values, tuple) else (values,) * len(results)
         for tensor, value in zip(results, each, strict=False):
             if not any(tensor is argument for argument in call.tensors):
@@ -194,24 +196,21 @@ class DependenceTracker(TorchDispatchMode):
         is_whole = bool(call.values) and all(isinstance(v, Whole) and not v.degree for v in call.values)
         if is_whole and not grows and name not in KEEP_FILLS:
             return Whole()
+        rule = rule_of(name, is_pointwise(call.op))
+        if rule is None and call.values and (parts := self._decomposed(call)):
+            return parts
         if grows and name not in READS_ROW_COUNT:
             return call.mixed("computes with the number of rows, which is another one in a microbatch")
         if "batch_norm" in name and "no_" not in name:
             self._note_norm(call)
-        rule = rule_of(name, is_pointwise(call.op))
         if rule is not None:
             is_power = any(power_of(value) for value in call.values if not isinstance(value, SumOverRows))
             if is_power and name not in KEEP_POWERS and not is_pointwise(call.op):
                 return call.mixed("computes with the number of rows, which is another one in a microbatch")
             if name not in KEEP_ROW_NUMBERS and not is_pointwise(call.op):
                 call.require_no_row_numbers()
-            made = rule(call)
-        elif not call.values:
-            return Whole()
-        else:
-            made = self._decomposed(call) or call.assumed()
-        self.assumes_rows |= call.is_assumed
-        return made
+            return rule(call)
+        return call.assumed() if call.values else Whole()
 
     def _note_norm(self, call: OperatorCall) -> None:
         value = call.dependence_of(call.first)
