@@ -9,7 +9,7 @@ from slow_params import slow_but
 from torch import Tensor, nn
 
 import pipec
-from pipec.errors import PipecError
+from pipec.errors import PipecError, UnequalStepError
 
 WIDTH = 4
 LOSS = nn.functional.mse_loss
@@ -75,6 +75,13 @@ def test_numbers_of_the_batch_are_told_from_constants(name: str) -> None:
 def test_what_is_another_number_for_the_batch_is_refused(name: str) -> None:
     pipe = pipec.compile(Fixed(WRONG[name]), 2, loss_fn=LOSS, microbatches=4)
     with pytest.raises(PipecError, match=r"rows|microbatches"):
+        pipe.step(X, target=Y)
+
+
+def test_microbatches_of_several_sizes_have_graphs_of_their_own() -> None:
+    """Of three, three and two rows, a run tells what the graph for three makes of six."""
+    pipe = pipec.compile(Fixed(WRONG["ones of all rows"]), 2, loss_fn=LOSS, microbatches=3)
+    with pytest.raises(UnequalStepError, match="microbatches of 3 and 3 rows"):
         pipe.step(X, target=Y)
 
 

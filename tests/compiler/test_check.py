@@ -169,6 +169,18 @@ def test_what_is_unproven_is_a_warning_only_without_a_check(said: list[str]) -> 
     assert any("nothing proves" in each for each in said)
 
 
+WITHOUT_RULE: dict[str, Case] = {
+    "an operator": case(lambda h, last: last(h + torch.searchsorted(torch.arange(4.0).double(), h.detach()))),
+    "a backward of rows": case(lambda h, last: last(_Clamped.apply(h))),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_RULE)
+def test_what_has_no_rule_is_said_where_nothing_is_checked(name: str, said: list[str]) -> None:
+    step(WITHOUT_RULE[name], check="off")
+    assert any("nothing proves that" in message for message in said)
+
+
 def test_the_check_changes_nothing() -> None:
     """Neither buffers nor attributes nor generators nor gradients."""
 

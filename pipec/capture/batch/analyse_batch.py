@@ -295,8 +295,11 @@ class _BatchAnalysis:
             return self._higher_order(node, args)
         if operator_name(node) in HOLDING_NUMBERS:
             return self._constant(node, args, kwargs)
-        if operator_name(node) == "embedding_bag":
-            return self._bags(node, args)
+        if operator_name(node) == "embedding_bag" and args[0].ndim == 2:
+            made = torch.nn.functional.embedding(*args[:2])[..., 0]
+            for weights in tensors_in((args[2:], kwargs)):
+                made = made * weights
+            return made.sum(1)[:, None].expand(-1, args[1].shape[1])
         odd = [source for source in node.all_input_nodes if source in self._odd]
         if any(self._grows(source) for source in odd):
             return self._stand_in(node, MixedRows(_OF_ANOTHER_NUMBER))
@@ -364,90 +367,39 @@ class _BatchAnalysis:
         reason = MixedRows("computes with the number of rows, which is another one in a microbatch")
         return self._stand_in(node, value if isinstance(value, Whole) else reason)
 
-    def _bags(self, node: fx.Node, args: Sequence[Any]) -> Any:
-        """Handle ``embedding_bag`` of a matrix of indices, which torch calls with offsets."""
-        values = {
-            self.tracker.dependence_of(x) for x in tensors_in((args, dict(node.kwargs))) if x is not args[1]
-        }
-        if args[0].ndim != 2 and not all(map(is_whole, values)):
-            return self._stand_in(node, MixedRows("looks up bags by the places where they begin"))
-        rows = values == {PerRow(0)} and is_whole(self.tracker.dependence_of(args[1]))
-        if not rows and values | {self.tracker.dependence_of(args[1])} != {Whole()}:
-            return self._stand_in(node, Unproven("looks up in a table, and adds up"))
-        return self._stand_in(node, PerRow(0) if rows else Whole())
-
     def _higher_order(self, node: fx.Node, args: Sequence[Any]) -> Any:
-        """Run the graph that an operator calls, where that is all it does."""
+        """Run the graph that an operator calls. Nothing is proved of the backward of an autograd function."""
         name = str(node.target)
         if name in ("tag_activation_checkpoint", "wrap", "invoke_subgraph"):
             inner, *rest = args
             rest = rest[1:] if name == "invoke_subgraph" else rest
             return _Inner(inner, self).run(*rest)
         if name == "autograd_function_apply":
-            if all(is_whole(self.tracker.dependence_of(x)) for x in tensors_in(args)):
-                self._assumed.append(f"the backward of {describe_call(node)} adds up over microbatches")
-            return self._with_own_backward(*args)
-        raise TypeError(f"a call of {name}")
-
-    def _with_own_backward(self, forward: fx.GraphModule, backward: fx.GraphModule, *args: Any) -> Any:
-        """The results of an autograd function. Its backward must treat rows as its forward does."""
-        output, saved = forward(*_as_many(forward, args))
-        made, read = tensors_in(output), tensors_in(args)
-        values = {self.tracker.dependence_of(tensor) for tensor in made}
-        if unknown := [value for value in values if isinstance(value, MixedRows | Unproven)]:
-            assert unknown
+            self._assumed.append(f"the backward of {describe_call(node)} adds up over microbatches")
+            forward, _, *read = args
+            output, _ = forward(*_as_many(forward, read))
             return output
-        rows = all(isinstance(value, PerRow) and not value.degree for value in values)
-        sums = len(values) == 1 and isinstance(next(iter(values)), SumOverRows)
-        if not (rows or sums or all(map(is_whole, values))):
-            return self._with_dependence(
-                output, Unproven("has a backward of its own, and returns sums and rows")
-            )
-        degree = next(iter(values)).degree if sums else 0  # type: ignore[union-attr]
-        gradients = [
-            self.tracker.record(
-                torch.empty_like(x), TensorFact(self.tracker.dependence_of(x) if rows else Whole())
-            )
-            for x in made
-        ]
-        found = backward(*_as_many(backward, (*gradients, *tensors_in(saved))))
-        for tensor, gradient in zip(read, (x for x in found if isinstance(x, Tensor)), strict=False):
-            expected, value = self.tracker.dependence_of(tensor), self.tracker.dependence_of(gradient)
-            zero = isinstance(value, Whole) and value.fill == 0
-            right: Dependence = (
-                replace(expected, degree=degree) if isinstance(expected, PerRow) else SumOverRows(degree)
-            )
-            if not all(map(is_whole, values)) and value != right and not zero:
-                why = value.why if isinstance(value, MixedRows | Unproven) else "mixes rows"
-                kind = Unproven if isinstance(value, Unproven) else MixedRows
-                return self._with_dependence(output, kind(f"has a backward of its own, which {why}"))
-        return output
-
-    def _with_dependence(self, result: Any, value: Dependence) -> Any:
-        """New tensors like these, recorded as ``value``."""
-        return pytree.tree_map_only(
-            Tensor, lambda x: self.tracker.record(torch.empty_like(x), TensorFact(value)), result
-        )
+        raise TypeError(f"a call of {name}")
 
     def _collective_result(self, node: fx.Node, own: Tensor) -> Tensor:
         """The result of a collective over one round of microbatches."""
         known = self.tracker.fact(own)
+        sizes = (self.num_replicas * own.shape[0], *own.shape[1:]) if own.ndim else ()
+        made = torch.empty(sizes, dtype=own.dtype, device="meta")
         in_front = isinstance(known.value, PerRow) and known.value == PerRow(0, known.value.outer)
         if in_front and node.target in ALL_GATHERS:
-            gathered = torch.empty(
-                self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta"
-            )
-            self.tracker.gathered_sizes.add(gathered.shape[0])
+            self.tracker.gathered_sizes.add(made.shape[0])
             if known.value != PerRow(0):
-                self.tracker.not_in_batch_order.add(id(gathered))
-            return self.tracker.record(gathered, TensorFact(Whole()))
+                self._assumed.append(
+                    f"the order does not matter of the rows that {describe_call(node)} gathers"
+                )
+            return self.tracker.record(made, TensorFact(Whole()))
         fits = known.value == SumOverRows() if node.target in ALL_REDUCES else isinstance(known.value, Whole)
         if node.target in BROADCASTS or node.target in ALL_REDUCES:
             value: Dependence = (
                 Whole() if fits else MixedRows("reduces what is no sum over the rows of a replica")
             )
             return self.tracker.record(torch.empty_like(own), TensorFact(value))
-        made = torch.empty(self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta")
         value = (
             known.value
             if isinstance(known.value, Whole | MixedRows | Unproven)

@@ -66,18 +66,16 @@ class SelectedRows:
 
 @dataclass(frozen=True, slots=True)
 class MixedRows:
-    """Depends on several rows. ``why`` completes the sentence "this line ..."; ``at`` is the call."""
+    """Depends on several rows. ``why`` completes the sentence "this line ..."."""
 
     why: str
-    at: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """No rule covers it. ``at`` is the call where that began."""
+    """No rule covers it. ``why`` completes the sentence "this line ..."."""
 
     why: str
-    at: object = None
 
 
 Dependence: TypeAlias = Whole | PerRow | SumOverRows | SelectedRows | MixedRows | Unproven

@@ -19,7 +19,6 @@ from pipec.capture.batch.operator_call import (
     OperatorCall,
     is_pointwise,
     mixed_or_unproven,
-    per_row_among,
     plain_name_of,
     tensors_in,
     truncates,
@@ -29,7 +28,9 @@ from pipec.capture.batch.rules import (
     CONSTANT_FILLS,
     DRAWN,
     IGNORES_VALUES,
+    KEEP_FILLS,
     KEEP_POWERS,
+    KEEP_ROW_NUMBERS,
     READS_ROW_COUNT,
     rule_of,
 )
@@ -70,8 +71,6 @@ class DependenceTracker(TorchDispatchMode):
     """The results of an operator without a rule were taken to have rows. Whoever reads it sets it back."""
     gathered_sizes: set[int] = field(default_factory=set)
     """The sizes of dimensions that have the rows of all replicas."""
-    not_in_batch_order: set[int] = field(default_factory=set)
-    """Tensors by ``id`` that have them in another order than the batch, and what is made of them."""
     num_batch_norms: int = 0
     has_norm_over_rows_alone: bool = False
     drew_random: bool = False
@@ -127,6 +126,11 @@ class DependenceTracker(TorchDispatchMode):
             args, kwargs = pytree.tree_map_only(Tensor, self.meta_copy, (args, kwargs))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _META}
+        if isinstance(func, OpOverload) and rule_of(plain_name_of(func), is_pointwise(func)) is None:
+            with self:
+                found = func.decompose(*args, **kwargs)  # as autograd does, which decompositions are below
+            if found is not NotImplemented:
+                return found
         result = self._run(func, args, kwargs)
         if not isinstance(func, OpOverload):
             return result
@@ -146,14 +150,14 @@ class DependenceTracker(TorchDispatchMode):
         given = all(self.fact(tensor).from_arguments for tensor in call.tensors) and not is_drawn
         if schema(func).is_mutable and call.tensors and "batch_norm" not in schema(func).name:
             self._write(call, given)
+            self.assumes_rows |= call.is_assumed
             return result
         results = tensors_in(result)
-        if any(id(tensor) in self.not_in_batch_order for tensor in call.tensors):
-            self.not_in_batch_order.update(map(id, results))
         keeps = (is_pointwise(func) or call.name in KEEPING) and not is_drawn
         of_uniform = keeps and all(self.fact(x).uniform for x in call.tensors)
         uniform = call.name in CONSTANT_FILLS or (of_uniform and bool(call.tensors)) or _draws_alone(call)
-        values = call.mixed(_OUT_OF_ORDER) if self._needs_order(call) else self._values(call)
+        values = self._values(call)
+        self.assumes_rows |= call.is_assumed
         each = values if isinstance(values, tuple) else (values,) * len(results)
         for tensor, value in zip(results, each, strict=False):
             if not any(tensor is argument for argument in call.tensors):
@@ -190,37 +194,23 @@ class DependenceTracker(TorchDispatchMode):
             return unknown
         grows = self.symbolic and any(call.degree(number) for number in call.numbers)
         is_whole = bool(call.values) and all(isinstance(v, Whole) and not v.degree for v in call.values)
-        if is_whole and not grows and name not in _KEEP_FILLS | IGNORES_VALUES:
+        if is_whole and not grows and name not in KEEP_FILLS:
             return Whole()
+        rule = rule_of(name, is_pointwise(call.op))
+        if rule is None and call.values and (parts := self._decomposed(call)):
+            return parts
         if grows and name not in READS_ROW_COUNT:
             return call.mixed("computes with the number of rows, which is another one in a microbatch")
         if "batch_norm" in name and "no_" not in name:
             self._note_norm(call)
-        rule = rule_of(name, is_pointwise(call.op))
         if rule is not None:
             is_power = any(power_of(value) for value in call.values if not isinstance(value, SumOverRows))
             if is_power and name not in KEEP_POWERS and not is_pointwise(call.op):
                 return call.mixed("computes with the number of rows, which is another one in a microbatch")
+            if name not in KEEP_ROW_NUMBERS and not is_pointwise(call.op):
+                call.require_no_row_numbers()
             return rule(call)
-        if not call.values:
-            return Whole()
-        if (made := self._decomposed(call)) is not None:
-            return made
-        return self._assume(call)
-
-    def _needs_order(self, call: OperatorCall) -> bool:
-        """Whether a call depends on the order of rows gathered from replicas, which is not the batch's."""
-        if (
-            not self.not_in_batch_order
-            or not call.tensors
-            or id(call.first) not in self.not_in_batch_order
-            or call.name not in _TELLING_PLACES
-        ):
-            return False
-        dim = call.arguments.get("dim")
-        if isinstance(dim, int) and call.first.ndim:
-            return call.first.shape[dim] in self.gathered_sizes
-        return any(size in self.gathered_sizes for size in call.first.shape)
+        return call.assumed() if call.values else Whole()
 
     def _note_norm(self, call: OperatorCall) -> None:
         value = call.dependence_of(call.first)
@@ -232,7 +222,7 @@ class DependenceTracker(TorchDispatchMode):
 
     def _decomposed(self, call: OperatorCall) -> tuple[Dependence, ...] | None:
         """The dependence of the results by torch's decomposition of the operator; None without one."""
-        decompose = _trilinear if call.name == "_trilinear" else decompositions().get(call.op)
+        decompose = _DECOMPOSITIONS.get(call.name) or decompositions().get(call.op)
         if decompose is None or self._depth > 3:
             return None
         self._depth += 1
@@ -244,20 +234,6 @@ class DependenceTracker(TorchDispatchMode):
         finally:
             self._depth -= 1
         return tuple(map(self.dependence_of, tensors_in(made)))
-
-    def _assume(self, call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
-        """Take an operator without a rule to compute each row by itself, if its results' sizes allow it.
-
-        Each then has the rows along the one dimension that is as long as the batch.
-        """
-        dims = [
-            [dim for dim, size in enumerate(x.shape) if size == self.rows] for x in tensors_in(call.result)
-        ]
-        is_plain = all(isinstance(v, PerRow | Whole) and not v.degree for v in call.values)
-        if not (self.symbolic and is_plain and per_row_among(call.values)) or {len(x) for x in dims} != {1}:
-            return call.unproven()
-        self.assumes_rows = True
-        return tuple(PerRow(dim) for (dim,) in dims)
 
     def _checked(self, call: OperatorCall, tensor: Tensor, value: Dependence) -> Dependence:
         """The value, unless the tensor has dimensions that grow with the batch and are none of its rows."""
@@ -360,37 +336,11 @@ class DependenceTracker(TorchDispatchMode):
 
 def _draws_alone(call: OperatorCall) -> bool:
     """Whether a call draws elements that depend on none of its tensors, such as the mask of a dropout."""
-    if _RANDOM not in call.op.tags or call.name not in DRAWN:
-        return False
-    numbers = [call.arguments.get(name) for name in ("p", "mean", "std")]
     is_like = call.name.endswith("_like") or schema(call.op).is_mutable or not call.tensors
-    return (
-        is_like
-        and not (call.name == "bernoulli" and not isinstance(numbers[0], float))
-        and not any(isinstance(x, Tensor) for x in numbers)
-    )
+    return call.name in DRAWN and is_like and len(call.tensors) <= 1
 
-
-_OUT_OF_ORDER = "tells rows of replicas apart by their place, which is another one than in the batch"
-
-_TELLING_PLACES = {
-    *("diagonal", "gather", "index", "index_select", "roll", "select", "slice", "split", "split_with_sizes"),
-    *("tril", "triu", "unbind", "unfold"),
-}
 
 _OVERWRITING = {"copy", "fill", "zero"}
-_KEEP_FILLS = {
-    "view",
-    "expand",
-    "clone",
-    "_to_copy",
-    "unsqueeze",
-    "slice",
-    "select",
-    "transpose",
-    "permute",
-    "detach",
-}
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -445,6 +395,24 @@ def _trilinear(one: Tensor, two: Tensor, three: Tensor, *dims: Sequence[int], un
         factors[each] = tensor
     return (factors[0] * factors[1] * factors[2]).sum(list(summed))
 
+
+def _written(view: OpOverload) -> Callable[..., Tensor]:
+    """The decomposition of ``slice_scatter`` and its kin, which return a copy with a part overwritten."""
+
+    def decomposition(x: Tensor, part: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copied = x.clone()
+        view(copied, *args, **kwargs).copy_(part)
+        return copied
+
+    return decomposition
+
+
+_DECOMPOSITIONS: Mapping[str, Callable[..., Any]] = {
+    "_trilinear": _trilinear,
+    "select_scatter": _written(torch.ops.aten.select.int),
+    "slice_scatter": _written(torch.ops.aten.slice.Tensor),
+    "diagonal_scatter": _written(torch.ops.aten.diagonal.default),
+}
 
 _STAND_INS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "nonzero": _nonzero,

@@ -1,15 +1,23 @@
 """Rules for lookups by index and for writes to indices."""
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pipec.capture.batch.dependence import Dependence, PerRow, SelectedRows, SumOverRows, Whole, power_of
+from pipec.capture.batch.dependence import (
+    Dependence,
+    PerRow,
+    SelectedRows,
+    SumOverRows,
+    Whole,
+    is_whole,
+    power_of,
+)
 from pipec.capture.batch.operator_call import (
     NeedsRowNumbersError,
     OperatorCall,
-    mixed_or_unproven,
     per_row_among,
 )
 
@@ -17,9 +25,6 @@ from pipec.capture.batch.operator_call import (
 def embedding(call: OperatorCall) -> Dependence:
     """``embedding``: a whole table, looked up by rows."""
     table, index = call.dependence_of(call["weight"]), call.dependence_of(call["indices"])
-    if unknown := mixed_or_unproven([table, index]):
-        return unknown
-    call.require_no_row_numbers()
     if power_of(index) or (power_of(table) and isinstance(index, SelectedRows)):
         return call.unproven()
     if isinstance(table, Whole) and isinstance(index, PerRow | Whole):
@@ -32,8 +37,6 @@ def embedding(call: OperatorCall) -> Dependence:
 def index_select(call: OperatorCall) -> Dependence:
     source, index = call.dependence_of(call["self"]), call.dependence_of(call["index"])
     dim = call["dim"] % max(call["self"].ndim, 1)
-    if unknown := mixed_or_unproven([source, index]):
-        return unknown
     if power_of(index):
         return call.unproven()
     if isinstance(source, PerRow):
@@ -52,105 +55,118 @@ def index_select(call: OperatorCall) -> Dependence:
     return call.unproven()
 
 
+@dataclass(frozen=True)
+class _Indices:
+    """``x[i, :, j]``: indices broadcast; their dimensions are placed at the first index, or in front.
+
+    ``given`` has an index or None for each dimension of x; a mask stands for all of its dimensions. ``rows``
+    are those of the indices, along dimensions of the result.
+    """
+
+    given: Sequence[Tensor | None]
+    values: Sequence[Dependence]
+    width: int
+    front: int
+    rows: frozenset[PerRow]
+
+    @classmethod
+    def of(cls, call: OperatorCall) -> "_Indices":
+        given = list(call["indices"])
+        given += [None] * (call["self"].ndim - sum(x.ndim if _is_mask(x) else 1 for x in given))
+        places = [place for place, x in enumerate(given) if x is not None]
+        used = [x for x in given if x is not None]
+        values = [call.dependence_of(x) for x in used]
+        width = max((x.ndim for x in used), default=0)
+        front = places[0] if places and places[-1] - places[0] == len(places) - 1 else 0
+        pairs = zip(used, values, strict=True)
+        rows = {v.at(v.dim + width - x.ndim + front) for x, v in pairs if isinstance(v, PerRow)}
+        return cls(given, values, width, front, frozenset(replace(v, is_row_number=False) for v in rows))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (x for x in self.given if x is not None)
+
+    def after(self, dim: int) -> int:
+        """The dimension of the result that a dimension of x without an index becomes."""
+        before = sum(x is None for x in self.given[:dim])
+        return before if before < self.front or not self.values else before + self.width
+
+    def is_own_row(self, call: OperatorCall, rows: PerRow) -> bool:
+        """Whether each row is looked up in itself: by row numbers, and other rows beside them."""
+        own = self.given[rows.dim]
+        value = call.dependence_of(own) if own is not None else None
+        is_number = isinstance(value, PerRow) and value.is_row_number
+        return is_number and (rows.outer, rows.inner) == (1, 1) and len(self.rows) == 1
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _numbers(call: OperatorCall, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the tensors that number rows from the first one of the microbatch."""
+    return [x for x in tensors if getattr(call.dependence_of(x), "is_row_number", False)]
+
+
 def index(call: OperatorCall) -> Dependence:
-    """``x[i, :, j]``: indices broadcast; their dimensions are placed at the first index, or in front."""
-    x, given = call["self"], list(call["indices"])
+    """``x[i, :, j]``."""
+    x, at = call["self"], _Indices.of(call)
     source = call.dependence_of(x)
-    given += [None] * (x.ndim - sum(_width(i) for i in given))
-    used = [i for i in given if i is not None]
-    values = [call.dependence_of(i) for i in used]
-    if unknown := mixed_or_unproven([source, *values]):
-        return unknown
-    if any(isinstance(v, SumOverRows) for v in values) or any(power_of(v) for v in values):
+    if any(isinstance(v, SumOverRows) or power_of(v) for v in at.values):
         return call.mixed("looks up by a sum over the rows of a microbatch")
-    if any(i.dtype in (torch.bool, torch.uint8) for i in used):
-        return _by_mask(call, source, given, values)
-    width = max((i.ndim for i in used), default=0)
-    places = [place for place, i in enumerate(given) if i is not None]
-    front = places[0] if places and places[-1] - places[0] == len(places) - 1 else 0
+    if any(map(_is_mask, at)):
+        return _by_mask(call, source, at)
     if isinstance(source, SumOverRows):
-        return (
-            source if all(isinstance(v, Whole) for v in values) else call.mixed("looks up in a sum, by rows")
-        )
-    if any(isinstance(v, SelectedRows) for v in (source, *values)):
-        return _of_places(call, source, given, values)
-    by_rows = {
-        v.at(v.dim + width - i.ndim) for i, v in zip(used, values, strict=True) if isinstance(v, PerRow)
-    }
-    plain = {replace(v, is_row_number=False) for v in by_rows}
+        are_whole = all(isinstance(v, Whole) for v in at.values)
+        return source if are_whole else call.mixed("looks up in a sum, by rows")
+    if any(isinstance(v, SelectedRows) for v in (source, *at.values)):
+        return _of_places(call, source, at)
     if isinstance(source, PerRow):
-        own = given[source.dim]
+        own = at.given[source.dim]
+        if own is None and at.rows:
+            return call.mixed("looks up in each row by numbers of other rows")
         if own is None:
-            before = sum(i is None for i in given[: source.dim])
-            moved = source.at(before if before < front or not places else before + width)
-            return moved if not by_rows else call.mixed("looks up in each row by numbers of other rows")
+            return source.at(at.after(source.dim))
         if source.is_row_number:
             raise NeedsRowNumbersError([x])
-        number = call.dependence_of(own)
-        aligned = (
-            isinstance(number, PerRow) and number.is_row_number and (source.outer, source.inner) == (1, 1)
-        )
-        if not aligned or len(plain) != 1:
+        if not at.is_own_row(call, source):
             return call.mixed("looks up rows by numbers")
-        others = [v for v in by_rows if v.is_row_number]
-        if len(others) != len(by_rows) or sum(isinstance(v, PerRow) and v.is_row_number for v in values) == 1:
-            one = plain.pop()
-            return replace(one, dim=one.dim + front, degree=source.degree)
-        raise NeedsRowNumbersError(
-            [i for i in used if i is not own and getattr(call.dependence_of(i), "is_row_number", False)]
-        )
-    if not by_rows:
-        return Whole(source.degree if isinstance(source, Whole) else 0)
-    call.require_no_row_numbers()
-    if len(plain) > 1:
+        if len(numbers := _numbers(call, at)) > 1:
+            raise NeedsRowNumbersError([each for each in numbers if each is not own])
+    else:
+        call.require_no_row_numbers()
+    if len(at.rows) > 1:
         return call.mixed("combines each row with other rows")
-    one = plain.pop()
-    return replace(one, dim=one.dim + front, degree=power_of(source))
+    return next((replace(rows, degree=power_of(source)) for rows in at.rows), Whole(power_of(source)))
 
 
-def _width(index: Tensor | None) -> int:
-    """How many dimensions an index replaces."""
-    return index.ndim if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
-
-
-def _by_mask(
-    call: OperatorCall, source: Dependence, given: list[Tensor | None], values: list[Dependence]
-) -> Dependence:
+def _by_mask(call: OperatorCall, source: Dependence, at: _Indices) -> Dependence:
     """``x[mask]``: its result has as many rows, or parts of rows, as the mask selects."""
-    place = next(place for place, i in enumerate(given) if i is not None)
-    (mask, *others), (value, *_) = [i for i in given if i is not None], values
+    (mask, *others), (value, *_) = at, at.values
+    place = next(place for place, x in enumerate(at.given) if x is not None)
     if others:
         return call.unproven()
+    if isinstance(value, Whole) and isinstance(source, PerRow):
+        if place <= source.dim < place + mask.ndim:
+            return call.mixed("chooses rows by their place")
+        return source.at(source.dim - (mask.ndim - 1) * (source.dim > place))
     if isinstance(value, Whole):
-        if isinstance(source, PerRow) and not place <= source.dim < place + mask.ndim:
-            return source.at(source.dim - (mask.ndim - 1) * (source.dim > place))
-        return call.mixed("chooses rows by their place") if isinstance(source, PerRow) else source
-    if (
-        isinstance(value, PerRow)
-        and not value.is_row_number
-        and isinstance(source, PerRow)
-        and source.dim == value.dim + place
-    ):
-        return SelectedRows(source.is_row_number) if place == 0 and not source.degree else call.unproven()
-    if isinstance(value, PerRow) and isinstance(source, Whole) and not source.degree and place == 0:
-        return SelectedRows()
-    return call.unproven()
+        return source
+    if not isinstance(value, PerRow) or value.is_row_number or place:
+        return call.unproven()
+    if isinstance(source, PerRow) and source.dim == value.dim and not source.degree:
+        return SelectedRows(source.is_row_number)
+    return SelectedRows() if is_whole(source) else call.unproven()
 
 
-def _of_places(
-    call: OperatorCall, source: Dependence, given: list[Tensor | None], values: list[Dependence]
-) -> Dependence:
+def _of_places(call: OperatorCall, source: Dependence, at: _Indices) -> Dependence:
     """``x[mask.nonzero()]``: the rows that values choose."""
     places = SelectedRows(are_indices=True)
-    if isinstance(source, PerRow) and source == PerRow(0) and given[0] is not None and values[0] == places:
-        return (
-            SelectedRows()
-            if all(v in (places, SelectedRows()) or isinstance(v, Whole) for v in values)
-            else call.unproven()
-        )
-    if isinstance(source, Whole) and not source.degree and set(values) == {SelectedRows()}:
+    by_place = source == PerRow(0) and at.given[0] is not None and at.values[0] == places
+    if by_place and all(v in (places, SelectedRows()) or isinstance(v, Whole) for v in at.values):
         return SelectedRows()
-    if source == SelectedRows() and given[0] is None and all(isinstance(v, Whole) for v in values):
+    if is_whole(source) and set(at.values) == {SelectedRows()}:
+        return SelectedRows()
+    if source == SelectedRows() and at.given[0] is None and all(isinstance(v, Whole) for v in at.values):
         return source
     return call.unproven()
 
@@ -160,67 +176,46 @@ def gather(call: OperatorCall) -> Dependence:
     x, places = call["self"], call["index"]
     source, index = call.dependence_of(x), call.dependence_of(places)
     dim = call["dim"] % max(x.ndim, 1)
-    if unknown := mixed_or_unproven([source, index]):
-        return unknown
     if isinstance(source, PerRow) and source.dim == dim:
         return call.mixed("looks up rows by numbers")
-    call.require_no_row_numbers()
-    if (
-        isinstance(source, SumOverRows | SelectedRows)
-        or isinstance(index, SumOverRows | SelectedRows)
-        or power_of(index)
-    ):
+    if power_of(index) or any(isinstance(v, SumOverRows | SelectedRows) for v in (source, index)):
         return call.unproven()
-    if isinstance(source, PerRow) and isinstance(index, PerRow):
-        same = (source.dim, source.outer, source.inner) == (index.dim, index.outer, index.inner)
-        return source if same else call.unproven("looks up in rows by numbers that stand in another order")
-    if isinstance(source, PerRow) or isinstance(index, PerRow):
-        rows = source if isinstance(source, PerRow) else index
-        assert isinstance(rows, PerRow)
-        fits = dim == rows.dim or (isinstance(source, Whole) and source.fill is not None)
-        fits = fits or (isinstance(index, Whole) and index.fill is not None)
-        return replace(rows, degree=power_of(source)) if fits else call.unproven()
-    return source
+    rows = {(v.dim, v.outer, v.inner) for v in (source, index) if isinstance(v, PerRow)}
+    fills = [v.fill is not None for v in (source, index) if isinstance(v, Whole)]
+    if not rows:
+        return source
+    one = source if isinstance(source, PerRow) else index
+    if isinstance(one, PerRow) and len(rows) == 1 and (all(fills) or one.dim == dim):
+        return replace(one, degree=power_of(source))
+    return call.unproven("looks up in rows by numbers that stand in another order")
 
 
 def scatter(call: OperatorCall) -> Dependence:
     """``scatter`` along ``dim``: within rows, or from rows into sums."""
-    target, x = call.dependence_of(call["self"]), call["self"]
-    dim = call["dim"] % max(x.ndim, 1)
+    target, index = call.dependence_of(call["self"]), call.dependence_of(call["index"])
+    dim = call["dim"] % max(call["self"].ndim, 1)
     others = [call.dependence_of(t) for t in call.tensors[1:]]
-    if unknown := mixed_or_unproven([target, *others]):
-        return unknown
-    if (
-        isinstance(target, PerRow)
-        and target.dim == dim
-        and any(v.is_row_number for v in per_row_among(others))
-    ):
-        return call.mixed("writes to rows by their numbers")
-    call.require_no_row_numbers()
     rows = per_row_among([target, *others])
     if isinstance(target, PerRow) and target.dim == dim == 0 and _puts_back(others):
         return target
-    if any(isinstance(v, SumOverRows | SelectedRows) for v in (target, *others)) or any(
-        v.degree for v in rows
-    ):
+    if any(isinstance(v, SumOverRows | SelectedRows) for v in (target, *others)) or any(map(power_of, rows)):
         return call.unproven()
-    adds = call.name in ("scatter_add", "index_add") or (
-        call.name in ("scatter", "scatter_reduce") and call.arguments.get("reduce") in ("add", "sum")
-    )
     if not rows:
         return Whole()
-    if isinstance(target, Whole) and all(v.dim == (dim if call.name != "index_add" else v.dim) for v in rows):
-        index_rows = call.dependence_of(call["index"])
-        if adds and target.fill == 0 and isinstance(index_rows, PerRow) and _is_from_same_rows(call, dim):
+    by_one = call.name in ("index_add", "index_copy", "index_fill")
+    if isinstance(target, Whole) and target.fill == 0 and isinstance(index, PerRow):
+        adds = call.name in ("scatter_add", "index_add") or call.arguments.get("reduce") in ("add", "sum")
+        of_rows = index.at(dim) if by_one and index.dim == 0 else index
+        source = call.arguments.get("src", call.arguments.get("source"))
+        value = call.dependence_of(source) if isinstance(source, Tensor) else of_rows
+        fits = value == of_rows or (isinstance(value, Whole) and value.fill is not None)
+        if adds and fits and of_rows.dim == dim:
             return SumOverRows()
-    if isinstance(target, PerRow) and target.dim != dim and all(_is_beside(v, target) for v in rows):
-        if call.name in ("index_add", "index_copy", "index_fill"):
-            fits = isinstance(call.dependence_of(call["index"]), Whole)
-            return target if fits else call.mixed("writes into each row what belongs to another one")
-        plain = [v for v in others if isinstance(v, Whole)]
-        whole = [t for t, v in zip(call.tensors[1:], others, strict=True) if v in plain]
-        fits = all(t.ndim == 0 or t.shape[target.dim] in (1, x.shape[target.dim]) for t in whole)
-        return target if (fits and len(plain) < len(others)) or not plain else call.unproven()
+    is_beside = all((v.dim, v.outer, v.inner) == (rows[0].dim, rows[0].outer, rows[0].inner) for v in rows)
+    if isinstance(target, PerRow) and target.dim != dim and is_beside:
+        if by_one and not isinstance(index, Whole):
+            return call.mixed("writes into each row what belongs to another one")
+        return target if by_one or any(isinstance(v, PerRow) for v in others) else call.unproven()
     return call.mixed("writes rows to places that are another row's")
 
 
@@ -230,104 +225,46 @@ def _puts_back(others: list[Dependence]) -> bool:
     return places in others and all(v in (places, SelectedRows()) for v in others)
 
 
-def _is_beside(value: PerRow, target: PerRow) -> bool:
-    return (value.dim, value.outer, value.inner) == (target.dim, target.outer, target.inner)
-
-
-def _is_from_same_rows(call: OperatorCall, dim: int) -> bool:
-    """Whether the rows of index and source are the same, along ``dim`` of the source."""
-    index = call.dependence_of(call["index"])
-    source = call.arguments.get("src", call.arguments.get("source"))
-    if not isinstance(source, Tensor) or not isinstance(index, PerRow):
-        return isinstance(index, PerRow) and not isinstance(source, Tensor)
-    value = call.dependence_of(source)
-    if isinstance(value, Whole):
-        return value.fill is not None
-    if call.name == "index_add":
-        return isinstance(value, PerRow) and value == index.at(dim) and index.dim == 0
-    return value == index
-
-
 def index_put(call: OperatorCall) -> Dependence:
     """``x[i, j] = values``."""
-    x, given = call["self"], list(call["indices"])
-    target, new = call.dependence_of(x), call["values"]
-    used = [i for i in given if i is not None]
-    values = [call.dependence_of(i) for i in used]
-    value = call.dependence_of(new)
-    if unknown := mixed_or_unproven([target, value, *values]):
-        return unknown
-    if all(isinstance(v, Whole) for v in (target, value, *values)):
+    new, at = call["values"], _Indices.of(call)
+    target, value = call.dependence_of(call["self"]), call.dependence_of(new)
+    if all(isinstance(v, Whole) for v in (target, value, *at.values)):
         return Whole()
-    if (
-        not isinstance(target, PerRow)
-        or target.degree
-        or target.is_row_number
-        or isinstance(value, SumOverRows)
-    ):
+    if not isinstance(target, PerRow) or target.degree or target.is_row_number:
         return call.unproven()
-    if target.dim == 0 and given[0] is not None and _puts_back([*values, value]) and len(used) == 1:
+    if len(at.values) == 1 and at.given[0] is not None and not target.dim and _puts_back([*at.values, value]):
         return target
-    masks = [i for i in used if i.dtype is torch.bool]
-    if masks:
-        mask = values[0]
-        fits = len(used) == 1 and given[0] is not None and isinstance(mask, PerRow) and not mask.is_row_number
-        has_no_places = new.ndim <= x.ndim - used[0].ndim
-        is_same = isinstance(value, Whole) and (has_no_places or value.fill is not None)
-        rows = isinstance(mask, PerRow) and (mask.dim, mask.outer, mask.inner) == (
-            target.dim,
-            target.outer,
-            target.inner,
-        )
-        return target if fits and rows and (is_same or value == SelectedRows()) else call.unproven()
-    padded = given + [None] * (x.ndim - len(given))
-    own = padded[target.dim]
-    width = max((i.ndim for i in used), default=0)
-    if own is None:
-        if all(isinstance(v, Whole) for v in values) and (
-            new.ndim == 0 or (isinstance(value, Whole) and value.fill is not None)
-        ):
-            return target
-        places = [place for place, i in enumerate(padded) if i is not None]
-        front = places[0] if places[-1] - places[0] == len(places) - 1 else 0
-        before = sum(i is None for i in padded[: target.dim])
-        dim = before if before < front else before + width
-        result = width + sum(i is None for i in padded)
-        same = isinstance(value, PerRow) and value.at(value.dim + result - new.ndim) == target.at(dim)
-        plain = isinstance(value, Whole) and (new.ndim < result - dim or new.shape[dim - result] == 1)
-        return target if all(isinstance(v, Whole) for v in values) and (same or plain) else call.unproven()
-    number = call.dependence_of(own)
-    aligned = isinstance(number, PerRow) and number.is_row_number and target == PerRow(target.dim)
-    beside = {
-        replace(v.at(v.dim + width - i.ndim), is_row_number=False)
-        for i, v in zip(used, values, strict=True)
-        if isinstance(v, PerRow)
-    }
-    only = sum(isinstance(v, PerRow) and v.is_row_number for v in values) == 1
-    if aligned and only and len(beside) == 1:
-        at = next(iter(beside))
-        if isinstance(value, Whole) and (new.ndim == 0 or value.fill is not None):
-            return target
-        places = [place for place, i in enumerate(padded) if i is not None]
-        front = places[0] if places[-1] - places[0] == len(places) - 1 else 0
-        result = width + sum(i is None for i in padded)
-        if isinstance(value, PerRow) and value.at(value.dim + result - new.ndim) == at.at(at.dim + front):
-            return target
-    return call.mixed("writes to rows by their numbers")
+    if any(map(_is_mask, at)):
+        return target if _fits_mask(call, target, at) else call.unproven()
+    own = at.given[target.dim]
+    if own is not None and not (at.is_own_row(call, target) and len(_numbers(call, at)) == 1):
+        return call.mixed("writes to rows by their numbers")
+    rows = next(iter(at.rows)) if own is not None else target.at(at.after(target.dim))
+    from_end = at.width + sum(x is None for x in at.given) - rows.dim
+    fits = isinstance(value, PerRow) and value.at(value.dim - new.ndim) == rows.at(-from_end)
+    if isinstance(value, Whole):
+        fits = value.fill is not None or new.ndim < from_end or new.shape[-from_end] == 1
+    return target if fits and (own is not None or not at.rows) else call.unproven()
+
+
+def _fits_mask(call: OperatorCall, target: PerRow, at: _Indices) -> bool:
+    """Whether ``x[mask] = values`` writes to each row what belongs to it, or to all rows the same."""
+    (mask, *_), new = at, call["values"]
+    rows, value = call.dependence_of(mask), call.dependence_of(new)
+    if at.given[0] is None or len(at.values) > 1 or rows != target:
+        return False
+    is_same = isinstance(value, Whole) and (
+        new.ndim <= call["self"].ndim - mask.ndim or value.fill is not None
+    )
+    return is_same or value == SelectedRows()
 
 
 def masked_select(call: OperatorCall) -> Dependence:
     """``masked_select``: the selected elements, in order."""
-    rows = {replace(v, is_row_number=False) for v in call.values if isinstance(v, PerRow)}
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    call.require_no_row_numbers()
-    is_plain = len(rows) == 1 and next(iter(rows)).dim == 0 and not next(iter(rows)).degree
-    return (
-        SelectedRows()
-        if is_plain and len(per_row_among(call.values)) == len(call.values)
-        else call.unproven()
-    )
+    one = call.values[0]
+    fits = isinstance(one, PerRow) and not (one.dim or one.degree) and set(call.values) == {one}
+    return SelectedRows() if fits else call.unproven()
 
 
 def nonzero(call: OperatorCall) -> Dependence:
@@ -335,20 +272,13 @@ def nonzero(call: OperatorCall) -> Dependence:
     value = call.dependence_of(call.first)
     if isinstance(value, PerRow) and value.dim == 0 and not value.degree:
         return SelectedRows(are_indices=True)
-    return value if mixed_or_unproven([value]) else call.unproven()
+    return call.unproven()
 
 
 def masked_scatter(call: OperatorCall) -> Dependence:
     """``masked_scatter``: each microbatch checks that the mask takes all of its source."""
     target, mask = call.dependence_of(call["self"]), call.dependence_of(call["mask"])
     source = call.dependence_of(call["source"])
-    if unknown := mixed_or_unproven([target, mask, source]):
-        return unknown
-    fits = (
-        isinstance(target, PerRow)
-        and not target.is_row_number
-        and target.dim == 0
-        and isinstance(mask, PerRow)
-    )
     from_rows = isinstance(source, SelectedRows) or (isinstance(source, PerRow) and source.dim == 0)
-    return target if fits and from_rows else call.unproven()
+    fits = isinstance(target, PerRow) and target.dim == 0 and isinstance(mask, PerRow) and from_rows
+    return target if fits else call.unproven()

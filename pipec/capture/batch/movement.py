@@ -1,10 +1,11 @@
 """Rules for operators that move elements: views, slices, concatenation, creation."""
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipec.capture.batch.dependence import (
@@ -16,51 +17,41 @@ from pipec.capture.batch.dependence import (
     Whole,
     power_of,
 )
-from pipec.capture.batch.operator_call import NeedsMeanError, OperatorCall, mixed_or_unproven, tensors_in
+from pipec.capture.batch.operator_call import NeedsMeanError, OperatorCall, tensors_in
 
 
-def move(call: OperatorCall) -> Dependence:
-    """Sums and whole values keep their dependence; rows are looked up in ``_PLACES``."""
+def move(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
+    """Sums and whole values keep their dependence; rows are found by the addresses of elements."""
     value = call.dependence_of(call.first)
     if isinstance(value, Whole) and call.name in _CUTTING and any(map(call.is_row_multiple, _integers(call))):
         why = "takes as many elements as the microbatch has rows"
         return call.mixed(why) if call.symbolic else call.unproven(why.replace("takes", "may take"))
     if str(call.op).endswith(".dtype"):
         return _reinterpreted(call, value)
-    if call.name in ("select_scatter", "slice_scatter") and not isinstance(value, PerRow):
-        return _written_to_whole(call, value, call.dependence_of(call["src"]))
-    if not isinstance(value, PerRow | SelectedRows) or (
-        isinstance(value, SelectedRows) and _keeps_first(call)
-    ):
-        return value
-    if isinstance(value, SelectedRows) and call.name in ("view", "_unsafe_view") and not value.are_indices:
-        sizes = sorted((call.first.shape[0], call.shape[0])) if call.shape[:1] else [0]
-        fits = bool(sizes[0]) and sizes[1] % sizes[0] == 0  # groups that do not fit a microbatch fail
-        return value if fits else call.unproven("moves rows that values choose")
     if isinstance(value, SelectedRows):
-        return call.unproven("moves rows that values choose")
-    return _PLACES[call.name](call, value)
+        sizes = sorted((call.first.shape[0], call.shape[0])) if call.shape[:1] else [0, 1]
+        in_groups = call.name in ("view", "_unsafe_view") and not value.are_indices
+        # groups that do not fit a microbatch fail
+        fits = sizes[0] == sizes[1] or (in_groups and sizes[0] and sizes[1] % sizes[0] == 0)
+        return value if fits else call.unproven("moves rows that values choose")
+    if not isinstance(value, PerRow) or call.name in ("view_as_complex", "view_as_real"):
+        return value
+    if call.name == "unsqueeze":
+        dim = call["dim"] % (call.first.ndim + 1)
+        return value.at(value.dim + (dim <= value.dim))
+    if call.name in ("flip", "roll"):
+        given = call.arguments.get("dims") or range(call.first.ndim)
+        mixes = value.dim in {dim % call.first.ndim for dim in given}
+        return call.mixed("changes the order of rows") if mixes else value
+    return _viewed(call, value)
 
 
 _CUTTING = {"select", "slice", "split", "split_with_sizes", "unfold"}
+_RESHAPING = {"view", "_unsafe_view", "_reshape_alias", "as_strided", "diagonal", "unfold"}
 
 
 def _integers(call: OperatorCall) -> list[int]:
     return [number for number in call.numbers if isinstance(number, int) and number < sys.maxsize]
-
-
-def reshaped(shape: Sequence[int], rows: PerRow, to: Sequence[int], batch: int) -> PerRow | None:
-    """The rows of a tensor of ``shape`` in the shape ``to``, its elements in the same order.
-
-    An element's row is (place // stride) % batch, before and after.
-    """
-    stride = rows.inner * math.prod(shape[rows.dim + 1 :])
-    for dim, size in enumerate(to):
-        behind = math.prod(to[dim + 1 :])
-        if size % batch == 0 and size and stride % behind == 0 and (behind * size) % (stride * batch) == 0:
-            inner = stride // behind
-            return replace(rows, dim=dim, outer=size // (batch * inner), inner=inner)
-    return None
 
 
 def _reinterpreted(call: OperatorCall, value: Dependence) -> Dependence:
@@ -73,181 +64,51 @@ def _reinterpreted(call: OperatorCall, value: Dependence) -> Dependence:
     return replace(value, fill=None) if isinstance(value, Whole) else value
 
 
-def _keeps_first(call: OperatorCall) -> bool:
-    """Whether dimension 0, of selected rows, stays first and unchanged."""
-    return call.first.shape[:1] == call.shape[:1]
-
-
-def _dim(call: OperatorCall, name: str = "dim") -> int:
-    ndim = call.first.ndim
-    return int(call[name]) % ndim if ndim else 0
-
-
-def _view(call: OperatorCall, rows: PerRow) -> Dependence:
-    found = reshaped(call.first.shape, rows, call.shape, call.rows)
-    return found or call.mixed("gives rows another shape, in which they no longer stand one behind the other")
-
-
-def _permute(call: OperatorCall, rows: PerRow) -> Dependence:
-    dims = [dim % call.first.ndim for dim in call["dims"]]
-    return rows.at(dims.index(rows.dim))
-
-
-def _transpose(call: OperatorCall, rows: PerRow) -> Dependence:
-    if call.name == "t":
-        return rows.at(call.first.ndim - 1 - rows.dim)
-    one, other = (call[name] % call.first.ndim for name in ("dim0", "dim1"))
-    return rows.at({one: other, other: one}.get(rows.dim, rows.dim))
-
-
-def _unsqueeze(call: OperatorCall, rows: PerRow) -> Dependence:
-    dim = call["dim"] % (call.first.ndim + 1)
-    return rows.at(rows.dim + (dim <= rows.dim))
-
-
-def _squeeze(call: OperatorCall, rows: PerRow) -> Dependence:
-    given = call.arguments.get("dim")
-    dims = range(call.first.ndim) if given is None else [given] if isinstance(given, int) else given
-    gone = {dim % call.first.ndim for dim in dims if call.first.shape[dim] == 1}
-    if rows.dim in gone:
-        return call.unproven("drops the dimension of the rows, if that has one row")
-    return rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
-
-
-def _expand(call: OperatorCall, rows: PerRow) -> Dependence:
-    return rows.at(rows.dim + len(call.shape) - call.first.ndim)
-
-
-def _select(call: OperatorCall, rows: PerRow) -> Dependence:
-    dim = _dim(call)
-    if dim == rows.dim:
-        return call.mixed("takes one row of the microbatch")
-    return rows.at(rows.dim - (dim < rows.dim))
-
-
-def _slice(call: OperatorCall, rows: PerRow) -> Dependence:
-    dim, size = _dim(call), call.first.shape[_dim(call)]
-    if dim != rows.dim:
-        return rows
-    start, end, step = call["start"] or 0, call["end"], call["step"]
-    start = start + size if start < 0 else min(start, size)
-    end = size if end is None else end + size if end < 0 else min(end, size)
-    every = call.rows * rows.inner
-    if step != 1 or start % every or (end - start) % every or end <= start:
-        return call.mixed("takes some rows of the microbatch by their place")
-    if not call.symbolic and (start or call["end"] not in (None, sys.maxsize)):
+def _viewed(call: OperatorCall, rows: PerRow) -> Dependence | tuple[Dependence, ...]:
+    """The rows of each result of an operator that returns views."""
+    shape, is_cut = call.first.shape, call.name in _CUTTING and _dim(call) == rows.dim
+    is_all = call.name == "slice" and not call["start"] and call["end"] in (None, sys.maxsize)
+    if is_cut and not is_all and not call.symbolic:
         return call.unproven("takes rows by their place, and this model is captured for one number of rows")
-    return replace(rows, outer=(end - start) // every)
-
-
-def _split(call: OperatorCall, rows: PerRow) -> Dependence:
-    if _dim(call) != rows.dim:
-        return rows
-    every = call.rows * rows.inner
-    if any(part.shape[rows.dim] % every or not part.shape[rows.dim] for part in call.result):
-        return call.mixed("takes some rows of the microbatch by their place")
-    sizes = {part.shape[rows.dim] for part in call.result}
-    if len(sizes) > 1 or not call.symbolic:
+    if call.name == "as_strided" and not call.first.is_contiguous():
         return call.unproven()
-    return replace(rows, outer=sizes.pop() // every)
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    told_apart = [0 if n == 1 and dim != rows.dim else strides[dim] for dim, n in enumerate(shape)]
+    base = torch.empty_strided(shape, told_apart, device="meta")
+    place = next(k for k, x in enumerate(call.args) if x is call.first)
+    views = tensors_in(call.op(*call.args[:place], base, *call.args[place + 1 :], **call.kwargs))
+    found = [_rows_of_view(call, rows, strides[rows.dim] * rows.inner, view) for view in views]
+    why = "takes some rows of the microbatch by their place, or no longer has them one behind the other"
+    return tuple(each or call.mixed(why) for each in found)
 
 
-def _unfold(call: OperatorCall, rows: PerRow) -> Dependence:
-    if call["dimension"] % call.first.ndim == rows.dim:
-        return call.mixed("takes windows over rows")
-    return rows
+def _rows_of_view(call: OperatorCall, rows: PerRow, step: int, view: Tensor) -> PerRow | None:
+    """The rows of a view of a contiguous tensor whose element at address a has row (a // step) % rows.
+
+    The view must go from row to row along one dimension, and between rows along none.
+    """
+    every = step * call.rows
+    for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        inner = step // stride if stride and step % stride == 0 else 0
+        if not inner or not size or size % (call.rows * inner):
+            continue
+        if inner != rows.inner and call.name not in _RESHAPING:
+            continue
+        others = [(n, s) for k, (n, s) in enumerate(zip(view.shape, view.stride(), strict=True)) if k != dim]
+        within = sum((n - 1) * s for n, s in others if s % every)
+        if view.storage_offset() % every + within + (inner - 1) * stride < step:
+            return replace(rows, dim=dim, outer=size // (call.rows * inner), inner=inner)
+    return None
 
 
-def _diagonal(call: OperatorCall, rows: PerRow) -> Dependence:
-    dims = {call[name] % call.first.ndim for name in ("dim1", "dim2")}
-    if rows.dim in dims:
-        return call.mixed("takes the diagonal over rows")
-    return rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
+def _dim(call: OperatorCall) -> int:
+    dim: Any = call.arguments.get("dim", call.arguments.get("dimension"))
+    return int(dim) % call.first.ndim if call.first.ndim else 0
 
 
-def _diag(call: OperatorCall, rows: PerRow) -> Dependence:
-    return call.mixed("takes the diagonal over rows, or makes one of them")
-
-
-def _flip(call: OperatorCall, rows: PerRow) -> Dependence:
-    dims = call["dims"] if call["dims"] or call.name == "flip" else range(call.first.ndim)
-    if rows.dim in {dim % call.first.ndim for dim in dims}:
-        return call.mixed("changes the order of rows")
-    return rows
-
-
-def _as_strided(call: OperatorCall, rows: PerRow) -> Dependence:
-    """Windows within rows: a step along the rows' dimension is longer than all other steps together."""
-    sizes, strides = call["size"], call["stride"]
-    every = call.first.stride(rows.dim)
-    found = [
-        dim for dim, (n, s) in enumerate(zip(sizes, strides, strict=True)) if n == call.rows and s == every
-    ]
-    others = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) - (call.rows - 1) * every
-    is_plain = (
-        rows == PerRow(rows.dim, is_row_number=rows.is_row_number)
-        and call.first.is_contiguous()
-        and rows.dim == 0
-    )
-    if len(found) == 1 and is_plain and others < every and not call["storage_offset"]:
-        return rows.at(found[0])
-    return call.mixed("steps from one row to another") if is_plain else call.unproven()
-
-
-def _written(call: OperatorCall, rows: PerRow) -> Dependence:
-    """The result of writing into a position of each row: the written value must be per row, or whole."""
-    dim, part = _dim(call), call.dependence_of(call["src"])
-    shift = call.name == "select_scatter" and dim < rows.dim
-    is_fill = isinstance(part, Whole) and (part.fill == 0 or (part.fill is not None and not rows.degree))
-    own = is_fill and not rows.is_row_number
-    if dim == rows.dim or not (own or part == rows.at(rows.dim - shift)):
-        return call.mixed("writes to some rows by their place")
-    return rows
-
-
-def _written_to_whole(call: OperatorCall, value: Dependence, part: Dependence) -> Dependence:
-    """The result of replacing a part of a whole value."""
-    if isinstance(value, Whole) and isinstance(part, Whole) and value.degree == part.degree:
-        return Whole(value.degree)
-    return mixed_or_unproven([value, part]) or (value if value == part else call.unproven())
-
-
-def _put_back(call: OperatorCall, rows: PerRow) -> Dependence:
-    """The gradient of a slice, padded with zeros."""
-    dim = call["dim"] % len(call.shape)
-    found = rows.at(rows.dim + (call.name == "select_backward" and dim <= rows.dim))
-    if call.name == "slice_backward" and call.first.shape[dim] == call.shape[dim] and call["step"] == 1:
-        return found  # all of it
-    return found if dim != found.dim else call.mixed("takes some rows of the microbatch by their place")
-
-
-def _same(call: OperatorCall, rows: PerRow) -> Dependence:
-    return rows
-
-
-_PLACES = {
-    **dict.fromkeys(("view_as_complex", "view_as_real"), _same),
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy"), _view),
-    **dict.fromkeys(("transpose", "t"), _transpose),
-    **dict.fromkeys(("select_scatter", "slice_scatter"), _written),
-    **dict.fromkeys(("select_backward", "slice_backward"), _put_back),
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _split),
-    **dict.fromkeys(("flip", "roll"), _flip),
-    "permute": _permute,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "expand": _expand,
-    "select": _select,
-    "unbind": _select,
-    "slice": _slice,
-    "unfold": _unfold,
-    "diagonal": _diagonal,
-    "diag": _diag,
-    "as_strided": _as_strided,
-}
-
-
-def expand(call: OperatorCall) -> Dependence:
+def expand(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
     """``expand``: as ``move``; a whole value has rows once it is expanded to the length of the batch."""
     value, first = call.dependence_of(call.first), call.first
     shift = len(call.shape) - first.ndim
@@ -282,8 +143,6 @@ def concatenate(call: OperatorCall) -> Dependence:
     """``cat`` and ``stack``."""
     parts = [x for x in call.tensors if x.numel() or x.ndim > 1 or call.name == "stack"]
     values = [call.dependence_of(x) for x in parts]
-    if unknown := mixed_or_unproven(values):
-        return unknown
     rows = [value for value in values if isinstance(value, PerRow)]
     if any(isinstance(value, SelectedRows) for value in values):
         keeps = call.name == "cat" and call["dim"] % len(call.shape) != 0
@@ -324,7 +183,6 @@ def _joined_rows(
 def pad(call: OperatorCall) -> Dependence:
     """``constant_pad_nd``: ``pad`` has two numbers for each dimension, from the last on."""
     value, pad, number = call.dependence_of(call.first), call["pad"], call["value"]
-    call.require_no_row_numbers()
     if isinstance(value, PerRow | SelectedRows):
         own = call.first.ndim - 1 - (value.dim if isinstance(value, PerRow) else 0)
         if any(pad[2 * own : 2 * own + 2]):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unproven
+from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unproven, Whole
 from pipec.torch_compat import pytree
 from pipec.torch_compat.operators import OpOverload, schema
 
@@ -52,6 +52,8 @@ class OperatorCall:
     symbolic: bool
     degrees: Mapping[float, int] = field(default_factory=dict)
     is_from_arguments: Callable[[Tensor], bool] = lambda tensor: False
+    is_assumed: bool = False
+    """The results were taken to have rows, without a proof."""
 
     @property
     def name(self) -> str:
@@ -100,10 +102,30 @@ class OperatorCall:
         return size >= self.rows and size % self.rows == 0
 
     def mixed(self, why: str) -> MixedRows:
-        return MixedRows(why, self.op)
+        return MixedRows(why)
 
     def unproven(self, why: str = "") -> Unproven:
-        return Unproven(why or f"calls {self.op}, of which pipec does not know what it does to rows", self.op)
+        return Unproven(why or f"calls {self.op}, of which pipec does not know what it does to rows")
+
+    def assumed(self) -> Dependence | tuple[Dependence, ...]:
+        """The likely answer for an operator without a rule: each row is computed by itself.
+
+        Each result then has the rows along the one dimension that grows with the batch.
+        """
+        self.require_no_row_numbers()
+        if not self.symbolic:
+            return self.unproven()
+        results = tensors_in(self.result)
+        dims = [[dim for dim, size in enumerate(x.shape) if self.is_row_multiple(size)] for x in results]
+        if any(len(each) > 1 for each in dims):
+            return self.mixed("makes something for every pair of rows")
+        is_plain = all(isinstance(v, PerRow | Whole) and not v.degree for v in self.values)
+        if not is_plain or not per_row_among(self.values) or any(len(each) != 1 for each in dims):
+            return self.unproven()
+        self.is_assumed = True
+        return tuple(
+            PerRow(dim, inner=x.shape[dim] // self.rows) for x, (dim,) in zip(results, dims, strict=True)
+        )
 
     def require_no_row_numbers(self) -> None:
         """Raise NeedsRowNumbersError if an argument numbers rows from the first one of the microbatch."""

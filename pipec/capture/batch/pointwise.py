@@ -6,27 +6,21 @@ from pipec.capture.batch.dependence import MEAN, Dependence, PerRow, SelectedRow
 from pipec.capture.batch.operator_call import (
     NeedsMeanError,
     OperatorCall,
-    mixed_or_unproven,
     per_row_among,
     tensors_in,
     truncates,
 )
 
 ADDING = {"add", "sub", "rsub"}
-MULTIPLYING = {"mul"}
-DIVIDING = {"div", "true_divide"}
 KEEPING = {
-    *("clone", "_to_copy", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"),
-    *("_conj", "conj_physical", "resolve_conj", "resolve_neg", "real", "imag", "positive"),
-    *("_conj_physical", "to"),
+    *("clone", "_to_copy", "alias", "detach", "lift_fresh", "lift_fresh_copy", "copy"),
+    *("_conj", "conj_physical", "_conj_physical"),
 }
 """Operators that return the elements of their first argument, in another type perhaps."""
 
 
 def pointwise(call: OperatorCall) -> Dependence:
     """Each element of the result depends on the elements of the arguments at the same position."""
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
     if not _keeps(call):
         call.require_no_row_numbers()
     if any(isinstance(value, SelectedRows) for value in call.values):
@@ -81,9 +75,9 @@ def _degree(call: OperatorCall) -> int | None:
     for number in call.numbers:
         degree = call.degree(number) or 0
         degrees += [] if number == 0 and call.name in ADDING else [degree]
-    if call.name in MULTIPLYING:
+    if call.name == "mul":
         return sum(degrees)
-    if call.name in DIVIDING and call.arguments.get("rounding_mode") is None:
+    if call.name == "div" and call.arguments.get("rounding_mode") is None:
         return degrees[0] - sum(degrees[1:])
     if _keeps(call) or call.name in {"neg", "abs", "relu"}:
         return degrees[0]
@@ -98,7 +92,7 @@ def _of_sums(call: OperatorCall) -> Dependence:
     if per_row_among(call.values):
         return call.mixed("combines rows with what is computed of all rows of a microbatch")
     numbers = [call.degree(number) for number in call.numbers]
-    if None in numbers and call.name in MULTIPLYING | DIVIDING:
+    if None in numbers and call.name in ("mul", "div"):
         return call.unproven(
             "computes with a number that may be that of the rows, in a graph for so many alone"
         )
@@ -116,9 +110,9 @@ def _of_sums(call: OperatorCall) -> Dependence:
             pairs = zip(call.tensors, call.values, strict=True)
             raise NeedsMeanError([tensor for tensor, value in pairs if value == SumOverRows()])
     others = sum(value.degree for value in call.values if isinstance(value, Whole))
-    if call.name in MULTIPLYING and len(sums) == 1:
+    if call.name == "mul" and len(sums) == 1:
         return SumOverRows(sums[0].degree + others + sum(degree or 0 for degree in numbers))
-    divides = call.name in DIVIDING and call.arguments.get("rounding_mode") is None
+    divides = call.name == "div" and call.arguments.get("rounding_mode") is None
     if divides and len(sums) == 1 and isinstance(call.values[0], SumOverRows):
         return SumOverRows(sums[0].degree - others - sum(degree or 0 for degree in numbers))
     return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")

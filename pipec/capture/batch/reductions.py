@@ -1,6 +1,6 @@
 """Rules for operators that combine elements: sums, means, matrix products, statistics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -8,22 +8,67 @@ from torch import Tensor
 from pipec.capture.batch.dependence import (
     MEAN,
     Dependence,
+    MixedRows,
     PerRow,
     SelectedRows,
     SumOverRows,
+    Unproven,
     Whole,
     power_of,
 )
-from pipec.capture.batch.operator_call import OperatorCall, mixed_or_unproven, per_row_among
+from pipec.capture.batch.operator_call import OperatorCall, per_row_among
 
 
 def dims_of(call: OperatorCall) -> list[int]:
-    """The dimensions that a call names as ``dim``; all of them if it names none."""
-    given = call.arguments.get("dim", call.arguments.get("dims"))
+    """The dimensions of the first argument along which a call lets elements depend on one another.
+
+    Those that it names, or all if it names none. Matrices are in the last two dimensions, and so are the
+    queries of an attention; images in as many as the operator's name says.
+    """
     ndim = call.first.ndim
+    if "normalized_shape" in call.arguments:
+        return list(range(ndim - len(call["normalized_shape"]), ndim))
+    if call.name == "native_group_norm":
+        return list(range(1, ndim))
+    if call.name == "pipec::interpolate":
+        return list(range(2, ndim))
+    if call.name in LAST_DIMS:
+        return list(range(max(ndim - LAST_DIMS[call.name], 0), ndim))
+    given = call.arguments.get("dim", call.arguments.get("dims"))
     if given is None or given == []:
         return list(range(ndim))
     return [dim % ndim if ndim else 0 for dim in (given if isinstance(given, list | tuple) else [given])]
+
+
+_MATRICES = (
+    *("linalg_inv_ex", "linalg_cholesky_ex", "cholesky", "_linalg_eigh"),
+    *("linalg_qr", "_linalg_svd", "_linalg_det", "_linalg_slogdet", "linalg_lu_factor_ex", "linalg_lu"),
+    *("tril", "triu", "linalg_matrix_exp", "_linalg_solve_ex", "linalg_solve_triangular"),
+    *("triangular_solve", "cholesky_solve", "linalg_pinv", "linalg_eig"),
+    *("_linalg_eigvals", "lu_unpack", "linalg_lu_solve"),
+)
+
+_ATTENTIONS = (
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+)
+
+LAST_DIMS = {
+    **dict.fromkeys((*_MATRICES, *_ATTENTIONS), 2),
+    **{
+        f"{kind}{n}d{rest}": n
+        for kind in (
+            *("avg_pool", "max_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool"),
+            *("reflection_pad", "replication_pad", "_upsample_nearest_exact", "upsample_nearest"),
+            *("upsample_linear", "upsample_bilinear", "upsample_bicubic", "upsample_trilinear"),
+            *("_upsample_bilinear", "_upsample_bicubic"),
+        )
+        for n in (1, 2, 3)
+        for rest in ("", "_with_indices", "_aa")
+    },
+    "multinomial": 1,
+}
+"""Operators that work within so many of the last dimensions."""
 
 
 def sum_or_mean(call: OperatorCall) -> Dependence:
@@ -42,7 +87,6 @@ def sum_or_mean(call: OperatorCall) -> Dependence:
         return replace(value, fill=None)
     if not isinstance(value, PerRow):
         return value
-    call.require_no_row_numbers()
     if value.dim in dims:
         return SumOverRows(value.degree - is_mean)
     return _left(call, value, dims)
@@ -60,115 +104,65 @@ def count(call: OperatorCall) -> Dependence:
     )
 
 
-def reduction(call: OperatorCall) -> Dependence:
-    """Other reductions: along rows they mix them."""
+def along_dims(call: OperatorCall) -> Dependence:
+    """Operators that let elements along some dimensions depend on one another, or reduce these."""
     value, dims = call.dependence_of(call.first), dims_of(call)
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    if isinstance(value, SelectedRows) and 0 not in dims:
-        return value
+    others = [v for x, v in zip(call.tensors, call.values, strict=True) if x is not call.first]
+    if isinstance(value, SelectedRows) and (0 in dims or value.are_indices):
+        return call.mixed(f"computes {call.name} over rows")
     if isinstance(value, SelectedRows):
-        return call.mixed(f"takes {call.name} over rows")
-    call.require_no_row_numbers()
-    if isinstance(value, SumOverRows):
-        return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")
-    if power_of(value):
-        return call.mixed("computes with the number of rows, which is another one in a microbatch")
-    if isinstance(value, PerRow):
-        if value.dim in dims:
-            return call.mixed(f"takes {call.name} over rows")
-        return _left(call, value, dims)
-    return Whole()
+        return value if all(isinstance(v, Whole) for v in others) else call.unproven()
+    if isinstance(value, SumOverRows) and call.name == "cumsum":
+        return value
+    from_end = {dim - call.first.ndim for dim in dims}
+    pairs = zip(call.tensors, call.values, strict=True)
+    if any(isinstance(v, PerRow) and v.dim - x.ndim in from_end for x, v in pairs):
+        if call.name == "sort" and not call.first.is_floating_point():
+            return call.unproven("sorts rows by their numbers, and may put them back")
+        return call.mixed(f"computes {call.name} over rows")
+    made = each_row_alone(call)
+    return _left(call, made, dims) if isinstance(made, PerRow) else made
 
 
 def _left(call: OperatorCall, rows: PerRow, dims: Sequence[int]) -> PerRow:
     """The rows after some other dimensions are removed."""
-    result = call.result[0] if isinstance(call.result, tuple | list) else call.result
-    keeps = result.ndim == call.first.ndim
+    keeps = len(call.shape) == call.first.ndim
     return rows if keeps else rows.at(rows.dim - sum(dim < rows.dim for dim in set(dims)))
 
 
-def along_dim(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
-    """Operators that let elements along ``dim`` depend on one another, and keep the shape."""
-    value, dims = call.dependence_of(call.first), dims_of(call)
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    if isinstance(value, PerRow) and value.dim in dims:
-        if call.name == "sort" and not call.first.is_floating_point():
-            return call.unproven("sorts rows by their numbers, and may put them back")
-        return call.mixed(f"computes {call.name} over rows")
-    if isinstance(value, SelectedRows) and (0 in dims or value.are_indices):
-        return call.mixed(f"computes {call.name} over rows")
-    if isinstance(value, SelectedRows) and len(call.values) == 1:
-        return value
-    if isinstance(value, SumOverRows):
-        return value if call.name in ("cumsum",) else each_row_alone(call)
-    return each_row_alone(call)
+REDUCING = (
+    *("amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "any", "all", "prod", "std", "var"),
+    *("var_mean", "std_mean", "logsumexp", "norm", "linalg_vector_norm", "median", "nanmedian", "mode"),
+    *("kthvalue", "nansum"),
+)
 
 
 def each_row_alone(call: OperatorCall) -> Dependence:
-    """A rule for operators that compute each row by itself."""
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    call.require_no_row_numbers()
-    rows = per_row_among(call.values)
+    """A rule for operators that compute each row by itself, along one dimension counted from the last."""
     if any(isinstance(value, SumOverRows) for value in call.values):
         return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")
     if any(isinstance(value, SelectedRows) for value in call.values):
         return call.unproven("computes with rows that values choose")
-    if any(power_of(value) for value in call.values):
-        return call.mixed("computes with the number of rows, which is another one in a microbatch")
-    if len(set(rows)) > 1:
-        return call.mixed("combines each row with other rows")
-    return rows[0] if rows else Whole()
-
-
-def elementwise_loss(call: OperatorCall) -> Dependence:
-    """Elementwise losses with an argument ``reduction``: none, mean or sum."""
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    call.require_no_row_numbers()
-    ndim = max(x.ndim for x in call.tensors)
-    rows = {
-        v.at(v.dim - x.ndim) for x, v in zip(call.tensors, call.values, strict=True) if isinstance(v, PerRow)
-    }
-    if any(isinstance(value, SumOverRows | SelectedRows) or power_of(value) for value in call.values):
-        return call.unproven()
+    pairs = zip(call.tensors, call.values, strict=True)
+    rows = {v.at(v.dim - x.ndim) for x, v in pairs if isinstance(v, PerRow)}
+    if len(rows) > 1:
+        return call.unproven("combines rows of several shapes")
     if not rows:
         return Whole()
-    if len(rows) > 1 or any(
-        isinstance(v, Whole) and v.fill is None and x.ndim and x.shape[0] != 1 and x.ndim == ndim
-        for x, v in zip(call.tensors, call.values, strict=True)
-    ):
-        return call.mixed("combines each row with other rows")
-    one = rows.pop()
-    made: tuple[Dependence, ...] = (one.at(one.dim + ndim), MEAN, SumOverRows())
-    return made[int(call["reduction"])]
-
-
-def margin_loss(call: OperatorCall) -> Dependence:
-    """Losses of scores (rows, classes) and targets (rows, ...)."""
-    scores, targets = (call.dependence_of(call[name]) for name in ("self", "target"))
-    others = [value for value in call.values if not isinstance(value, PerRow)]
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    call.require_no_row_numbers()
-    if (
-        scores != targets
-        or scores != PerRow(0)
-        or call["self"].ndim != 2
-        or any(value != Whole() for value in others)
-    ):
-        return call.mixed("combines each row with other rows")
-    made: tuple[Dependence, ...] = (scores, MEAN, SumOverRows())
-    return made[int(call["reduction"])]
+    (one,), ndim = rows, max(x.ndim for x in call.tensors)
+    for x, v in zip(call.tensors, call.values, strict=True):
+        if (
+            isinstance(v, Whole)
+            and v.fill is None
+            and x.ndim > max(1, -one.dim - 1)
+            and x.shape[one.dim] != 1
+        ):
+            return call.unproven("combines rows with what stands for other rows")
+    return one.at(one.dim + ndim)
 
 
 def nll_loss(call: OperatorCall) -> Dependence:
     """Cross entropy behind its softmax: classes are along dimension 1, or 0 of a single row."""
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    call.require_no_row_numbers()
     scores, targets = call.dependence_of(call["self"]), call.dependence_of(call["target"])
     weight = Whole() if call["weight"] is None else call.dependence_of(call["weight"])
     if not isinstance(weight, Whole):
@@ -195,12 +189,9 @@ def nll_loss(call: OperatorCall) -> Dependence:
 
 def product(call: OperatorCall) -> Dependence:
     """Matrix products: ``mm``, ``bmm``, ``mv``, ``dot``, and ``addmm`` and its kin."""
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    call.require_no_row_numbers()
     *added, left, right = call.tensors
     made = _product(call, left, right)
-    if not added or mixed_or_unproven([made]):
+    if not added or isinstance(made, MixedRows | Unproven):
         return made
     return _with_added(call, call.dependence_of(added[0]), added[0], made)
 
@@ -259,65 +250,16 @@ def _with_added(call: OperatorCall, value: Dependence, added: Tensor, made: Depe
     return call.mixed("adds what is no sum over rows")
 
 
-def layer_norm(call: OperatorCall) -> Dependence:
-    """Statistics over the last dimensions."""
-    value = call.dependence_of(call.first)
-    if isinstance(value, PerRow) and value.dim >= call.first.ndim - len(call["normalized_shape"]):
-        return call.mixed("takes statistics over rows")
-    if isinstance(value, SelectedRows) and call.first.ndim > len(call["normalized_shape"]):
-        return value if all(isinstance(v, Whole) for v in call.values[1:]) else call.unproven()
-    return _only_first(call, value)
-
-
-def group_norm(call: OperatorCall) -> Dependence:
-    value = call.dependence_of(call.first)
-    if isinstance(value, PerRow) and value.dim:
-        return call.mixed("takes statistics over rows")
-    return _only_first(call, value)
-
-
-def _only_first(call: OperatorCall, value: Dependence) -> Dependence:
-    """A rule for operators whose further arguments are parameters."""
-    if any(isinstance(v, PerRow) for v in call.values[1:]):
-        return call.unproven()
-    return each_row_alone(call)
-
-
-def within_last_dims(num: int) -> Callable[[OperatorCall], Dependence]:
-    """A rule for operators that work within the last ``num`` dimensions."""
-
-    def rule(call: OperatorCall) -> Dependence:
-        for tensor, value in zip(call.tensors, call.values, strict=True):
-            if isinstance(value, PerRow) and value.dim >= tensor.ndim - num:
-                return call.mixed(f"computes {call.name} over rows")
-        return each_row_alone(call)
-
-    return rule
-
-
-def interpolate(call: OperatorCall) -> Dependence:
-    """Images of shape (rows, channels, ...)."""
-    return within_last_dims(call.first.ndim - 2)(call)
-
-
-def convolution(call: OperatorCall) -> Dependence:
-    """The batch is dimension 0; or the channels, with a kernel for each row."""
-    x, weight = call.dependence_of(call["input"]), call.dependence_of(call["weight"])
-    if isinstance(x, PerRow) and isinstance(weight, PerRow) and x.dim == 1 and weight.dim == 0:
-        bias = call.dependence_of(call["bias"]) if call["bias"] is not None else weight
-        is_own = bias == weight and not weight.is_row_number and not x.is_row_number
-        if call.is_row_multiple(call["groups"]) and call["groups"] == call.rows and is_own:
-            return (
-                x.at(1)
-                if x.inner == weight.inner and x.outer == weight.outer == 1
-                else replace(x, inner=weight.inner)
-            )
-        return call.mixed("computes convolution over rows")
+def convolution(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
+    """The batch is dimension 0; rows may also be channels, each with a kernel of its own."""
+    x, *others = call.values
+    if isinstance(x, PerRow) and x.dim == 1 and isinstance(others[0], PerRow):
+        return call.assumed()
     if isinstance(x, PerRow) and x.dim:
         return call.mixed("computes convolution over rows")
-    if isinstance(x, SelectedRows):
-        return x if all(isinstance(v, Whole) for v in call.values[1:]) else call.unproven()
-    return _only_first(call, x)
+    if any(not isinstance(value, Whole) for value in others):
+        return call.unproven()
+    return x if isinstance(x, PerRow | SelectedRows) else each_row_alone(call)
 
 
 def batch_norm(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
@@ -341,8 +283,6 @@ def batch_norm(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
 def recurrence(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
     """A layer of an LSTM, GRU or RNN over (length, rows, width), with states (directions, rows, width)."""
     values = [value for value in call.values if not isinstance(value, Whole)]
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
     rows = per_row_among(values)
     if len(rows) < len(values):
         return call.unproven()
@@ -357,9 +297,6 @@ def recurrence(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
 def histogram(call: OperatorCall) -> Dependence:
     """``histc`` and ``bincount``: counts by value, between given limits."""
     value = call.dependence_of(call.first)
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    call.require_no_row_numbers()
     if call.name == "histc" and call["min"] == call["max"] and not isinstance(value, Whole):
         return call.mixed("takes the smallest and the largest value of rows")
     if call.name == "bincount" and not call["minlength"] and not isinstance(value, Whole):
@@ -368,55 +305,3 @@ def histogram(call: OperatorCall) -> Dependence:
         return Whole()
     is_plain = isinstance(value, PerRow) or value == SelectedRows()
     return SumOverRows() if is_plain and set(call.values) == {value} else call.unproven()
-
-
-def search_sorted(call: OperatorCall) -> Dependence:
-    """``searchsorted`` and ``bucketize``: positions of values in a sorted tensor."""
-    table = call.arguments.get("sorted_sequence", call.arguments.get("boundaries"))
-    values = call["self"]
-    if not isinstance(values, Tensor) or not isinstance(table, Tensor):
-        return call.unproven()
-    of_table, of_values = call.dependence_of(table), call.dependence_of(values)
-    if unknown := mixed_or_unproven([of_table, of_values]):
-        return unknown
-    call.require_no_row_numbers()
-    if isinstance(of_table, Whole) and not of_table.degree and table.ndim == 1:
-        return of_values if isinstance(of_values, PerRow) and not of_values.degree else each_row_alone(call)
-    if isinstance(of_table, PerRow) and of_table.dim == table.ndim - 1:
-        return call.mixed("looks values up among rows")
-    return each_row_alone(call) if of_table == of_values else call.unproven()
-
-
-def pairwise(call: OperatorCall) -> Dependence:
-    """``cdist``: distances of (..., p, m) and (..., r, m), of shape (..., p, r)."""
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    call.require_no_row_numbers()
-    found = set()
-    for place, (tensor, value) in enumerate(zip(call.tensors[:2], call.values[:2], strict=True)):
-        if isinstance(value, SumOverRows | SelectedRows) or power_of(value):
-            return call.unproven()
-        if isinstance(value, PerRow):
-            from_end = tensor.ndim - value.dim
-            if from_end == 1:
-                return call.mixed("takes distances over rows")
-            found.add(value.at(len(call.shape) - (from_end if from_end > 2 else 2 - place)))
-    if len(found) > 1:
-        return call.mixed("combines each row with other rows")
-    return found.pop() if found else Whole()
-
-
-def attention(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
-    """Kernels for attention over (rows, heads, length, width); ``attn_mask`` broadcasts."""
-    mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
-    values = [call.dependence_of(call[name]) for name in ("query", "key", "value")]
-    if unknown := mixed_or_unproven(call.values):
-        return unknown
-    if set(values) != {values[0]} or not isinstance(values[0], PerRow) or values[0].dim > 1:
-        return call.unproven()
-    if isinstance(mask, Tensor):
-        of_mask = call.dependence_of(mask)
-        aligned = of_mask.at(of_mask.dim + 4 - mask.ndim) if isinstance(of_mask, PerRow) else of_mask
-        if not (isinstance(aligned, Whole) or aligned == values[0]):
-            return call.unproven()
-    return values[0]

@@ -120,9 +120,9 @@ def _attempts(request: CheckRequest) -> Iterator[tuple[int, ...]]:
     """The rows of the microbatches to try: few of them, those of two microbatches, and all.
 
     A model may need more rows than a few. If it makes a constant of their number, or branches on values of
-    the whole batch, a part of the rows shows nothing.
+    the whole batch, a part of the rows shows nothing. Microbatches of other sizes may have another graph.
     """
-    graph, every = request.graph, tuple(size for size in request.sizes if size)
+    graph, every = request.graph, _own_sizes(request)
     two = every[:2]
     if two and graph.batch is not None and not graph.input_branches.branches:
         half = max(2, min(two) // 2)
@@ -132,6 +132,12 @@ def _attempts(request: CheckRequest) -> Iterator[tuple[int, ...]]:
         if two != every:
             yield two
     yield every
+
+
+def _own_sizes(request: CheckRequest) -> tuple[int, ...]:
+    """The rows of the microbatches that the graph is for: others may have a graph of their own."""
+    graph, values = request.graph, request.values
+    return tuple(size for size in request.sizes if size and graph.is_valid_for(size, values))
 
 
 def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
@@ -146,13 +152,12 @@ def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
     weights = [1.0] * len(sizes) if request.microbatch_weight == "sum" else None
     split = SplitRun(graph, tensors.by_fqn, request.device, request.values, draws, weights)
 
-    def unsplit(in_turn: bool, rounded: bool = False) -> StepValues:
-        own = _Tensors.of(request, rounded)
+    def unsplit(own: _Tensors) -> StepValues:
         with draws if any(map(is_random, _nodes(graph))) else contextlib.nullcontext():
             return _unsplit(request, own, call, sizes, in_turn)
 
     try:
-        wanted = unsplit(in_turn)
+        wanted = unsplit(tensors)
     except PipecError:
         raise
     except Exception as error:
@@ -176,7 +181,7 @@ def _compare_on(request: CheckRequest, sizes: tuple[int, ...]) -> CheckResult:
     compared = _Comparison(_result_names(graph), _dtypes(graph))
     if (agrees := compared(found, wanted)).is_equal:
         return CheckResult(sizes, agrees)
-    compared = replace(compared, noise=compared.off(unsplit(in_turn, rounded=True), wanted))
+    compared = replace(compared, noise=compared.off(unsplit(_Tensors.of(request, rounded=True)), wanted))
     if (agrees := compared(found, wanted)).is_equal:
         return CheckResult(sizes, agrees)
     if len(sizes) > 1 and not in_turn and _changes_own_buffers(request):
@@ -347,6 +352,8 @@ def _why_not(request: CheckRequest) -> str:
     graph = request.graph
     if graph.first_collective:
         return f"{graph.first_collective} needs the other replicas"
+    if len(_own_sizes(request)) < 2 <= sum(map(bool, request.sizes)):
+        return "microbatches of other sizes have other graphs"
     tensors = named_tensors(request.step).values()
     num_bytes = 2 * sum(each.nbytes for each in tensors if each.requires_grad)
     num_bytes += sum(each.nbytes for each in tensors if each.device.type != request.device.type)

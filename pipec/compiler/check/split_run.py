@@ -90,7 +90,7 @@ class _Microbatch:
 class _Step:
     def __init__(self, run: SplitRun, call: ModelCall, sizes: Sequence[int]) -> None:
         self._run, self._graph, self._call, self._sizes = run, run.graph, call, sizes
-        self._buffers = dict(run.tensors)
+        self._buffers, self._numbers = dict(run.tensors), dict[int, _Numbers]()
         self._rows = sum(sizes)
         weights = run.loss_weights or [size / self._rows for size in sizes]
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -181,9 +181,12 @@ class _Step:
         leaf = self._call.leaves[position]
         return leaf.to(self._run.device) if isinstance(leaf, Tensor) else leaf
 
-    def _symbols(self, rows: int) -> dict[sympy.Basic, float]:
-        sizes = {"b": rows, **self._run.values}
-        return {symbol: sizes[name] for symbol, name in self._graph.symbols.items() if name in sizes}
+    def _symbols(self, rows: int) -> "_Numbers":
+        if rows not in self._numbers:
+            sizes = {"b": rows, **self._run.values}
+            symbols = self._graph.symbols.items()
+            self._numbers[rows] = _Numbers({each: sizes[name] for each, name in symbols if name in sizes})
+        return self._numbers[rows]
 
     def _batch_counts(self) -> Sequence[Any]:
         """The values of the whole batch. A graph for microbatches of one size adds up theirs."""
@@ -287,7 +290,7 @@ def _uses(graph: fx.Graph) -> dict[fx.Node, int]:
 def _evaluate(
     graph: fx.Graph,
     argument: Callable[[fx.Node], Any],
-    symbols: Mapping[sympy.Basic, float],
+    numbers: "_Numbers",
     run: SplitRun,
 ) -> Sequence[Any]:
     """What a graph returns for these arguments."""
@@ -299,21 +302,31 @@ def _evaluate(
             found: Any = fx.map_arg(node.args[0], env.__getitem__)
             return tuple(found)
         else:
-            env[node] = _compute(node, env, symbols, run)
+            env[node] = _compute(node, env, numbers, run)
     raise AssertionError("a graph ends with its output")
 
 
-def _compute(
-    node: fx.Node, env: Mapping[fx.Node, Any], symbols: Mapping[sympy.Basic, float], run: SplitRun
-) -> Any:
+class _Numbers(dict[sympy.Basic, Any]):
+    """The values of expressions, each computed once, for these values of ``symbols``."""
+
+    def __init__(self, symbols: Mapping[sympy.Basic, float]) -> None:
+        super().__init__()
+        self._symbols = symbols
+
+    def __missing__(self, expression: sympy.Basic) -> Any:
+        number = expression.subs(self._symbols)
+        if number.is_number:  # else a data-dependent size, which comes as a node besides
+            number = int(number) if number.is_integer else float(number)
+        self[expression] = number
+        return number
+
+
+def _compute(node: fx.Node, env: Mapping[fx.Node, Any], numbers: _Numbers, run: SplitRun) -> Any:
     def resolved(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             return env[argument]
         if isinstance(argument, sympy.Basic):
-            number = argument.subs(symbols)
-            if not number.is_number:
-                return number  # a data-dependent size, which comes as a node besides
-            return int(number) if number.is_integer else float(number)
+            return numbers[argument]
         return run.device if isinstance(argument, torch.device) else argument
 
     args: Any = map_aggregate(node.args, resolved)
