@@ -403,7 +403,7 @@ class Executions:
         leaves, structure = pytree.tree_flatten([(shard.piece, shard.entries) for shard in own])
         gathered, readers = [], self.state_readers
         for rank in range(self.ranks.count):
-            theirs, shape = self.ranks.agreement.broadcast_pytree(
+            theirs, shape = self.ranks.exchange.broadcast_pytree(
                 rank, "gathering the optimizer's state", leaves, structure, readers
             )
             gathered.append([StateShard(*shard) for shard in pytree.tree_unflatten(theirs, shape)])
