@@ -174,21 +174,22 @@ class CompiledExecutions(Executions):
 
         If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
         """
+        agree = self._agree if self._batch_axis_is_known else self._agree_on_axis
         may_convert = self.batch == "same" and self._takes_lists is not True
         given = Arguments(arguments.args, dict(arguments.kwargs), arguments.target)
         tensors = lists_as_tensors(given) if may_convert else None
         if tensors is None:
-            return self._agree_on_axis(request, arguments)
+            return agree(request, arguments)
         converted = CallArguments(*tensors)
         if self._takes_lists is False:
-            return self._agree_on_axis(request, converted)
+            return agree(request, converted)
         try:
-            call = self._agree_on_axis(request, arguments)
+            call = agree(request, arguments)
         except (InputError, CaptureError) as failure:
             self._checked_calls.clear()
             self._takes_lists = False
             try:
-                return self._agree_on_axis(request, converted)
+                return agree(request, converted)
             except (FailingModelError, CaptureError):
                 self._takes_lists = None
                 raise failure from None
@@ -201,8 +202,6 @@ class CompiledExecutions(Executions):
         It is dimension 0, unless the user says otherwise, or rows along dimension 0 depend on one another and
         do not along dimension 1. Tensors with as many rows as the batch are split, unless that is wrong.
         """
-        if self._batch_axis_is_known:
-            return self._agree(request, arguments)
         others = self._other_splits(request, arguments) if self.batch == "same" else []
         call = self._explore(request, arguments, others) if others else self._agree(request, arguments)
         self._batch_axis_is_known = True

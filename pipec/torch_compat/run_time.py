@@ -118,13 +118,13 @@ def inductor_code(
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-    shapes = ShapeEnv()
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     fake_mode = FakeTensorMode(shape_env=shapes)
 
     def fake(tensor: Tensor, symbols: Collection[int]) -> Any:
         kinds = [DimDynamic.DUCK if dim in symbols else DimDynamic.STATIC for dim in range(tensor.dim())]
         context: Any = StatelessSymbolicContext(kinds)
-        return fake_mode.from_tensor(tensor.detach(), symbolic_context=context)
+        return fake_mode.from_tensor(_at_start(tensor), symbolic_context=context)
 
     fakes = [
         fake(torch.empty(each, dtype=torch.uint8, device="meta"), (0,)).size(0)
@@ -135,7 +135,8 @@ def inductor_code(
     table = {**select_decomp_table(), **decompositions}
     with torch.no_grad(), _compiling_state_context():
         functional = functionalize(function, remove="mutations")
-        traced = make_fx(functional, table, tracing_mode="symbolic")(*fakes)
+        has_symbols = any(variable_dims.values()) or any(isinstance(each, int) for each in inputs)
+        traced = make_fx(functional, table, tracing_mode="symbolic" if has_symbols else "fake")(*fakes)
     for node in [*traced.graph.nodes]:
         if node.target is torch.ops.aten.copy_.default:
             traced.graph.erase_node(node)
@@ -151,4 +152,14 @@ def inductor_code(
     guards = shapes.produce_guards_expression(fakes, ignore_static=False)
     generated = code.current_callable
     names = getattr(generated, "__func__", generated).__globals__
-    return code, taken, names, lambda given: not guards or shapes.evaluate_guards_expression(guards, given)
+
+    def fits(given: Sequence[Any]) -> bool:
+        placed = [_at_start(each) if isinstance(each, Tensor) else each for each in given]
+        return not guards or shapes.evaluate_guards_expression(guards, placed)
+
+    return code, taken, names, fits
+
+
+def _at_start(tensor: Tensor) -> Tensor:
+    """A tensor of this size at the start of its memory, as a first microbatch is of its batch."""
+    return tensor.as_strided(tensor.shape, tensor.stride(), 0).data

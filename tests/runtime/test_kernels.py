@@ -175,6 +175,15 @@ def test_sizes_and_numbers_that_change_are_compiled_once_more(monkeypatch: pytes
 
 
 @torch.no_grad()
+def test_code_is_right_for_rows_anywhere_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, run_graph)
+    compiled = kernels.CompiledFunction(backward, "backward")
+    for rows in (4, 5, 6, 7):
+        assert_runs(compiled, b=rows, saved=[torch.rand(20, 3)[rows : 2 * rows], 2])
+    assert compiled._num_compiled == 2
+
+
+@torch.no_grad()
 def test_sizes_that_were_equal_may_differ_later(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, run_graph)
     compiled = kernels.CompiledFunction(backward, "backward")
