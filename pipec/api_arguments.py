@@ -84,7 +84,7 @@ def require_same_options(ranks: Ranks, model: nn.Module, options: Options) -> No
     if isinstance(options.topology, str):
         compared["topology"] = Path(options.topology)  # whose contents count
     call_description = {name: describe_argument(value) for name, value in compared.items()}
-    ranks.agreement.require_same_call(
+    ranks.exchange.require_same_call(
         "calling pipec.compile", {**call_description, **_model_facts(model)}, _other_arguments
     )
 
@@ -160,7 +160,7 @@ def resolve_topology(
     """
     num_ranks = ranks.count
     if given is None:
-        hosts = ranks.agreement.hosts() if ranks.world.is_distributed else [0] * num_ranks
+        hosts = ranks.exchange.hosts() if ranks.world.is_distributed else [0] * num_ranks
         if all(device.type == "cuda" for device in ranks.devices.values()):
             return gpu_topology(hosts, model, MAX_CTAS if ranks.has_gpu_messages else None)
         return equal_devices(num_ranks, model.link)

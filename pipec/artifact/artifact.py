@@ -35,7 +35,7 @@ import safetensors.torch
 from torch import Tensor
 
 from pipec.artifact.plan_rules import check_plan, check_tensors
-from pipec.errors import ArtifactError
+from pipec.errors import DAMAGED_DATA_ERRORS, ArtifactError
 from pipec.ir import Mode, Plan, Program
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.json_form import dump_json, parse_json
@@ -121,7 +121,13 @@ class CompiledArtifact:
     @classmethod
     def of(cls, artifact: Artifact) -> "CompiledArtifact":
         """A saved artifact."""
-        spec = None if artifact.output_spec is None else pytree.load_structure(artifact.output_spec)
+        try:
+            spec = None if artifact.output_spec is None else pytree.load_structure(artifact.output_spec)
+        except (*DAMAGED_DATA_ERRORS, NotImplementedError) as error:
+            raise ArtifactError(
+                f"output_spec of plan.json names no structure of outputs: {type(error).__name__}: {error}; "
+                "save the artifact once more"
+            ) from error
         return cls(artifact, spec, artifact.axes)
 
 

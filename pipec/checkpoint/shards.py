@@ -113,7 +113,7 @@ def _assembled(stored: SavedTensor, local: dict[tuple[str, int, int], Tensor], r
             if not writes and rank != me:
                 continue
             activity = f"saving {stored.name}"
-            mine = ranks.agreement.broadcast_tensor(rank, activity, mine, to=[stored.writer])
+            mine = ranks.exchange.broadcast_tensor(rank, activity, mine, to=[stored.writer])
         if writes:
             flat[start:stop].copy_(mine.reshape(-1))
     return flat

@@ -67,7 +67,7 @@ class ReplicaBatches:
         ranks = self._pipe.ranks
         generator = torch.default_generator if self._generator is None else self._generator
         state = generator.get_state()
-        generator.set_state(ranks.agreement.broadcast_tensor(0, "shuffling as rank 0", state))
+        generator.set_state(ranks.exchange.broadcast_tensor(0, "shuffling as rank 0", state))
 
 
 def of_replicas(pipe: Pipeline, own: Any) -> list[Any]:

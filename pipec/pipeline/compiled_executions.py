@@ -52,13 +52,13 @@ from pipec.plan.local_batch_check import check_local_batch
 from pipec.runtime.absent_tensors import is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.executions import STEP, Call, CallRequest, Executions, MakeExecutions
-from pipec.runtime.messages.agreement import Answer, CallRole, RankNote
 from pipec.runtime.messages.call_description import (
     CallDescription,
     describe_differences,
     describe_leaf,
     describe_tensor,
 )
+from pipec.runtime.messages.exchange import Answer, CallRole, RankNote
 from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.random_seeds import peek_seed
 from pipec.runtime.sharded_loaders import dropped_parts_warning
@@ -116,9 +116,7 @@ class CompiledExecutions(Executions):
         self.loss_path = compiler.settings.loss_path
         self.batch, self.batched = batch, batched
         self.known_splits: dict[str, bool] = {}
-        self.variables = VariableHistory(
-            expects_lengths=compiler.decided.dynamic and self.ranks.kernels == "source"
-        )
+        self.variables = VariableHistory(expects_lengths=compiler.decided.dynamic)
         self._plain_values: dict[Mode, PlainValues] = {}
         self._checked_calls = CallCache()
         self._batch_axis_is_known = False
@@ -176,21 +174,22 @@ class CompiledExecutions(Executions):
 
         If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
         """
+        agree = self._agree if self._batch_axis_is_known else self._agree_on_axis
         may_convert = self.batch == "same" and self._takes_lists is not True
         given = Arguments(arguments.args, dict(arguments.kwargs), arguments.target)
         tensors = lists_as_tensors(given) if may_convert else None
         if tensors is None:
-            return self._agree_on_axis(request, arguments)
+            return agree(request, arguments)
         converted = CallArguments(*tensors)
         if self._takes_lists is False:
-            return self._agree_on_axis(request, converted)
+            return agree(request, converted)
         try:
-            call = self._agree_on_axis(request, arguments)
+            call = agree(request, arguments)
         except (InputError, CaptureError) as failure:
             self._checked_calls.clear()
             self._takes_lists = False
             try:
-                return self._agree_on_axis(request, converted)
+                return agree(request, converted)
             except (FailingModelError, CaptureError):
                 self._takes_lists = None
                 raise failure from None
@@ -203,8 +202,6 @@ class CompiledExecutions(Executions):
         It is dimension 0, unless the user says otherwise, or rows along dimension 0 depend on one another and
         do not along dimension 1. Tensors with as many rows as the batch are split, unless that is wrong.
         """
-        if self._batch_axis_is_known:
-            return self._agree(request, arguments)
         others = self._other_splits(request, arguments) if self.batch == "same" else []
         call = self._explore(request, arguments, others) if others else self._agree(request, arguments)
         self._batch_axis_is_known = True
@@ -360,7 +357,7 @@ class CompiledExecutions(Executions):
         """Whether the model's tensors or what is trained have changed. Every rank has followed then."""
         if "parts differ" in answer.value:
             count = self.num_replicas
-            self.ranks.agreement.raise_mismatch(part, lambda every: _replica_mismatch(every, count))
+            self.ranks.exchange.raise_mismatch(part, lambda every: _replica_mismatch(every, count))
         if "trained differs" in answer.value:
             self.tensors.agree_on_trained()
         return self._adopt_model_changes(snapshot) or "trained differs" in answer.value
@@ -382,7 +379,7 @@ class CompiledExecutions(Executions):
             row, options = call.rows(0, 1), (request.method, request.mode, request.outputs)
             given = options, self.steps.accumulates, row.tree, *_form(row)
         activity = "telling ranks that have joined what the others do"
-        sent = self.ranks.agreement.broadcast_pytree(owner, activity, *pytree.tree_flatten(given))
+        sent = self.ranks.exchange.broadcast_pytree(owner, activity, *pytree.tree_flatten(given))
         options, accumulates, (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
         request = CallRequest(*options)
         if call is None:
@@ -630,7 +627,7 @@ class CompiledExecutions(Executions):
         activity = f"sharing rank 0's batch of {request.name}"
         contiguous = pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, call.tree)
         given = contiguous, *_form(call)
-        sent = self.ranks.agreement.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
+        sent = self.ranks.exchange.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
         (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
         return ModelCall(args, kwargs, target, *form)
 

@@ -32,7 +32,7 @@ from pipec.runtime.executions import STEP, CallRequest, MakeExecutions
 from pipec.runtime.given_executions import Leaves
 from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, ForwardOutput, StepLoss
-from pipec.runtime.messages.agreement import RankNote
+from pipec.runtime.messages.exchange import RankNote
 from pipec.runtime.model_tensors import ModelTensors, fill_tensors, register_tensors
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.optimizers.pipeline_optimizer import refuse_update
@@ -807,7 +807,7 @@ class Pipeline(ConvertedModule):
         for name, dtype, shape in described:
             sent = state[name] if rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
             readers = [each for each in lacking if each in owners.get(canonical.get(name, ""), ())]
-            found[name] = self.ranks.agreement.broadcast_tensor(0, f"loading {name}", sent, readers)
+            found[name] = self.ranks.exchange.broadcast_tensor(0, f"loading {name}", sent, readers)
         return found if rank in lacking else state
 
     def _gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:

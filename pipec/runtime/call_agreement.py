@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from pipec.errors import InputError
-from pipec.runtime.messages.agreement import Answer, CallRole, Decide, no_decision
 from pipec.runtime.messages.call_description import CallDescription, describe_differences, format_ranks
+from pipec.runtime.messages.exchange import Answer, CallRole, Decide, no_decision
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS, exit_all_ranks
 from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.ranks import Ranks
@@ -44,7 +44,7 @@ class CallAgreement:
         """
         self.refuse_fork()
         call = f"{kind}, after {self._steps.num_steps} steps"
-        return self.ranks.agreement.require_same_call(
+        return self.ranks.exchange.require_same_call(
             f"calling {call}",
             {"call": call, **self._backward_since_last_call(), **call_description},
             functools.partial(_mismatch_message, advice=self.batch_advice),

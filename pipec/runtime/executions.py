@@ -261,29 +261,22 @@ class Executions:
             advance_default_generator(call.generator_after)
         if on_started is not None:
             on_started()
-        if call.request.mode is Mode.TRAIN:
-            return self._run_groups(call)
-        with self.unsharded([compiled.artifact.plan for compiled, _ in call.groups]):
-            return self._run_groups(call)
-
-    def _run_groups(self, call: Call) -> Mapping[str, Tensor]:
-        executions = [self.execution(compiled.artifact) for compiled, _ in call.groups]
-        first, steps = call.first, self.steps
-        plan, axes = first.artifact.plan, first.axes
-        if len(call.groups) > 1 and plan.sync_spec.may_skip_step:
+        trains, plans = call.request.mode is Mode.TRAIN, [made.artifact.plan for made, _ in call.groups]
+        if len(plans) > 1 and plans[0].sync_spec.may_skip_step:
             raise InputError(
                 "the microbatches of the batch have two sizes, and each needs a graph of its own, because "
                 "the model makes a constant of their rows; so a step cannot be skipped as a whole. Pass "
                 "batches that divide evenly, or compile without on_nan=... and in another precision than "
                 "'fp16-mixed'"
             )
-        batch_slices = self._batch_slices(call)
-        recorded = steps.recorded if call.request.mode is Mode.TRAIN else None
-        parts = []
-        for execution, batch_slice in zip(executions, batch_slices, strict=True):
-            update = batch_slice is batch_slices[-1] and not steps.accumulates
-            parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update))
-        results = parts[0] if len(parts) == 1 else merge_slices(plan, parts, batch_slices)
+        batch_slices, recorded = self._batch_slices(call), self.steps.recorded if trains else None
+        parts, axes = [], call.first.axes
+        with contextlib.nullcontext() if trains else self.unsharded(plans):
+            executions = [self.execution(compiled.artifact) for compiled, _ in call.groups]
+            for execution, batch_slice in zip(executions, batch_slices, strict=True):
+                update = batch_slice is batch_slices[-1] and not self.steps.accumulates
+                parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update))
+        results = parts[0] if len(parts) == 1 else merge_slices(plans[0], parts, batch_slices)
         return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
 
     def _batch_slices(self, call: Call) -> list[BatchSlice]:
@@ -403,7 +396,7 @@ class Executions:
         leaves, structure = pytree.tree_flatten([(shard.piece, shard.entries) for shard in own])
         gathered, readers = [], self.state_readers
         for rank in range(self.ranks.count):
-            theirs, shape = self.ranks.agreement.broadcast_pytree(
+            theirs, shape = self.ranks.exchange.broadcast_pytree(
                 rank, "gathering the optimizer's state", leaves, structure, readers
             )
             gathered.append([StateShard(*shard) for shard in pytree.tree_unflatten(theirs, shape)])

@@ -41,7 +41,8 @@ class StepState:
         """
         if self.recording is not None:
             self.recording.count_step(self.num_steps, trained)
-        self._require_finite(found, trained, self.num_steps)
+        if found is not None:
+            self._require_finite(found, trained, self.num_steps)
         self.num_steps += 1
         if self.updates is None or not self.accumulates:
             self.count_update(found, trained)
@@ -53,8 +54,8 @@ class StepState:
         last, updates = self.num_steps - 1, self.updates
         if self.recording is not None:
             self.recording.count_update(last, trained)
-        self._require_finite(found, trained, last)
         if found is not None:
+            self._require_finite(found, trained, last)
             self.num_skipped += 1
             if self.recording is not None:
                 self.recording.note(last, "skipped")
@@ -65,9 +66,7 @@ class StepState:
             if overflowed or found is None:
                 updates.loss_scale.update(overflowed)
 
-    def _require_finite(self, found: NonFinite | None, trained: Artifact | None, step: int) -> None:
-        if found is None:
-            return
+    def _require_finite(self, found: NonFinite, trained: Artifact | None, step: int) -> None:
         sync_spec = _sync_spec(trained)
         if sync_spec.on_nan is NonFiniteAction.RAISE and not is_overflow(found, sync_spec):
             if self.recording is not None:

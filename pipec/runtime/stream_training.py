@@ -168,7 +168,7 @@ class StreamTraining:
                 call_description |= self._executions.describe_batch(item.value)
             except PipecError as error:
                 call_description["refused"] = str(error)
-        return self._executions.ranks.agreement.start_comparison(
+        return self._executions.ranks.exchange.start_comparison(
             f"announcing batch {number} of a stream", call_description
         )
 

@@ -123,7 +123,7 @@ class Tensors:
             known = {
                 fqn: x for fqn, x in unique.items() if (first or fqn in new - converted) and not is_unread(x)
             }
-            for rank, names in self.ranks.agreement.broadcast_from_rank_0(known, owner_ranks(plan)).items():
+            for rank, names in self.ranks.exchange.broadcast_from_rank_0(known, owner_ranks(plan)).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
                 notice(f"{differed}, and start with rank 0's: {format_names(names)}")
         self._replicate_read_only_buffers(plan)
@@ -148,7 +148,7 @@ class Tensors:
     def _refuse_tensors_elsewhere(self, needed: Mapping[str, Sequence[int]]) -> None:
         """Refuse tensors that another pipeline has left on other ranks than this one needs, on all ranks."""
         unique = {fqn: x for fqn, x in self.names.unique().items() if not is_unread(x)}
-        every = self.ranks.agreement.all_gather_flags([is_absent(x) for x in unique.values()])
+        every = self.ranks.exchange.all_gather_flags([is_absent(x) for x in unique.values()])
         for fqn, *absent in zip(unique, *every, strict=True):
             if any(absent[rank] for rank in needed.get(fqn, ())):
                 held = tuple(rank for rank, gone in enumerate(absent) if not gone)
@@ -166,7 +166,7 @@ class Tensors:
         The model has converted them itself, as ``model.double()`` does with buffers.
         """
         unique = self.names.unique()
-        every = self.ranks.agreement.all_gather_flags([is_absent(unique[fqn]) for fqn in names])
+        every = self.ranks.exchange.all_gather_flags([is_absent(unique[fqn]) for fqn in names])
         owners = {
             fqn: tuple(rank for rank, gone in enumerate(absent) if not gone)
             for fqn, *absent in zip(names, *every, strict=True)
@@ -219,7 +219,7 @@ class Tensors:
         owner = self.source_rank(fqn)
         given = tensor if self.is_source(fqn) else torch.empty(tensor.shape, dtype=tensor.dtype)
         others = [rank for rank in readers if rank != owner]
-        return self.ranks.agreement.broadcast_tensor(owner, activity, given, others)
+        return self.ranks.exchange.broadcast_tensor(owner, activity, given, others)
 
     @property
     def trainable_hash(self) -> int:
@@ -233,7 +233,7 @@ class Tensors:
             InputError: only some of these ranks changed it, or only ranks that do not hold the parameter.
                 Every rank raises it.
         """
-        flags = self.ranks.agreement.all_gather_flags(self.names.requires_grad_flags())
+        flags = self.ranks.exchange.all_gather_flags(self.names.requires_grad_flags())
         trains, every_rank = list[bool](), range(len(flags))
         differing: list[CallDescription] = [{} for _ in flags]
         for fqn, before, *found in zip(self.names.parameters, self._trainable, *flags, strict=True):

@@ -88,7 +88,7 @@ class WholeModel:
             dtypes = [parameter.dtype.to_real() for parameter in parameters.values()]
         if self._agreement.is_distributed:
             ranks = self._agreement.ranks
-            table = torch.stack(ranks.agreement.all_gather(f"calling {call}", table)).sum(0)
+            table = torch.stack(ranks.exchange.all_gather(f"calling {call}", table)).sum(0)
         norms = [norm.to(dtype) for there, norm, dtype in zip(*table, dtypes, strict=True) if there]
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 

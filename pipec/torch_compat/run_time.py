@@ -1,7 +1,7 @@
 """Private parts of torch that a rank needs that compiles nothing. None of them loads torch._dynamo."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -94,14 +94,19 @@ def replace_total_norm(norm_of: NormOf) -> None:
 
 
 def inductor_code(
-    function: Callable[..., Sequence[Tensor]],
-    inputs: Sequence[Tensor],
+    function: Callable[..., Sequence[Any]],
+    inputs: Sequence[Tensor | int],
+    variable_dims: Mapping[int, Collection[int]],
     decompositions: Mapping[Any, Callable[..., Any]],
-) -> tuple[Callable[[list[Any]], Any], Sequence[int], dict[str, Any]]:
+) -> tuple[Callable[[list[Any]], Any], Sequence[int], dict[str, Any], Callable[[Sequence[Any]], bool]]:
     """What inductor compiles of a function, traced with fake tensors like ``inputs``.
 
-    Returns the code, which takes the inputs at the returned positions out of a list, and the names of the
-    Python module that inductor generated. What the function writes into its inputs is not written back.
+    Numbers, and the ``variable_dims`` of tensors by their position, are symbols; those that are equal now are
+    one. All other sizes are constants.
+
+    Returns the code, which takes the inputs at the returned positions out of a list; the names of the Python
+    module that inductor generated; and whether the code is right for inputs of other sizes and strides, of
+    the same types. What the function writes into its inputs is not written back.
     """
     require("inductor")
     from torch._dynamo.functional_export import _compiling_state_context  # importing these takes seconds
@@ -111,13 +116,27 @@ def inductor_code(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-    fake_mode = FakeTensorMode()
-    fakes = [fake_mode.from_tensor(each.detach(), static_shapes=True) for each in inputs]
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    fake_mode = FakeTensorMode(shape_env=shapes)
+
+    def fake(tensor: Tensor, symbols: Collection[int]) -> Any:
+        kinds = [DimDynamic.DUCK if dim in symbols else DimDynamic.STATIC for dim in range(tensor.dim())]
+        context: Any = StatelessSymbolicContext(kinds)
+        return fake_mode.from_tensor(_at_start(tensor), symbolic_context=context)
+
+    fakes = [
+        fake(torch.empty(each, dtype=torch.uint8, device="meta"), (0,)).size(0)
+        if isinstance(each, int)
+        else fake(each, variable_dims.get(position, ()))
+        for position, each in enumerate(inputs)
+    ]
     table = {**select_decomp_table(), **decompositions}
     with torch.no_grad(), _compiling_state_context():
         functional = functionalize(function, remove="mutations")
-        traced = make_fx(functional, table, tracing_mode="fake")(*fakes)
+        has_symbols = any(variable_dims.values()) or any(isinstance(each, int) for each in inputs)
+        traced = make_fx(functional, table, tracing_mode="symbolic" if has_symbols else "fake")(*fakes)
     for node in [*traced.graph.nodes]:
         if node.target is torch.ops.aten.copy_.default:
             traced.graph.erase_node(node)
@@ -130,5 +149,17 @@ def inductor_code(
     traced.recompile()
     with torch.no_grad(), config.patch(size_asserts=True, cpp_wrapper=False):
         code: Any = compile_fx_inner(traced, [fakes[position] for position in taken])
+    guards = shapes.produce_guards_expression(fakes, ignore_static=False)
     generated = code.current_callable
-    return code, taken, getattr(generated, "__func__", generated).__globals__
+    names = getattr(generated, "__func__", generated).__globals__
+
+    def fits(given: Sequence[Any]) -> bool:
+        placed = [_at_start(each) if isinstance(each, Tensor) else each for each in given]
+        return not guards or shapes.evaluate_guards_expression(guards, placed)
+
+    return code, taken, names, fits
+
+
+def _at_start(tensor: Tensor) -> Tensor:
+    """A tensor of this size at the start of its memory, as a first microbatch is of its batch."""
+    return tensor.as_strided(tensor.shape, tensor.stride(), 0).data

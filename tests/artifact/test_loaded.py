@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 import pipec
-from pipec.errors import InputError
+from pipec.artifact.artifact import CompiledArtifact
+from pipec.errors import ArtifactError, InputError
 from pipec.pipeline import Pipeline
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
@@ -303,3 +305,10 @@ def test_a_loaded_artifact_evaluates_what_was_evaluated_before(tmp_path: Path) -
     again, files = pipec.load(tmp_path / "again").eval(), sorted(tmp_path.glob("again/*/plan.json"))
     assert [file.parent.name for file in files] == ["eval_step", "forward"]
     assert torch.equal(again.eval_step(X, target=Y), loaded.eval().eval_step(X, target=Y))
+
+
+@pytest.mark.parametrize("spec", ['[1, {"0": null}]', "[7, {}]", "[1", "[1, 2]"])
+def test_a_damaged_structure_of_outputs_is_refused(pipe: Pipeline, spec: str) -> None:
+    assert pipe.trained_artifact is not None
+    with pytest.raises(ArtifactError, match=r"output_spec of plan\.json names no structure of outputs: "):
+        CompiledArtifact.of(replace(pipe.trained_artifact, output_spec=spec))

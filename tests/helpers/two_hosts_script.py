@@ -54,7 +54,7 @@ def main() -> None:
         for topology in (hosts, equal_devices(2 * on_each, LinkModel(rate, 1e-4)))
     )
     seconds = measured(fastest, x, target)
-    found = fastest.ranks.agreement.hosts()
+    found = fastest.ranks.exchange.hosts()
     if dist.get_rank() == 0:
         print(f"simulated {fastest.simulate().makespan} measured {seconds}")
         print(f"simulated {ring.simulate().makespan}")

@@ -17,7 +17,7 @@ import pipec
 from pipec.ir import InputLeaf, Instruction, Mode, Op, Plan, Program, Stage, Value
 from pipec.runtime import Interpreter, random_operators
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
-from pipec.runtime.messages.cuda import PeerToPeerCopies
+from pipec.runtime.messages.cuda import PeerToPeerCopies, on_callers_streams
 from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.random_operators import call_with_generator
 from pipec.runtime.step import batch_counts, execution, interpreter
@@ -95,7 +95,7 @@ def test_ranks_compute_on_the_streams_of_their_caller(cuda: Cuda) -> None:
     ranks, defaults = InProcessTransport([A, A, B, CPU]), ["default of cuda:0", "default of cuda:1"]
     with cuda.stream(Stream(A, "side of A", cuda.log)), cuda.stream(Stream(B, "side of B", cuda.log)):
         assert ranks.run([streams_of(cuda)] * 4) == [["side of A", "side of B"]] * 4
-        later = ranks.on_callers_streams(streams_of(cuda))
+        later = on_callers_streams(ranks.devices, streams_of(cuda))
     assert ranks.run([streams_of(cuda)] * 4) == [defaults] * 4
     assert later() == ["side of A", "side of B"], "a stream of batches stays on that on which it began"
 
@@ -148,7 +148,7 @@ def test_ranks_on_two_gpus_share_the_copies_of_a_direction(cuda: Cuda) -> None:
     for tag in (0, 1):
         mailbox = ranks.mailbox(tag, 0, 1)
         mailbox.send([x], {})
-        mailbox.wait(mailbox.post())
+        mailbox.wait(0)
     copied = [line for line in cuda.log if "is copied" in line]
     assert copied == ["x is copied by leaving to arriving"] * 2
 

@@ -135,34 +135,98 @@ def a_frame(**others: Any) -> dict[str, Any]:
     return given | others
 
 
+def assert_runs(compiled: kernels.CompiledFunction, **given: Any) -> None:
+    """A call has the results of the source, and takes out of its frame what the source takes."""
+    frame, expected = a_frame(**given), backward(a_frame(**given))
+    torch.testing.assert_close(compiled(frame), expected, rtol=0, atol=0)
+    assert frame.keys() == {"b", "w", "other"}
+
+
 @torch.no_grad()
-def test_a_call_of_other_sizes_numbers_or_types_is_compiled_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_another_type_or_order_of_memory_is_compiled_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     use_backend(monkeypatch, run_graph)
     compiled = kernels.CompiledFunction(backward, "backward")
     others: list[dict[str, Any]] = [
         {},
-        {"b": 5},
-        {"saved": [torch.ones(2, 3), 2]},
-        {"saved": [torch.ones(4, 3), 3]},
+        {"saved": [torch.ones(4, 3), 2.5]},
         {"saved": [torch.ones(4, 3, dtype=torch.float64), 2]},
         {"saved": [torch.ones(3, 4).t(), 2]},
     ]
     for other in others * 2:
-        frame, expected = a_frame(**other), backward(a_frame(**other))
-        torch.testing.assert_close(compiled(frame), expected, rtol=0, atol=0)
-        assert frame.keys() == {"b", "w", "other"}
-    assert len(compiled._programs) == len(others)
+        assert_runs(compiled, **other)
+    assert compiled._num_compiled == len(others)
 
 
 @torch.no_grad()
-def test_sizes_that_keep_changing_run_as_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_and_numbers_that_change_are_compiled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row is broadcast where others are not, and is compiled by itself, as is what changes later."""
     use_backend(monkeypatch, run_graph)
-    monkeypatch.setattr(kernels, "MAX_SIZES", 3)
     compiled = kernels.CompiledFunction(backward, "backward")
-    for rows in range(2, 9):
-        given = {"saved": [torch.ones(rows, 3), 2]}
+    for rows in (4, 5, 9, 5, 2, 70):
+        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), 2])
+    assert compiled._num_compiled == 2
+    assert_runs(compiled, b=1, saved=[torch.ones(1, 3), 2])
+    assert compiled._num_compiled == 3
+    for rows, number in ((6, 3), (7, 4), (8, 9)):
+        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), number])
+    assert compiled._num_compiled == 4
+
+
+@torch.no_grad()
+def test_code_is_right_for_rows_anywhere_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, run_graph)
+    compiled = kernels.CompiledFunction(backward, "backward")
+    for rows in (4, 5, 6, 7):
+        assert_runs(compiled, b=rows, saved=[torch.rand(20, 3)[rows : 2 * rows], 2])
+    assert compiled._num_compiled == 2
+
+
+@torch.no_grad()
+def test_sizes_that_were_equal_may_differ_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, run_graph)
+    compiled = kernels.CompiledFunction(backward, "backward")
+    for rows, number in ((4, 4), (5, 5), (6, 6), (7, 8), (9, 9), (3, 2)):
+        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), number])
+    assert compiled._num_compiled == 3
+
+
+@torch.no_grad()
+def test_what_cannot_be_compiled_with_symbols_is_compiled_for_each_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse_symbols(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if any(isinstance(each, torch.SymInt) for each in inputs):
+            raise NotImplementedError("symbols")
+        return run_graph(graph, inputs)
+
+    use_backend(monkeypatch, refuse_symbols)
+    compiled = kernels.CompiledFunction(backward, "backward")
+    for rows in (4, 5, 6, 5):
+        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), 2])
+    assert compiled._num_compiled == 3
+
+
+@torch.no_grad()
+def test_inductor_runs_other_sizes_with_symbols() -> None:
+    compiled = kernels.CompiledFunction(backward, "backward")
+    for rows in (4, 5, 17, 3):
+        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), 2])
+    assert compiled._num_compiled == 2
+
+
+@torch.no_grad()
+def test_sizes_that_need_code_of_their_own_again_and_again_run_as_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_backend(monkeypatch, run_graph)
+    monkeypatch.setattr(kernels, "MAX_COMPILED", 3)
+    compiled = kernels.CompiledFunction(backward, "backward")
+    for number in range(2, 9):
+        given = {"saved": [torch.ones(4, 3), number / 2]}
         torch.testing.assert_close(compiled(a_frame(**given)), backward(a_frame(**given)))
-    assert len(compiled._programs) == 3
+    assert compiled._num_compiled == 3
 
 
 @torch.no_grad()
@@ -201,7 +265,7 @@ def test_too_little_memory_is_no_reason_to_run_as_source(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="a backend failed"):
         compiled(frame)
     torch.testing.assert_close(compiled(frame), backward(a_frame()))
-    assert list(compiled._programs.values()) != [None]
+    assert list(compiled._found.values()) != [None]
 
 
 @torch.no_grad()

@@ -3,11 +3,14 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -25,23 +28,21 @@ def current_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-class CallerStreams:
-    """The current streams of ``devices`` on the creating thread, for use by other threads.
+def on_callers_streams(devices: Iterable[torch.device], job: Callable[[], T]) -> Callable[[], T]:
+    """The job for another thread, which then computes on the current streams of this one.
 
     So a step is ordered with the script's work before and after it, whatever stream the script uses.
     """
+    gpus = dict.fromkeys(device for device in devices if device.type == "cuda")
+    streams = [torch.cuda.current_stream(device) for device in gpus]
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        gpus = dict.fromkeys(device for device in devices if device.type == "cuda")
-        self._streams = [torch.cuda.current_stream(device) for device in gpus]
-
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Make these streams current on this thread inside a ``with``."""
+    def follow() -> T:
         with contextlib.ExitStack() as stack:
-            for stream in self._streams:
+            for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            yield
+            return job()
+
+    return follow if streams else job
 
 
 class PeerToPeerCopies:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipec.errors import TransportError
 from pipec.ir import Instruction, Sizes
 from pipec.runtime.messages.collective_group import CollectiveGroup, InProcessCollectives, InProcessGroup
-from pipec.runtime.messages.cuda import CallerStreams, PeerToPeerCopies
+from pipec.runtime.messages.cuda import PeerToPeerCopies, on_callers_streams
 from pipec.runtime.processes.worker import Worker
 
 T = TypeVar("T")
@@ -94,10 +94,9 @@ class InProcessTransport:
         done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
         results: dict[int, T | None] = {}
         try:
-            for rank, (worker, job) in enumerate(
-                zip(self._workers, map(self.on_callers_streams, jobs), strict=True)
-            ):
-                worker.submit(functools.partial(self._run_job, rank, job, done))
+            for rank, (worker, job) in enumerate(zip(self._workers, jobs, strict=True)):
+                own = on_callers_streams(self.devices, job)
+                worker.submit(functools.partial(self._run_job, rank, own, done))
             while len(results) < len(jobs):
                 rank, result = done.get()
                 results[rank] = result
@@ -106,16 +105,6 @@ class InProcessTransport:
         if self._failure is not None:
             raise self._recover()
         return [cast(T, results[rank]) for rank in range(len(jobs))]
-
-    def on_callers_streams(self, job: Callable[[], T]) -> Callable[[], T]:
-        """The job for another thread, which then computes on the streams of this one."""
-        streams = CallerStreams(self.devices)
-
-        def follow() -> T:
-            with streams.current():
-                return job()
-
-        return follow
 
     def fail(self, error: BaseException) -> None:
         """Stop every rank; the first error is the one that ``run`` raises."""
@@ -212,19 +201,6 @@ class _Endpoint:
         self._ranks.fail(error)
 
 
-class _Receiver:
-    """A receive instruction: it awaits the message that it has posted last."""
-
-    def __init__(self, mailbox: "_Mailbox") -> None:
-        self._mailbox, self._number = mailbox, 0
-
-    def post(self, sizes: Sizes) -> None:
-        self._number = self._mailbox.post()
-
-    def wait(self) -> Sequence[Tensor]:
-        return self._mailbox.wait(self._number)
-
-
 _Receive = Callable[[], Sequence[Tensor]]
 _DeviceCopy = Callable[[Sequence[Tensor]], _Receive]
 
@@ -240,17 +216,13 @@ class _Mailbox:
         self._queue: SimpleQueue[_Receive] = SimpleQueue()
         self._device_copy = device_copy
         self._check_running = check_running
+        self.num_posted = 0
         self._arrived: dict[int, _Receive] = {}
-        self._num_posted = self._num_arrived = 0
+        self._num_arrived = 0
 
     def send(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
         self._check_running()
         self._queue.put(self._device_copy(tensors))
-
-    def post(self) -> int:
-        """The number of the message, which owns its memory."""
-        number, self._num_posted = self._num_posted, self._num_posted + 1
-        return number
 
     def wait(self, number: int) -> Sequence[Tensor]:
         """Wait for a message. Others may be awaited later, though they were sent earlier."""
@@ -269,10 +241,24 @@ class _Mailbox:
 
     def clear(self) -> None:
         self._arrived.clear()
-        self._num_posted = self._num_arrived = 0
+        self.num_posted = self._num_arrived = 0
         with contextlib.suppress(Empty):
             while True:
                 self._queue.get_nowait()
+
+
+class _Receiver:
+    """A receive instruction: it awaits the message that it has posted last, which owns its memory."""
+
+    def __init__(self, mailbox: _Mailbox) -> None:
+        self._mailbox, self._number = mailbox, 0
+
+    def post(self, sizes: Sizes) -> None:
+        self._number = self._mailbox.num_posted
+        self._mailbox.num_posted += 1
+
+    def wait(self) -> Sequence[Tensor]:
+        return self._mailbox.wait(self._number)
 
 
 def _set_up_worker(device: torch.device, num_threads: int) -> None:

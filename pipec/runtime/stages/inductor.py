@@ -4,7 +4,7 @@ import functools
 import math
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,21 +20,30 @@ _aten = torch.ops.aten
 
 _one_at_a_time = threading.Lock()
 
-Code = Callable[[list[Any]], Sequence[Tensor]]
+Code = Callable[[list[Any]], Sequence[Any]]
 """Takes its inputs out of a list, which is empty from then on, and frees each when nothing reads it later."""
 
 
-def compile_function(
-    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
-) -> tuple[Code, Sequence[int]]:
-    """The code of a function of tensors, and the positions of the inputs that it takes.
+Fits = Callable[[Sequence[Any]], bool]
+"""Whether code is right for inputs of these sizes and strides, which have the types that it was made for."""
 
-    The code is for inputs of these types, sizes and strides, and fails for others.
+
+def compile_function(
+    function: Callable[..., Sequence[Any]],
+    inputs: Sequence[Tensor | int],
+    variable_dims: Mapping[int, Collection[int]],
+) -> tuple[Code, Sequence[int], Fits]:
+    """The code of a function, the positions of the inputs that it takes, and which inputs it fits.
+
+    Numbers, and the ``variable_dims`` of tensors by their position, may have other values in later calls. The
+    code is for tensors of these types and sizes otherwise.
     """
     with _one_at_a_time:
-        code, taken, names = inductor_code(function, inputs, {_aten.addmm.default: split_bias_addition})
+        code, taken, names, fits = inductor_code(
+            function, inputs, variable_dims, {_aten.addmm.default: split_bias_addition}
+        )
     reuse_memory(names)
-    return code, taken
+    return code, taken, fits
 
 
 def split_bias_addition(

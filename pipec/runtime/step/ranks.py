@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from pipec.runtime.messages.agreement import Agreement
 from pipec.runtime.messages.distributed_transport import DistributedTransport
+from pipec.runtime.messages.exchange import Exchange
 from pipec.runtime.messages.transport import InProcessTransport, Transport
 from pipec.runtime.processes.launch import SINGLE_PROCESS, Devices, World, resolve_devices, world
 from pipec.runtime.step.timestamps import RecordedStep
@@ -46,9 +46,9 @@ class Ranks:
         return DistributedTransport(self.devices[self.world.rank], self._timeout)
 
     @functools.cached_property
-    def agreement(self) -> Agreement:
+    def exchange(self) -> Exchange:
         """Where processes compare what they were given. All of them make theirs in the same order."""
-        return Agreement(self.distributed, self._timeout)
+        return Exchange(self.distributed, self._timeout)
 
     @property
     def has_gpu_messages(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import PipecError, TransportError
+from pipec.runtime.messages.cuda import on_callers_streams
 from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.processes.worker import Worker
 from pipec.runtime.step.interpreter import BatchSource, GroupHyperparameters, Interpreter
@@ -144,7 +145,7 @@ class ThreadedStreamRun(StreamRun):
         self._over = False
         self._jobs = [functools.partial(self._work, each) for each in interpreters]
         self._worker = Worker("pipec stream")
-        self._worker.submit(in_process.on_callers_streams(self._run))
+        self._worker.submit(on_callers_streams(in_process.devices, self._run))
 
     def _request(self, number: int, groups: GroupHyperparameters) -> None:
         with self._changed:

@@ -86,7 +86,7 @@ def no_decision(notes: Sequence[RankNote]) -> None:
     return None
 
 
-class Agreement:
+class Exchange:
     """This process's side of the exchanges. Errors that not all ranks raise close ``transport``."""
 
     def __init__(self, transport: DistributedTransport, timeout: float) -> None:
