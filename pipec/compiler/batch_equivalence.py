@@ -126,7 +126,7 @@ def refuse_unchecked_rows(result: CheckResult, call: ModelCall, findings: BatchF
     Raises:
         InputError: it names all of them.
     """
-    is_proved = not (findings.unproven or findings.assumed)
+    is_proved = findings.is_proved
     if call.ambiguous_leaves and result.agreement is None and not is_proved:
         names = dict.fromkeys(call.ambiguous_leaves.values())
         split, whole = (", ".join(f"{name!r}: {word}" for name in names) for word in (0, None))

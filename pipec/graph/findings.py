@@ -32,5 +32,10 @@ class BatchFindings:
     tail: str = ""
     branches: tuple[tuple[sympy.Basic, str], ...] = ()
 
+    @property
+    def is_proved(self) -> bool:
+        """Whether nothing is left to a check."""
+        return not (self.unproven or self.assumed)
+
 
 NO_FINDINGS = BatchFindings()

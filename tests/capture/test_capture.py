@@ -62,7 +62,7 @@ def trained_both_ways(
     unsplit, unsplit_loss_fn = copy.deepcopy((model, loss_fn))
     pipe = compiled(model, loss_fn)
     found = StepResult.of(pipe.step(inputs["x"], target=inputs["target"]), model)
-    loss = unsplit_step(lambda x, target: unsplit_loss_fn(unsplit(x), target), inputs, SIZES)
+    loss = unsplit_step(lambda x, target: unsplit_loss_fn(unsplit(x), target), inputs, SIZES, unsplit)
     return found, StepResult.of(loss, unsplit), pipe
 
 

@@ -1,7 +1,7 @@
 """The oracle: what autograd computes when it runs the unsplit model over the same microbatches in turn."""
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,18 @@ STEP_BUFFERS = ("num_batches_tracked", ".weight.0._u", ".weight.0._v")
 """The ends of the names of buffers that every microbatch changes alike."""
 
 
-def unsplit_step(model: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> Tensor:
+def unsplit_step(
+    model: Callable[..., Any], inputs: Inputs, sizes: Sequence[int], owner: nn.Module | None = None
+) -> Tensor:
     """The loss of the mini-batch; gradients are added to ``.grad``. Each microbatch counts by its rows.
+
+    If ``model`` is a function, ``owner`` has the tensors that it uses.
 
     Statistics of norms change with each microbatch; numbers of batches, and vectors of spectral norms, once.
     """
     total: Tensor | float = 0.0
-    buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
+    owner = model if isinstance(model, nn.Module) else owner
+    buffers = owner.named_buffers() if owner is not None else ()
     before = {x: x.clone() for fqn, x in buffers if fqn.endswith(STEP_BUFFERS)}
     for rows, size in zip(microbatches(inputs, sizes), sizes, strict=True):
         for buffer, value in before.items():

@@ -66,7 +66,7 @@ from pipec.graph import BatchFindings, is_branch_check
 from pipec.ir.batch_axis import BatchAxis
 from pipec.torch_compat import pytree
 from pipec.torch_compat.differentiation import size_of_symbol, unbacked_symbols
-from pipec.torch_compat.operators import is_higher_order
+from pipec.torch_compat.operators import OpOverload, is_higher_order
 from pipec.torch_compat.run_time import memory_id
 from pipec.torch_compat.symbolic_numbers import formula
 
@@ -309,6 +309,9 @@ class _BatchAnalysis:
             )
         if node.op == "call_module":
             raise TypeError("a call of a module")
+        read = node.all_input_nodes
+        if _is_foreign(node) and all(is_whole(self.dependence_of(source)) for source in read):
+            self._assume_backward(node)
         if node.op == "call_method":
             result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
@@ -375,11 +378,15 @@ class _BatchAnalysis:
             rest = rest[1:] if name == "invoke_subgraph" else rest
             return _Inner(inner, self).run(*rest)
         if name == "autograd_function_apply":
-            self._assumed.append(f"the backward of {describe_call(node)} adds up over microbatches")
+            self._assume_backward(node)
             forward, _, *read = args
             output, _ = forward(*_as_many(forward, read))
             return output
         raise TypeError(f"a call of {name}")
+
+    def _assume_backward(self, node: fx.Node) -> None:
+        if any(getattr(fake_value(source), "requires_grad", False) for source in node.all_input_nodes):
+            self._assumed.append(f"the backward of {describe_call(node)} adds up over microbatches")
 
     def _collective_result(self, node: fx.Node, own: Tensor) -> Tensor:
         """The result of a collective over one round of microbatches."""
@@ -731,6 +738,14 @@ _NOT_FOLLOWED = {
     *("sym_constrain_range_for_size", "sym_constrain_range", "manual_seed"),
 }
 """Calls that compute nothing."""
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether an operator is neither of torch nor of pipec, so that nobody knows its backward."""
+    return isinstance(node.target, OpOverload) and node.target.namespace not in _KNOWN_NAMESPACES
+
+
+_KNOWN_NAMESPACES = ("aten", "prims", "pipec", "_c10d_functional", "torchvision")
 
 
 def _as_many(module: fx.GraphModule, args: Sequence[Any]) -> Sequence[Any]:

@@ -120,18 +120,18 @@ def _attempts(request: CheckRequest) -> Iterator[tuple[int, ...]]:
     """The rows of the microbatches to try: few of them, those of two microbatches, and all.
 
     A model may need more rows than a few. If it makes a constant of their number, or branches on values of
-    the whole batch, a part of the rows shows nothing. Microbatches of other sizes may have another graph.
+    the whole batch, a part of the rows shows nothing. What is not proved may differ for some values alone, so
+    that all rows come first. Microbatches of other sizes may have another graph.
     """
     graph, every = request.graph, _own_sizes(request)
-    two = every[:2]
-    if two and graph.batch is not None and not graph.input_branches.branches:
+    attempts = [every]
+    if (two := every[:2]) and graph.batch is not None and not graph.input_branches.branches:
         half = max(2, min(two) // 2)
         few = (half + 1, half)[: len(two)]
+        attempts = [two, every] if two != every else attempts
         if sum(few) < sum(two) and all(graph.is_valid_for(size, request.values) for size in few):
-            yield few
-        if two != every:
-            yield two
-    yield every
+            attempts = [few, *attempts]
+    yield from attempts if graph.findings.is_proved else reversed(attempts)
 
 
 def _own_sizes(request: CheckRequest) -> tuple[int, ...]:
