@@ -255,3 +255,45 @@ def test_later_steps_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPat
             for _ in range(4):
                 pipe.step(*batch(), target=torch.linspace(-1, 1, 16))
         assert len(checked) == expected
+
+
+class _Clipped(torch.autograd.Function):
+    """A gradient that is clipped as a whole, if it is large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / gradient.norm().clamp(min=1.0)
+
+
+def test_what_is_not_proved_is_checked_again_when_later_batches_show_it() -> None:
+    """The first and the second batch have small gradients, which the function leaves alone."""
+    torch.manual_seed(0)
+    pipe = pipec.compile(
+        Model(lambda h, last: last(_Clipped.apply(h))), devices=2, loss_fn=loss_of, microbatches=4
+    )
+    x, target = torch.randn(16, WIDTH), torch.randn(16)
+    for _ in range(2):
+        pipe.step(x, target=target)
+    with pytest.raises(UnequalStepError):
+        pipe.step(x, target=1000 * target)
+
+
+def test_what_is_not_proved_is_checked_on_the_whole_batch() -> None:
+    """Few rows have few classes, and all of them; the first microbatches lack one."""
+    torch.manual_seed(0)
+    table = nn.Parameter(torch.randn(4, WIDTH))
+
+    def numbered(h: Tensor, last: nn.Module, weights: nn.ParameterList) -> Tensor:
+        _, numbers = torch.unique((10 * h[:, 0]).long().abs() % 4, return_inverse=True)
+        out: Tensor = last(h + weights[0][numbers])
+        return out
+
+    model = Model(numbered, nn.ParameterList([table]))
+    with pytest.raises(UnequalStepError, match=r"microbatches of 4 and 4 and 4 and 4 rows"):
+        pipec.compile(model, devices=2, loss_fn=loss_of, microbatches=4).step(
+            torch.randn(16, WIDTH), target=torch.randn(16)
+        )
