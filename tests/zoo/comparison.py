@@ -189,10 +189,16 @@ def _normalises_batches(model: nn.Module) -> bool:
 
 
 def _eager(case: Case, model: nn.Module, batches: Sequence[Inputs], num_segments: int) -> Iterator[Left]:
-    """What each step leaves, the batch taken in so many parts, one after the other."""
-    for inputs, rows in zip(batches, BATCHES, strict=True):
+    """What each step leaves, the batch taken in so many parts, one after the other.
+
+    A step counts as one batch, unless each part is a batch of its own.
+    """
+    counters = [x for name, x in model.named_buffers() if name.endswith("num_batches_tracked")]
+    for number, (inputs, rows) in enumerate(zip(batches, BATCHES, strict=True)):
         total = torch.zeros(())
         for part in _split(inputs, rows, num_segments, case.batched or {}):
+            for counter in [] if case.by_microbatch else counters:
+                counter.fill_(number)
             loss = _loss(case, model, part) / num_segments
             loss.backward()
             total = total + loss.detach()
