@@ -210,7 +210,7 @@ class _Comparison:
 
 
 def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
-    """Rows from all over the batch, for microbatches of these sizes; the call itself if that is all of it.
+    """Rows from all over the batch, for microbatches of these sizes; all of them if there are no more.
 
     The second microbatch ends with a row from the middle of the first: what counts or compares rows then
     shows. (If both began with the same row, or ended with it, neighbours of rows would not show.) Where
@@ -218,7 +218,7 @@ def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
     """
     count = sum(sizes)
     if count == call.batch_size:
-        return call
+        return call.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
     split = [leaf for leaf, batched in zip(call.leaves, call.batched, strict=True) if batched]
     if not all(leaf.is_contiguous() for leaf in split):
         return call.rows(0, count)
