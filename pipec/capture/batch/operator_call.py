@@ -12,6 +12,9 @@ from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unprov
 from pipec.torch_compat import pytree
 from pipec.torch_compat.operators import OpOverload, schema
 
+_FEWEST_ROWS_OF_PAIRS = 64
+"""A size that is more than the square of the number of rows by this share grows with it, as ``pdist``'s."""
+
 ROW_COUNT_PRIME = 1_000_003
 """The rows of a microbatch, in the analysis: a prime that no size of a model is a multiple of.
 
@@ -117,7 +120,8 @@ class OperatorCall:
             return self.unproven()
         results = tensors_in(self.result)
         dims = [[dim for dim, size in enumerate(x.shape) if self.is_row_multiple(size)] for x in results]
-        if any(len(each) > 1 for each in dims):
+        largest = max((size for x in results for size in x.shape), default=0)
+        if any(len(each) > 1 for each in dims) or largest > self.rows**2 / _FEWEST_ROWS_OF_PAIRS:
             return self.mixed("makes something for every pair of rows")
         is_plain = all(isinstance(v, PerRow | Whole) and not v.degree for v in self.values)
         if not is_plain or not per_row_among(self.values) or any(len(each) != 1 for each in dims):
