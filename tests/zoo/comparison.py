@@ -194,11 +194,11 @@ def _eager(case: Case, model: nn.Module, batches: Sequence[Inputs], num_segments
     A step counts as one batch, unless each part is a batch of its own.
     """
     counters = [x for name, x in model.named_buffers() if name.endswith("num_batches_tracked")]
-    for number, (inputs, rows) in enumerate(zip(batches, BATCHES, strict=True)):
-        total = torch.zeros(())
+    for inputs, rows in zip(batches, BATCHES, strict=True):
+        total, before = torch.zeros(()), [counter.clone() for counter in counters]
         for part in _split(inputs, rows, num_segments, case.batched or {}):
-            for counter in [] if case.by_microbatch else counters:
-                counter.fill_(number)
+            for counter, number in [] if case.by_microbatch else zip(counters, before, strict=True):
+                counter.copy_(number)
             loss = _loss(case, model, part) / num_segments
             loss.backward()
             total = total + loss.detach()
