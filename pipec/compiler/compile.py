@@ -360,12 +360,11 @@ def _check_new(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int
     """Compare a new graph with the model itself; None if it is not new. Raises as ``check_graph`` does."""
     if any(each.captured is staged.captured for each in request.known.graphs):
         return None
-    if request.compiler.settings.checks:
-        return check_graph(request, staged, sizes)
+    checks = request.compiler.settings.checks
+    result = check_graph(request, staged, sizes) if checks else CheckResult(reason='check is "off"')
     if len(sizes) > 1:
-        unchecked, call = CheckResult(reason='check is "off"'), request.example or request.call
-        refuse_unchecked_rows(unchecked, call, staged.graph.findings)
-    return None
+        refuse_unchecked_rows(result, request.example or request.call, staged.graph.findings)
+    return result if checks else None
 
 
 def check_graph(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -> CheckResult:
@@ -403,8 +402,6 @@ def check_graph(request: CompileRequest, staged: StagedGraph, sizes: Sequence[in
             )
         )
     refuse_difference(result)
-    if len(sizes) > 1:
-        refuse_unchecked_rows(result, call, staged.graph.findings)
     log.debug("%s", result)
     return result
 
