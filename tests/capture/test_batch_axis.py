@@ -409,7 +409,7 @@ def check(loss, pipe):
             print("checked", name)
 
 def compiled(batch, **options):
-    options = dict(microbatches=2, batched=BY_TIME, batch=batch, timeout=20.0) | options
+    options = dict(microbatches=2, batched=BY_TIME, batch=batch, timeout=240.0) | options
     return pipec.compile(made(Recurrent), 2, loss_fn=flat_loss, **options)
 
 pipe = compiled("rank0")

@@ -29,7 +29,7 @@ class Net(nn.Module):
         return self.last(hidden)
 
 torch.manual_seed(0)
-pipe = pipec.compile(Net(), devices=2, loss_fn=F.mse_loss, microbatches=2, timeout=20.0)
+pipe = pipec.compile(Net(), devices=2, loss_fn=F.mse_loss, microbatches=2, timeout=240.0)
 
 def batch(length, rows=6):
     generator = torch.Generator().manual_seed(length)

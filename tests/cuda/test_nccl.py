@@ -123,7 +123,7 @@ import os, torch, pipec
 from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-pipe = pipec.compile(model, devices=2, microbatches=4, loss_fn=nn.functional.mse_loss, timeout=60.0)
+pipe = pipec.compile(model, devices=2, microbatches=4, loss_fn=nn.functional.mse_loss, timeout=240.0)
 x = torch.ones(64, 256)
 for step in range(10**9):
     pipe.step(x, target=x)

@@ -424,9 +424,8 @@ def _error_of_step(rank: int, stages: Mapping[int, Any], transport: DistributedT
 
 
 def _error_of(call: Callable[[], object]) -> Outcome:
-    start = time.monotonic()
     try:
         call()
     except Exception as error:
-        return {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+        return {"type": type(error).__name__, "text": str(error)}
     return {"type": None}

@@ -31,7 +31,7 @@ class Trained:
     def __init__(self, change: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
         self.model, self.plain = (change(huggingface_models.gpt2()[0].double()) for _ in range(2))
         self.plain.load_state_dict(self.model.state_dict())
-        self.pipe = pipec.compile(self.model, devices=2, microbatches=2, timeout=20.0)
+        self.pipe = pipec.compile(self.model, devices=2, microbatches=2, timeout=240.0)
         self.pipe.step(**BATCH)
         unsplit_step(self.plain, BATCH, [2, 2])
 

@@ -96,7 +96,7 @@ def trained(folder: Path, name: str, is_plain: bool) -> dict[str, Any]:
     if is_plain:
         model: Any = model_class.from_pretrained(folder / name, **plain_arguments)
     else:
-        model = pipec.from_pretrained(folder / name, 4, microbatches=2, timeout=30.0, **arguments)
+        model = pipec.from_pretrained(folder / name, 4, microbatches=2, timeout=240.0, **arguments)
     drawn = torch.rand(1).item()
     with torch.no_grad():
         output = model(**batch)

@@ -649,7 +649,7 @@ class Piped(Loop):
             schedule=layout.schedule,
             recompute=layout.recompute,
             loss_fn=None if case.network.loss_inside else self.model.loss,
-            timeout=20.0,
+            timeout=240.0,
             **options,
         )
         self.renew()

@@ -60,7 +60,7 @@ class Trained:
 
     def compiled(self, steps: int) -> "Trained":
         self.net, self.plain = model(), model()
-        self.pipe = pipec.compile(self.net, devices=2, loss_fn=mse, microbatches=1, timeout=20.0)
+        self.pipe = pipec.compile(self.net, devices=2, loss_fn=mse, microbatches=1, timeout=240.0)
         for _ in range(steps):
             self.pipe.step(X, target=Y)
             mse(self.plain(X), Y).backward()
@@ -389,7 +389,7 @@ CASES: dict[str, Case] = {
     "torch.export.export(model)": lambda t: torch.export.export(t.net, (X,)),
     "torch.jit.trace(model)": lambda t: torch.jit.trace(t.net, X),
     "torch.jit.script(model)": lambda t: torch.jit.script(t.net),
-    "pipec.compile(model) once more": lambda t: pipec.compile(t.net, devices=2, loss_fn=mse, timeout=20.0),
+    "pipec.compile(model) once more": lambda t: pipec.compile(t.net, devices=2, loss_fn=mse, timeout=240.0),
 }
 """By the utility as the table names it: what is done. True: the result is the unsplit model's."""
 

@@ -27,7 +27,7 @@ ROWS = [{"input_ids": row, "labels": row} for row in IDS]
 
 def prepared(model: nn.Module) -> Any:
     """What the loop gets."""
-    return model if IS_PLAIN else pipec.compile(model, devices=2, microbatches=2, timeout=30.0).as_module()
+    return model if IS_PLAIN else pipec.compile(model, devices=2, microbatches=2, timeout=240.0).as_module()
 
 
 def as_if_alone() -> None:

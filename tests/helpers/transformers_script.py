@@ -51,7 +51,7 @@ def arguments(kind: Any, pipec_kind: Any, **options: Any) -> Any:
         return pipec_kind(FOLDER, **options)
     devices = int(os.environ.get("WORLD_SIZE", 2 * replicas))
     return pipec_kind(
-        FOLDER, devices=devices, replicas=replicas, microbatches=2 * replicas, timeout=60.0, **options
+        FOLDER, devices=devices, replicas=replicas, microbatches=2 * replicas, timeout=240.0, **options
     )
 
 

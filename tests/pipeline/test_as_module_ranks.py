@@ -18,7 +18,7 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 plain = copy.deepcopy(net)
 net.generate = lambda: None
-pipe = pipec.compile(net, devices=2, loss_fn=mse_loss, microbatches=2, timeout=20.0)
+pipe = pipec.compile(net, devices=2, loss_fn=mse_loss, microbatches=2, timeout=240.0)
 module = pipe.as_module()
 x, y = torch.randn(8, 4).double(), torch.randn(8, 1).double()
 
@@ -86,7 +86,7 @@ def test_the_pipelines_own_optimizer_updates_its_shards(tmp_path: Path) -> None:
             model, other = copy.deepcopy(plain), copy.deepcopy(plain)
             pipe = pipec.compile(
                 model, devices=2, stages=1, replicas=2, loss_fn=mse_loss, microbatches=4, shard=shard,
-                optimizer=factory, clip_grad_norm=0.1, timeout=20.0,
+                optimizer=factory, clip_grad_norm=0.1, timeout=240.0,
             )
             module, optimizer = pipe.as_module(), factory(other.parameters())
             for _ in range(3):

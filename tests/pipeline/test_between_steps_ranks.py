@@ -32,7 +32,7 @@ def model():
     return Net(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 net, loss_fn = model(), Loss()
-pipe = pipec.compile(net, devices=2, loss_fn=loss_fn, microbatches=2, timeout=20.0)
+pipe = pipec.compile(net, devices=2, loss_fn=loss_fn, microbatches=2, timeout=240.0)
 
 def step(what):
     pipe.zero_grad()

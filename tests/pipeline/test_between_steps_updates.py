@@ -190,7 +190,7 @@ x, y = torch.randn(8, 6), torch.randn(8, 3)
 net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 pipe = pipec.compile(net, 2, loss_fn=nn.functional.mse_loss, microbatches=4, optimizer=adamw, stages=1,
-    shard="parameters", clip_grad_norm=0.5, timeout=20.0)
+    shard="parameters", clip_grad_norm=0.5, timeout=240.0)
 
 def step(what, pipe=pipe):
     print(what, f"{float(pipe.step(x, target=y)):.5f}")

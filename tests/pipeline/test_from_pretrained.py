@@ -126,7 +126,7 @@ if sys.argv[2] == "plain":
     module = peft.get_peft_model(model, config)
 else:
     pipe = pipec.from_pretrained(
-        folder / "tied", 4, microbatches=2, timeout=60.0, dtype=torch.float64, peft_config=config
+        folder / "tied", 4, microbatches=2, timeout=240.0, dtype=torch.float64, peft_config=config
     )
     module = pipe.as_module()
 module.train()

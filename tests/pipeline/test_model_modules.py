@@ -148,7 +148,7 @@ from torch import nn
 torch.manual_seed(0)
 x, y = torch.randn(8, 6), torch.randn(8, 3)
 net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-pipe = pipec.compile(net, devices=2, loss_fn=nn.functional.mse_loss, microbatches=2, timeout=20.0)
+pipe = pipec.compile(net, devices=2, loss_fn=nn.functional.mse_loss, microbatches=2, timeout=240.0)
 pipe.step(x, target=y)
 for module in pipe.modules():
     if isinstance(module, nn.Dropout):

@@ -3,7 +3,6 @@
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,20 +101,20 @@ def test_a_batch_that_does_not_fit_ends_a_stream_after_those_before() -> None:
 def test_an_interrupt_completes_what_was_begun() -> None:
     """Ctrl-C while the script waits for a loss: every stage has made the same updates afterwards."""
     pipe = pipeline(3)
-    begun, main = threading.Event(), threading.main_thread()
+    begun, sent, main = threading.Event(), threading.Event(), threading.main_thread()
 
     def slow() -> Iterator[Any]:
         for number, batch in enumerate(batches(50)):
             if number == 10:
                 begun.set()
-                time.sleep(0.3)
+                sent.wait()
             yield batch
 
     def interrupt() -> None:
         begun.wait()
-        time.sleep(0.1)
         assert main.ident is not None
         signal.pthread_kill(main.ident, signal.SIGINT)
+        sent.set()
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -173,7 +172,7 @@ def test_two_streams_do_not_mix() -> None:
 def test_a_script_may_end_in_the_middle_of_a_stream(tmp_path: Path) -> None:
     """No thread keeps the process, in one process and in several."""
     body = """
-        pipe = pipeline(2, SGD, timeout=20.0)
+        pipe = pipeline(2, SGD, timeout=240.0)
         stream = pipe.stream(batches(50))
         print(next(stream) > 0)
         """

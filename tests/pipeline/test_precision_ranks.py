@@ -18,7 +18,7 @@ from tests.pipeline.test_precision import batches, pair
 
 def told(name, local=False, **options):
     "What training comes to with a gradient that overflows in rows of the second replica alone."
-    pipe, eager = pair("fp16-mixed", timeout=30.0, **options)
+    pipe, eager = pair("fp16-mixed", timeout=240.0, **options)
     for batch in batches(8, overflowing=(1, 2, 5)):
         rows = {{key: x.chunk(2)[pipe.replica] if local else x for key, x in batch.items()}}
         pipe.step(**rows)
@@ -35,7 +35,7 @@ def held(shard):
     pipe = pipec.compile(
         nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.Tanh()))),
         2, stages=1, loss_fn=nn.functional.mse_loss, microbatches=8, precision="bf16-mixed", shard=shard,
-        optimizer=functools.partial(torch.optim.AdamW, foreach=False), timeout=30.0,
+        optimizer=functools.partial(torch.optim.AdamW, foreach=False), timeout=240.0,
     )
     pipe.step(x, target=x)
     found = measure_memory(pipe, x, target=x)[rank].peak_bytes

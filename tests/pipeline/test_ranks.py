@@ -415,7 +415,7 @@ def test_ranks_of_a_loaded_artifact_compare_their_batches(tmp_path: Path) -> Non
     first, second = told(
         tmp_path,
         f"""
-        pipe = pipec.load({str(tmp_path / "artifact")!r}, timeout=20.0)
+        pipe = pipec.load({str(tmp_path / "artifact")!r}, timeout=240.0)
         attempt(lambda: pipe.step(x + rank, target=y))
         print(float(pipe.step(x, target=y)) > 0)
         """,
@@ -538,7 +538,7 @@ def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp
     other = nn.ModuleDict({{"pipe": pipe}}).state_dict()
     assert sorted(other) == sorted(names)
     pipe.save({str(tmp_path / "artifact")!r}, tensors=True)
-    loaded = pipec.load({str(tmp_path / "artifact")!r}, timeout=20.0)
+    loaded = pipec.load({str(tmp_path / "artifact")!r}, timeout=240.0)
     whole = loaded.state_dict()
     assert whole.keys() == (set() if rank else every.keys())
     assert all(torch.equal(value, every[name]) for name, value in whole.items())
@@ -557,7 +557,7 @@ def test_where_every_rank_holds_the_model_none_waits_for_others(tmp_path: Path) 
     """Replicas of one stage: what a script of data parallelism does on rank 0 alone is right."""
     body = """
     net, plain = model(), model()
-    pipe = pipec.compile(net, devices=2, stages=1, loss_fn=mse, microbatches=2, timeout=20.0)
+    pipe = pipec.compile(net, devices=2, stages=1, loss_fn=mse, microbatches=2, timeout=240.0)
     pipe.step(x, target=y)
     mse(plain(x), y).backward()
     gradients = [each.grad for each in net.parameters()]

@@ -16,7 +16,7 @@ import torch, pipec
 from pipec.errors import InputError
 from optimizer_reference import batches, model
 rank = int(os.environ["RANK"])
-pipe = pipec.compile(model(), 2, microbatches=2, optimizer=partial(torch.optim.AdamW, lr=0.01), timeout=30.0)
+pipe = pipec.compile(model(), 2, microbatches=2, optimizer=partial(torch.optim.AdamW, lr=0.01), timeout=240.0)
 
 def streamed(given):
     losses = []

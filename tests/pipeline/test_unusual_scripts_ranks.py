@@ -16,7 +16,7 @@ torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 
 def compiled(model, **options):
-    return pipec.compile(model, devices=2, microbatches=4, timeout=30.0, **options)
+    return pipec.compile(model, devices=2, microbatches=4, timeout=240.0, **options)
 
 def trained(call, model, optimizer):
     loss = call()

@@ -54,7 +54,7 @@ def test_processes_train_as_the_plain_script_does(tmp_path: Path) -> None:
         CASES = [("adamw", None, 0.5), ("adamw", "optimizer", None), ("sgd", "gradients", 0.5)]
         CASES += [("adafactor", "parameters", 0.5), ("muon", "parameters", None)]
         for name, shard, clip in CASES:
-            pipe, plain = pair(name, 5, clip, shard=shard, timeout=30.0, devices=4, replicas=2)
+            pipe, plain = pair(name, 5, clip, shard=shard, timeout=240.0, devices=4, replicas=2)
             worst = 0.0
             for batch in batches(20):
                 worst = max(worst, relative_error(pipe.step(**batch), plain.step(batch)))
@@ -87,7 +87,7 @@ def test_a_replica_keeps_its_share_alone(tmp_path: Path) -> None:
         whole = sum(p.numel() for p in make().parameters()) * 8
         for shard in (None, "optimizer", "gradients", "parameters"):
             pipe = pipec.compile(make(), 2, stages=1, loss_fn=loss_fn, microbatches=4, shard=shard,
-                                 optimizer=FACTORIES["adamw"], timeout=30.0)
+                                 optimizer=FACTORIES["adamw"], timeout=240.0)
             pipe.step(x, target=y)
             with pipe.accumulate():
                 pipe.step(x, target=y)
@@ -118,7 +118,7 @@ def _check_state(shard: str | None, tmp_path: Path) -> None:
     printed = told(
         tmp_path,
         f"""
-        pipe, plain = pair("adamw", 4, 0.5, shard={shard!r}, devices=2, stages=1, timeout=20.0)
+        pipe, plain = pair("adamw", 4, 0.5, shard={shard!r}, devices=2, stages=1, timeout=240.0)
         every = list(batches(8))
         for batch in every[:3]:
             pipe.step(**batch)
@@ -170,7 +170,7 @@ def test_processes_follow_what_a_script_changes_between_steps(tmp_path: Path) ->
             except pipec.InputError as error:
                 print(str(error).splitlines()[0][:44], *str(error).splitlines()[1:2])
 
-        pair = Pair(devices=2, stages=1, shard="parameters", timeout=30.0)
+        pair = Pair(devices=2, stages=1, shard="parameters", timeout=240.0)
         weight = pair.own.a[0].weight
         for task in (True, False, True):
             pair.step(task)

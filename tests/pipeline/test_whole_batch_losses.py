@@ -411,7 +411,7 @@ for loss in ("info_nce", "siglip", "vicreg", "centered"):
     torch.manual_seed(0)
     net = Towers(LOSSES[loss]).double()
     reference = copy.deepcopy(net)
-    pipe = compiled(net, size, timeout=20.0, **{options!r})
+    pipe = compiled(net, size, timeout=240.0, **{options!r})
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     for step in range({steps}):
@@ -436,7 +436,7 @@ import torch, pipec
 from test_whole_batch_losses import CenteredInTraining, compiled, distance
 net = CenteredInTraining(1)
 reference = copy.deepcopy(net)
-pipe = compiled(net, batched=None, timeout=20.0)
+pipe = compiled(net, batched=None, timeout=240.0)
 optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
 expected = torch.optim.SGD(reference.parameters(), lr=0.1)
 torch.manual_seed(1)

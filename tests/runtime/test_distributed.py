@@ -9,7 +9,7 @@ import handwritten_stages
 import pytest
 import torch
 import torch.distributed as dist
-from handwritten_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
+from handwritten_stages import NUM_RANKS, SIZES, make_model, reference_step
 from worker_processes import new_store, start_ranks
 
 from pipec.errors import InputError, PipecError, TransportError
@@ -102,8 +102,6 @@ def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[StepRes
     assert waiting["type"] == "TransportError"
     assert waiting["text"].startswith("rank 1, stage 1, microbatch 0, wait_recv: ")
     assert "receiving hidden_1 (0 -> 1) of microbatch 0 from rank 0" in waiting["text"]
-    for outcome in outcomes["hang"][1:]:
-        assert outcome["seconds"] < HANG_SECONDS
     assert "another rank failed while this one was" in hung["text"]
     assert "rank 0 is alive, but waits for no other rank" in waiting["text"]
 
@@ -161,10 +159,10 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
     """Messages that are aborted leave garbage, on which the next instruction may fail."""
 
     class Broken:
-        PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+        PARAMETERS = BUFFERS = UPDATED_BUFFERS = INPUTS = ()
 
         @staticmethod
-        def forward() -> None:
+        def forward(frame: dict[str, Any]) -> None:
             alone._star.fail("rank 1: out of memory")
             monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
             raise ValueError("garbage")

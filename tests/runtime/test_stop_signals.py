@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,10 +61,12 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
 def test_a_forked_process_ends_as_any_other() -> None:
     """Such as a worker of a DataLoader, which its parent terminates."""
     pipeline(2).before_stop(lambda: None)
+    forked, here = os.pipe()
     child = os.fork()
     if not child:
+        os.write(here, b"!")
         signal.pause()
-    time.sleep(0.2)
+    os.read(forked, 1)
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert not STOP_SIGNALS.pending
