@@ -16,11 +16,11 @@ from typing import Any
 
 import safetensors
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipec.checkpoint.all_ranks import call_on_all_ranks
 from pipec.checkpoint.hugging_face import weight_files
-from pipec.checkpoint.safetensors_files import torch_dtype
 from pipec.errors import CheckpointError, InputError
 from pipec.runtime.absent_tensors import hold, is_unread
 from pipec.runtime.messages.call_description import format_names, values_digest
@@ -366,12 +366,7 @@ def _require_plain_files(name: str | Path, files: Any, load_config: Any) -> None
 
 def _headers(file: str) -> dict[str, Tensor]:
     """The tensors of a file, on meta."""
-    with safetensors.safe_open(file, "pt") as opened:
-        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        return {
-            key: torch.empty(each.get_shape(), dtype=torch_dtype(each.get_dtype()), device="meta")
-            for key, each in slices.items()
-        }
+    return {key: torch.empty_like(x, device="meta") for key, x in load_file(file).items()}
 
 
 def _sampled(file: str) -> str:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from pipec.checkpoint.optimizer_state import Optimizers
-from pipec.checkpoint.safetensors_files import TensorSpec
-from pipec.checkpoint.shards import TensorShard
+from pipec.checkpoint.shards import TensorShard, TensorSpec
 from pipec.cost.profile import Profile
 from pipec.errors import InputError
 from pipec.runtime.step.loss_scale import LossScale

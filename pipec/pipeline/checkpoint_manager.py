@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from pipec.checkpoint import load_saved_profile
 from pipec.checkpoint.all_ranks import call_on_rank_0
-from pipec.checkpoint.staging_directory import clean_up, remove
 from pipec.console import notice
 from pipec.cost.profile import Profile
 from pipec.errors import CheckpointError
 from pipec.ir.argument_checks import FLAG, NONE, PATH, check_arguments, instance, integer_between
 from pipec.pipeline.pipeline import Pipeline
+from pipec.saved_folders import clean_up, remove_folder
 
 _NAME = re.compile(r"step-\d{8,}")
 
@@ -183,7 +183,7 @@ class CheckpointManager:
 
     def _thin(self) -> None:
         for name in self._names()[: -self._keep] if self._keep else []:
-            remove(self._directory / name)
+            remove_folder(self._directory / name)
 
 
 MANAGER_ARGUMENTS = {

@@ -37,6 +37,7 @@ from pipec.runtime.step.microbatch_weight import CUSTOM_WEIGHT, MicrobatchWeight
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.tensors import owner_ranks, tensor_devices
+from pipec.saved_folders import find_folder
 
 
 def load(
@@ -66,9 +67,9 @@ def load(
     check_arguments(LOAD, locals())
     artifact, tensors = read_verified(Path(directory))
     evaluations = {
-        mode: read_verified(Path(directory) / folder)[0]
+        mode: read_verified(find_folder(Path(directory)) / folder)[0]
         for mode, folder in MODE_FOLDERS.items()
-        if (Path(directory) / folder).exists()
+        if (find_folder(Path(directory)) / folder).exists()
     }
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout, kernels)

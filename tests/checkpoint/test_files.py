@@ -18,7 +18,7 @@ from resumable_training import Run, start
 from slow_params import slow
 
 import pipec
-from pipec.checkpoint.manifest import ChecksummedFile
+from pipec.checkpoint import shards
 
 
 @pytest.fixture(scope="module")
@@ -194,13 +194,13 @@ def watched(call: Callable[[int], None], watch: Callable[[str, object], None]) -
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written in the background until it is set."""
-    event, write = threading.Event(), ChecksummedFile.write
+    event, write = threading.Event(), shards.write_file
 
-    def wait(file: ChecksummedFile, data: memoryview | bytes) -> None:
+    def wait(path: Path, data: bytes) -> str:
         assert threading.current_thread() is threading.main_thread() or event.wait(20)
-        write(file, data)
+        return write(path, data)
 
-    monkeypatch.setattr(ChecksummedFile, "write", wait)
+    monkeypatch.setattr(shards, "write_file", wait)
     return event
 
 
@@ -252,7 +252,7 @@ class TestAsynchronous:
     ) -> None:
         before = {path.name: path.read_bytes() for path in saved.iterdir()}
         with monkeypatch.context() as patch:
-            patch.setattr(ChecksummedFile, "end", full)
+            patch.setattr(shards, "write_file", full)
             for call in (run.save, run.load):
                 saving = run.pipe.save_checkpoint(saved, **run.training_state, asynchronous=True)
                 wait([saving])
@@ -267,7 +267,7 @@ class TestAsynchronous:
         run.save(saved)
 
 
-def full(file: ChecksummedFile) -> None:
+def full(path: Path, data: bytes) -> str:
     raise OSError(28, "No space left on device", "its file")
 
 
