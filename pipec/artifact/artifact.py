@@ -30,11 +30,13 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from pipec.artifact.interface import Interface, interface_of, require_interface
 from pipec.errors import DAMAGED_DATA_ERRORS, ArtifactError
 from pipec.ir import Mode, Plan, Program
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.json_form import dump_json, parse_json
 from pipec.ir.text_format import format_program, format_value, parse_program
+from pipec.programs.verify import verify, verify_parts
 from pipec.saved_folders import (
     CHECKSUMS,
     SavedFolder,
@@ -134,11 +136,12 @@ MicrobatchGroups = list[tuple[CompiledArtifact, list[int]]]
 
 @dataclass(frozen=True)
 class _Header:
-    """The content of ``plan.json``. ``sha256`` is that of the rest of it."""
+    """The content of ``plan.json``, which nobody edits: ``sha256`` is that of the rest of it."""
 
     format: str
     sha256: str
     plan: Plan
+    interfaces: Sequence[Interface]
     options: Mapping[str, Any]
     ties: Mapping[str, str]
     unsaved: Sequence[str]
@@ -198,7 +201,8 @@ def write_artifact(
 
 def _write_files(artifact: Artifact, folder: Path, tensors: Mapping[str, Tensor] | None) -> None:
     plan = replace(artifact.plan, checked="")  # how closely a run agreed is not the plan's
-    header = _Header(FORMAT, "", plan, *(getattr(artifact, name) for name in _SAVED))
+    interfaces = [interface_of(source, f"stage {k}") for k, source in enumerate(artifact.sources)]
+    header = _Header(FORMAT, "", plan, interfaces, *(getattr(artifact, name) for name in _SAVED))
     header = replace(header, sha256=_digest(header))
     files = {PLAN: dump_json(header, indent=1).encode()}
     files |= {f"stage_{stage}.py": source.encode() for stage, source in enumerate(artifact.sources)}
@@ -211,10 +215,11 @@ def _write_files(artifact: Artifact, folder: Path, tensors: Mapping[str, Tensor]
 
 
 def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
-    """Read an artifact and the tensors saved with it, by FQN.
+    """Read and check an artifact, without running its code; returns it with the saved tensors, by FQN.
 
     Raises:
         ArtifactError: a file is missing, changed, unreadable or of another format.
+        VerifyError: a program breaks a rule; the code of a stage does not compile, or has another interface.
     """
     directory = find_folder(directory)
     if not (directory / PLAN).is_file():
@@ -231,6 +236,10 @@ def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
     folder.require([*stages, *ranks, *optional])
     programs = tuple(parse_program(_read_text(directory / name), plan.links) for name in ranks)
     sources = tuple(_read_text(directory / name) for name in stages)
+    verify(plan, programs)
+    verify_parts(plan, programs)
+    for source, expected, name in zip(sources, header.interfaces, stages, strict=True):
+        require_interface(source, expected, name)
     found = {name: _read_tensors(directory / name) for name in optional}
     constants, tensors = found.get(CONSTANTS, {}), found.get(TENSORS, {})
     for value in plan.parameters + plan.buffers:

@@ -9,8 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from pipec.artifact.artifact import MODE_FOLDERS, Artifact
-from pipec.artifact.verification import read_verified
+from pipec.artifact.artifact import MODE_FOLDERS, Artifact, read_artifact
 from pipec.errors import InputError
 from pipec.ir import Mode, SyncSpec, Value
 from pipec.ir.argument_checks import (
@@ -65,9 +64,9 @@ def load(
             or not asked for.
     """
     check_arguments(LOAD, locals())
-    artifact, tensors = read_verified(Path(directory))
+    artifact, tensors = read_artifact(Path(directory))
     evaluations = {
-        mode: read_verified(find_folder(Path(directory)) / folder)[0]
+        mode: read_artifact(find_folder(Path(directory)) / folder)[0]
         for mode, folder in MODE_FOLDERS.items()
         if (find_folder(Path(directory)) / folder).exists()
     }

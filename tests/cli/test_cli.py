@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -18,11 +20,12 @@ from typer.testing import CliRunner, Result
 
 import pipec
 from pipec.artifact.artifact import Artifact, read_artifact
-from pipec.artifact.verification import verify_artifact
 from pipec.cli import app
 from pipec.cli.target import load_example
 from pipec.errors import VerifyError
 from pipec.ir import Plan, Program
+from pipec.programs.verify import verify
+from pipec.saved_folders import CHECKSUMS
 
 ROOT = Path(__file__).parents[2]
 MODELS = Path(__file__).parents[1] / "helpers" / "cli_models.py"
@@ -342,36 +345,40 @@ def without_sends(program: Program) -> Program:
         ),
         (
             lambda code: code.replace("def backward(", "def backwards("),
-            "has no function backward, which the program",
+            "stage_1.py has no backward; expected",
         ),
         (
             lambda code: code.replace('frame.pop("', 'frame.pop("other_', 1),
-            "takes other_.* in forward, which nothing puts into the frame",
+            r"stage_1.py: forward \(frame\) takes .*'other_.* and returns .*; expected \(frame\) takes ",
         ),
         (
             lambda code: code.replace("'6.bias'", "'7.bias'"),
-            r"has PARAMETERS = .*'7.bias'.* but the plan has",
+            r"PARAMETERS is .*'7.bias'.*; expected is .*6.bias",
         ),
         (
             lambda code: code.replace("BUFFERS = ()", "BUFFERS = make()"),
-            "has BUFFERS = None, but the plan has",
+            r"BUFFERS is make\(\); expected is \(\)",
         ),
+        (lambda code: code.replace('return {"loss":', 'return {"cost":'), r"returns \(\{'cost'\}.*expected"),
+        (lambda code: code + "\n\ndef helper(x):\n    return x\n", ""),
     ],
 )
 def test_check_refuses_code_that_does_not_fit(
-    artifact: Artifact, change: Callable[[str], str], message: str
+    directory: Path, tmp_path: Path, change: Callable[[str], str], message: str
 ) -> None:
-    changed = change(artifact.sources[1])
-    assert changed != artifact.sources[1]
-    verify_artifact(artifact)
-    with pytest.raises(VerifyError, match=f"(?s){message}.*; save the pipeline again"):
-        verify_artifact(replace(artifact, sources=(artifact.sources[0], changed)))
+    saved = shutil.copytree(directory, tmp_path / "saved")
+    code = (saved / "stage_1.py").read_text()
+    assert change(code) != code
+    (saved / "stage_1.py").write_text(change(code))
+    subprocess.run(f"sha256sum *.* > {CHECKSUMS}", shell=True, cwd=saved, check=True)
+    with pytest.raises(VerifyError, match=f"(?s){message}") if message else nullcontext():
+        read_artifact(saved)
 
 
 def test_check_refuses_programs_that_break_a_rule(artifact: Artifact) -> None:
     programs = tuple(map(without_sends, artifact.programs))
     with pytest.raises(VerifyError, match=r"is missing on rank \d; expected once"):
-        verify_artifact(replace(artifact, representative_programs=programs))
+        verify(artifact.plan, programs)
 
 
 # run
