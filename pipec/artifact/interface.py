@@ -29,7 +29,7 @@ def interface_of(source: str, where: str) -> Interface:
 
 
 def require_interface(source: str, expected: Interface, where: str) -> None:
-    """Raise VerifyError unless the code has all that ``expected`` says; it may have other functions besides."""
+    """Raise VerifyError unless the code has all of ``expected``; it may have other functions besides."""
     found = interface_of(source, where)
     for name, words in expected.items():
         if name not in found:
@@ -47,10 +47,8 @@ def _describe(node: ast.FunctionDef | ast.Assign) -> tuple[str, str]:
     taken = sorted({ast.unparse(name) for each in ast.walk(node) for name in _taken(each)})
     last = node.body[-1]
     returned = _form(last.value) if isinstance(last, ast.Return) else "nothing"
-    return (
-        node.name,
-        f"({ast.unparse(node.args)}) takes {', '.join(taken) or 'nothing'} and returns {returned}",
-    )
+    takes = f"takes {', '.join(taken) or 'nothing'} and returns {returned}"
+    return node.name, f"({ast.unparse(node.args)}) {takes}"
 
 
 def _taken(node: ast.AST) -> list[ast.expr]:
