@@ -20,21 +20,15 @@ def pipeline_data(pipeline: DrawnPipeline) -> dict[str, object]:
             {
                 "ranks": plan.placement[stage.index],
                 "modules": [*dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]])],
-                "weights": stage.cost.memory.weights,
-                "saved": stage.cost.memory.saved,
-                "recomputed": stage.cost.memory.recomputed,
-                "seconds": {str(phase): time for phase, time in stage.cost.seconds.items()},
             }
             for stage in plan.stages
         ],
         "links": _links(plan),
         "tied": _tied(plan),
-        "costSource": plan.cost_source,
         "notes": sorted(pipeline.notes.items()),
         "sources": pipeline.sources,
         "programs": [
-            {"rank": each.rank, "period": each.period, "lines": instruction_lines(each), **_numbers(each)}
-            for each in shown
+            {"rank": each.rank, "lines": instruction_lines(each), **_numbers(each)} for each in shown
         ],
         "operators": [
             [

@@ -1,7 +1,5 @@
 // The model: its operators by stage and module, in the order in which they run, with the values that pass by.
 
-const ROW = 26; // the height of a row, in pixels
-const MOST_ARCS = 600;
 const model = { root: null, open: new Set(), marked: null };
 
 /** A tree of stages, modules and operators. Modules that repeat stand in one group. */
@@ -55,15 +53,13 @@ function grouped(nodes) {
 
 const operatorsOf = (node) => (node.kind === "operator" ? [node.operator] : node.children.flatMap(operatorsOf));
 
-/** The rows that are visible, and for each operator the row that it is in. */
+/** The rows that are visible. */
 function visibleRows() {
   /** @type {any[]} */
   const rows = [];
-  const rowOf = new Map();
   const visit = (node, depth) => {
     const isOpen = model.open.has(node.key);
-    const place = rows.push({ node, depth, isOpen }) - 1;
-    for (const { number } of operatorsOf(node)) rowOf.set(number, place);
+    rows.push({ node, depth, isOpen });
     if (isOpen) node.children.forEach((child) => visit(child, depth + 1));
   };
   for (const stage of model.root.children) {
@@ -71,7 +67,7 @@ function visibleRows() {
     const cut = cutBehind(stage.stage);
     if (cut) rows.push(cut);
   }
-  return { rows, rowOf };
+  return rows;
 }
 
 /** The values that go from a stage to later ones, and their gradients. */
@@ -87,8 +83,7 @@ function cutBehind(stage) {
 
 function fillModel() {
   if (!model.root) buildModel();
-  const { rows, rowOf } = visibleRows();
-  byId("modelRows").replaceChildren(...rows.map((row) => (row.cut ? cutRow(row) : modelRow(row))), arcs(rows, rowOf));
+  byId("modelRows").replaceChildren(...visibleRows().map((row) => (row.cut ? cutRow(row) : modelRow(row))));
   const tied = data.pipeline.tied.map(({ name, owner, borrowers, bytes: size }) => `${name} (${bytes(size)}) of stage ${owner} is used by stage ${borrowers.join(", ")}, too`);
   byId("tied").textContent = tied.length ? `Tied weights: ${tied.join("; ")}.` : "";
 }
@@ -110,7 +105,7 @@ function modelRow({ node, depth, isOpen }) {
   const weights = isOperator ? node.operator.weights.join(", ") : "";
   const row = make("li", {
     className: node.kind + (model.marked === node.key ? " marked" : ""),
-    style: `padding-left: ${90 + 16 * depth}px; --stage: ${stageColor(node.stage)}`,
+    style: `padding-left: ${12 + 16 * depth}px; --stage: ${stageColor(node.stage)}`,
     attributes: { "data-key": node.key },
   }, label, make("span", { className: "muted" }, [node.type, source, weights, isOperator ? "" : `${count} operator${count > 1 ? "s" : ""}`].filter(Boolean).join(" · ")));
   if (count) row.append(make("button", { className: "small", onclick: openCode, title: "its code" }, "code"));
@@ -121,31 +116,6 @@ function modelRow({ node, depth, isOpen }) {
 
 /** Colours that tell neighbours apart, however many stages there are. */
 const stageColor = (stage) => `hsl(${(stage * 137 + 210) % 360} 60% 55%)`;
-
-/** Lines between the rows of what makes a value and of what reads it; those of a cut have its colour. */
-function arcs(rows, rowOf) {
-  const found = new Map();
-  for (const { number, inputs, stage } of data.pipeline.operators)
-    for (const input of inputs) {
-      const [from, to] = [rowOf.get(input), rowOf.get(number)];
-      if (from !== undefined && to !== undefined && from !== to)
-        found.set(`${from} ${to}`, data.pipeline.operators[input].stage !== stage ? "crossing" : "inside");
-    }
-  for (const { name, owner, borrowers } of data.pipeline.tied) {
-    const reading = (of) => data.pipeline.operators.find(({ stage, weights }) => stage === of && weights.includes(name));
-    for (const borrower of borrowers) {
-      const [one, other] = [reading(owner), reading(borrower)].map((operator) => operator && rowOf.get(operator.number));
-      if (one !== undefined && other !== undefined) found.set(`${one} ${other}`, "tied");
-    }
-  }
-  const paths = [...found].slice(0, MOST_ARCS).map(([ends, kind]) => {
-    const [from, to] = ends.split(" ").map((row) => (+row + 0.5) * ROW);
-    const reach = Math.max(84 - 7 * Math.abs(to - from) / ROW, 8);
-    return `<path class="${kind}" d="M86 ${from}C${reach} ${from} ${reach} ${to} 86 ${to}"/>`;
-  });
-  const svg = `<svg width="90" height="${rows.length * ROW}">${paths.join("")}</svg>`;
-  return make("li", { className: "arcs", innerHTML: svg, attributes: { "aria-hidden": "true" } });
-}
 
 /** Open the model at a stage, or at an operator of it. */
 function showInModel(stage, number = -1) {

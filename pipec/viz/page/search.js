@@ -62,7 +62,6 @@ function search(text) {
   query = text.trim() ? parseQuery(text) : null;
   matches = query && !query.unknown ? query : null;
   visited = -1;
-  strip = null;
   const count = matches ? total(timelines.map(countMatches)) : 0;
   byId("found").textContent = !query ? "" : query.unknown ? `nothing is called ${query.unknown}` : `${count.toLocaleString("en")} ${query.wantsMessages ? "messages" : "cells"}`;
   redraw();
