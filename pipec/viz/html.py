@@ -26,7 +26,6 @@ SCRIPTS = (
     "summary",
     "search",
     "code",
-    "model",
     "runs",
     "start",
 )

@@ -346,28 +346,11 @@ def test_what_is_in_host_memory_is_below_the_line_and_outside_of_the_limit(open_
     assert any(word.startswith("offloaded, in host memory besides: ") for word in details(page))
 
 
-# ---- model and code ----
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-@in_browser
-def test_the_model_folds_layers_and_shows_cuts_and_tied_weights(open_page: Open) -> None:
-    page = open_pipeline(open_page)
-    tab(page, "model")
-    rows = page.locator("#modelRows > li").all_inner_texts()
-    assert any(re.search(r"layers\.0 to layers\.\d.*\d . Layer", row, re.DOTALL) for row in rows)
-    cut = next(row for row in rows if row.startswith("cut: "))
-    activation = next(link for link in compiled().plan.links if link.payload == "activation")
-    assert f"to stage 1: {activation.values[0].name}, " in cut
-    assert page.locator("#tied").inner_text().startswith("Tied weights: embed.weight (512 B) of stage 0 is")
-    before = page.locator("#modelRows > li").count()
-    page.locator("#modelRows .group > button").first.click()
-    assert page.locator("#modelRows > li").count() > before
+# ---- code ----
 
 
 @in_browser
-def test_one_goes_from_a_cell_to_code_and_model_and_back(open_page: Open) -> None:
+def test_one_goes_from_a_cell_to_its_line_of_the_model_and_back(open_page: Open) -> None:
     page = open_pipeline(open_page)
     forward = next(e for e in compiled().simulate().computes.of_rank(1) if e.instruction.op is Op.FORWARD)
     cell(page, 1, (forward.start + forward.end) / 2)
@@ -376,10 +359,7 @@ def test_one_goes_from_a_cell_to_code_and_model_and_back(open_page: Open) -> Non
     assert "def forward(frame)" in page.locator("#source .marked").inner_text()
     page.locator("#source .line").filter(has_text="addmm(").first.click()
     assert re.match(r"layers\.\d\.linear · Linear, test_views\.py:\d+", page.locator("#origin").inner_text())
-    page.get_by_role("button", name="in the model").click()
-    marked = page.locator("#modelRows .marked")
-    assert marked.inner_text().startswith("addmm")
-    marked.get_by_role("button", name="cells").click()
+    page.get_by_role("button", name="its cells").click()
     assert page.locator("#found").inner_text() == "8 cells"
     assert page.evaluate("() => view.tab") == "timeline"
 
@@ -391,28 +371,6 @@ def test_a_module_is_searched_for(open_page: Open) -> None:
     assert page.locator("#found").inner_text() == "8 cells"
     page.locator("#search").fill("layers.0 backward")
     assert page.locator("#found").inner_text() == "4 cells"
-
-
-@in_browser
-def test_the_model_stays_usable_with_a_thousand_operators(open_page: Open) -> None:
-    lines = [
-        f"    # layers.{k // 4}.{'abcd'[k % 4]} · Linear  # model.py:{k}\n    y_{k + 1} = torch.relu(y_{k})"
-        for k in range(1000)
-    ]
-    code = "import torch\n\n\ndef forward(w, y_0):\n" + "\n".join(lines) + "\n    return y_1000\n"
-    steps, pipeline = drawn_pipeline()
-    page = open_page({}, steps=steps, pipeline=replace(pipeline, sources=[code, pipeline.sources[1]]))
-    tab(page, "model")
-    assert page.locator("#modelRows > li").count() < 20
-    assert "250 \u00d7" in page.locator("#modelRows .group").first.inner_text()
-    seconds = page.evaluate("""() => {
-        const begun = performance.now();
-        for (const node of model.root.children[0].children) model.open.add(node.key);
-        fillModel();
-        return (performance.now() - begun) / 1000;
-    }""")
-    assert page.locator("#modelRows > li.module").count() >= 250
-    assert seconds < 1
 
 
 # ---- runs ----
@@ -563,8 +521,8 @@ def test_a_notebook_shows_the_same_page_in_a_cell(open_page: Open) -> None:
     page = open_page({"1f1b": one_f_one_b()})
     page.set_content(page_in_cell(page_html(steps, "in a cell", pipeline)))
     frame = page.frame_locator("iframe")
-    frame.get_by_role("tab", name="model", exact=True).click()
-    assert frame.locator("#modelRows .stage").count() == 2
+    frame.get_by_role("tab", name="code", exact=True).click()
+    assert frame.locator("#sources option").count() == 2
     assert "in a cell" in frame.locator("h1").inner_text()
 
 

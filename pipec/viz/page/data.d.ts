@@ -38,15 +38,10 @@ interface Sums {
 /** What is under the pointer, or selected. */
 interface Thing { kind: "compute" | "idle" | "collective" | "message" | "curve" | "lane"; timeline: Timeline; rank: number; index: number | null; time?: number }
 
-interface Operator { number: number; stage: number; line: number; module: string; type: string; source: string; call: string; result: string; shape: string; inputs: number[]; weights: string[] }
-
 interface Pipeline {
   stages: { ranks: number[]; modules: string[] }[];
-  links: { source: number; target: number; payload: string; values: Record<string, number> }[];
-  tied: { name: string; owner: number; bytes: number; borrowers: number[] }[];
   sources: string[];
   programs: { rank: number; lines: string[]; blocking: number[] }[];
-  operators: Operator[];
   notes: [number, string][];
   alternatives: { schedule: string; microbatches: number; stages: number; seconds: number; peak: number; rejected: string }[];
 }

@@ -148,10 +148,7 @@ function thingDetails(what) {
 function actionsFor({ kind, timeline, rank, index }) {
   const action = (words, onclick) => make("button", { onclick }, words);
   const found = [];
-  if (kind === "compute" && data.pipeline) {
-    found.push(action("code", () => showCode(timeline, rank, index)));
-    found.push(action("in the model", () => showInModel(timeline.computes.stage[index])));
-  }
+  if (kind === "compute" && data.pipeline) found.push(action("code", () => showCode(timeline, rank, index)));
   if (kind === "compute") found.push(action("zoom to it", () => zoomTo(timeline, index)));
   const curve = isMemory(timeline) && timeline.memory[rank];
   if (curve) found.push(action("what is held at the peak", () => selectPeak(timeline, rank)));

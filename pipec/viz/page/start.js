@@ -1,13 +1,12 @@
 // Start: tabs, the address that remembers the view, the legend, and the page's first drawing.
 
 const TABS = {
-  summary: fillSummary, timeline: () => {}, memory: () => {}, model: fillModel, code: fillCode, runs: fillRuns,
+  summary: fillSummary, timeline: () => {}, memory: () => {}, code: fillCode, runs: fillRuns,
 };
 
 function hasTab(name) {
   if (name === "memory") return known.some(({ memory }) => memory.length);
-  if (name === "model" || name === "code") return data.pipeline !== null;
-  return true;
+  return name !== "code" || data.pipeline !== null;
 }
 
 function openTab(name) {
@@ -131,11 +130,6 @@ async function start() {
   data = await unpack(byId("data").textContent);
   known = data.timelines;
   known.forEach(prepare);
-  if (data.pipeline)
-    data.pipeline.operators = data.pipeline.operators.map(/** @param {any} each */ (each, number) => {
-      const [stage, line, module, type, source, call, result, shape, inputs, weights] = each;
-      return { number, stage, line, module, type, source, call, result, shape, inputs, weights };
-    });
   showTimelines(known.filter(({ isRun }) => !isRun));
   compared.other = Math.min(1, known.length - 1);
   for (const name of Object.keys(TABS)) byId(`tab-${name}`).hidden = !hasTab(name);
