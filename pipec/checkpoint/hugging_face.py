@@ -24,7 +24,7 @@ from pipec.checkpoint.shards import (
 from pipec.checkpoint.training_state import TrainingState
 from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError, InputError
 from pipec.runtime.messages.call_description import format_names
-from pipec.saved_folders import StagingFolder, sync_file, write_file
+from pipec.saved_folders import StagingFolder, find_folder, sync_file, write_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (
@@ -118,9 +118,9 @@ def save_pretrained(directory: Path, training: TrainingState) -> None:
         for path in staging.path.glob("*.json"):
             sync_file(path)
         write_file(staging.path / INDEX, weight_index(files))
-        if directory.exists():
-            old = {SINGLE, *(path.name for path in directory.glob("model-*-of-*.safetensors"))}
-            _link_others(directory, staging.path, old)
+        if (old := find_folder(directory)).exists():
+            weights = {SINGLE, *(path.name for path in old.glob("model-*-of-*.safetensors"))}
+            _link_others(old, staging.path, weights)
         staging.publish()
 
     with staging.discarded_on_failure():

@@ -2,11 +2,8 @@
 
 import functools
 import json
-import os
 import random
 import resource
-import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed_saves import killed_in_call
 from resumable_training import Run, start
 from slow_params import slow
 
@@ -138,7 +136,7 @@ def test_a_process_killed_anywhere_leaves_a_checkpoint(run: Run, saved: Path) ->
     """
     found = number = 1
     write_filled(run, saved, number)
-    while killed_in_call(run, saved, number):
+    while killed_in_call(functools.partial(write_filled, run, saved, number), number):
         before, found = found, run.load(saved)
         assert found in (before, number)
         filled = torch.cat([each.flatten() for each in states(run) if each.is_floating_point()])
@@ -158,37 +156,6 @@ def write_filled(run: Run, path: Path, number: int) -> None:
             tensor.fill_(number)
     run.save(path, extra=number, asynchronous=number % 2 == 0)
     run.pipe.finish_saving()
-
-
-def killed_in_call(run: Run, path: Path, number: int) -> bool:
-    """Whether a forked process came to the call of this number, before which it is killed."""
-    child = os.fork()
-    if child == 0:
-        calls = iter(range(number))
-
-        def watch(event: str, _: object) -> None:
-            if event in WATCHED and next(calls, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        os.fsync = watched(os.fsync, watch)
-        sys.addaudithook(watch)
-        try:
-            write_filled(run, path, number)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
-
-
-WATCHED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "fsync")
-
-
-def watched(call: Callable[[int], None], watch: Callable[[str, object], None]) -> Callable[[int], None]:
-    def made(descriptor: int) -> None:
-        watch("fsync", None)
-        call(descriptor)
-
-    return made
 
 
 @pytest.fixture
