@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from pipec.checkpoint.plain_values import describe, plain
-from pipec.checkpoint.shards import TensorShard, tensor_spec, unsharded
+from pipec.checkpoint.shards import TensorShard, TensorSpec, tensor_spec, unsharded
 from pipec.errors import CheckpointError, InputError
 from pipec.ir import ParameterShard
 from pipec.runtime.absent_tensors import is_absent
@@ -67,14 +66,14 @@ def param_groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[Pa
 
 
 def state_shards(
-    optimizers: Optimizers, names: Mapping[int, str], shapes: Mapping[str, torch.Size]
+    optimizers: Optimizers, names: Mapping[int, str], specs: Mapping[str, TensorSpec]
 ) -> tuple[OptimizerState, list[TensorShard]]:
     """This process's part of the state: a description, and its tensors."""
     made = OptimizerState(param_groups_of(optimizers, names))
     tensors: list[TensorShard] = []
     for part in _state_parts(optimizers, names):
         piece, name = part.piece, part.piece.name
-        entries, shape = made.state.setdefault(name, {}), shapes[name]
+        entries, whole = made.state.setdefault(name, {}), specs[name]
         for key, value in part.entries.items():
             if type(key) is not str:
                 raise InputError(f"the optimizer's state of {name} has the key {key!r}; expected text")
@@ -82,8 +81,8 @@ def state_shards(
                 entries[key] = [plain(value, f"{key} of {name} in the optimizer")]
                 continue
             entries[key] = stored = f"{name}/{key}"
-            if piece.size != shape.numel() and value.shape == (piece.size,):
-                spec = tensor_spec(stored, value.dtype, shape)
+            if piece.size != whole.num_elements and value.shape == (piece.size,):
+                spec = tensor_spec(stored, value.dtype, whole.shape)
                 tensors.append(TensorShard(stored, spec, piece.start, piece.stop, value))
             else:  # of the whole parameter, or of another shape
                 tensors.append(unsharded(stored, tensor_spec(stored, value.dtype, value.shape), value))

@@ -17,6 +17,8 @@ from pipec.torch_compat import pytree
 
 _MAX_BYTES = 2**20
 
+torch.serialization.add_safe_globals([bytes])  # as which b"" is read
+
 
 def plain(value: object, where: str) -> Any:
     """A copy of the value on the CPU that ``read`` gives back unchanged. ``where`` names it in errors.
@@ -55,8 +57,7 @@ def written(value: Any) -> bytes:
 def read(data: bytes) -> Any:
     """The value that ``written`` has made a file of. Raises CheckpointError for a damaged one."""
     try:
-        with torch.serialization.safe_globals([bytes]):  # as of b""
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (*DAMAGED_DATA_ERRORS, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(refusal(error)) from error
 

@@ -119,7 +119,7 @@ def load(directory: Path, training: TrainingState) -> tuple[CheckpointMetadata, 
     ((checkpoint, names),) = opened
     metadata = checkpoint.metadata
     if metadata.optimizer is not None:
-        require_same_groups(metadata.optimizer.groups, merge_states(every, list(training.shapes)).groups)
+        require_same_groups(metadata.optimizer.groups, merge_states(every, [*training.names.values()]).groups)
     _log_frozen_changes(metadata, training)
 
     def change() -> None:

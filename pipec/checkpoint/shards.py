@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from pipec.checkpoint.all_ranks import call_on_all_ranks
 from pipec.errors import CheckpointError, InputError
 from pipec.runtime.step.ranks import Ranks
 from pipec.saved_folders import write_file
@@ -98,23 +99,19 @@ def assign_writers(parts: Sequence[TensorShard], ranks: Ranks, loads: dict[int, 
     Raises:
         CheckpointError: a name has different types or shapes, or the parts do not make up the whole.
     """
-    own = [[part.name, str(part.spec), part.start, part.stop] for part in parts]
+    own = [(part.name, part.spec.dtype, part.spec.shape, part.start, part.stop) for part in parts]
     found: dict[str, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
-    specs: dict[str, str] = {}
-    for rank, text in enumerate(ranks.all_gather_text_no_timeout(json.dumps(own), "listing what to save")):
-        for name, spec, start, stop in json.loads(text):
+    specs: dict[str, TensorSpec] = {}
+    for rank, every in enumerate(call_on_all_ranks(ranks, "listing what to save", lambda: own)):
+        for name, dtype, shape, start, stop in every:
+            spec = TensorSpec(dtype, shape)
             if specs.setdefault(name, spec) != spec:
                 raise CheckpointError(
                     f"{name} is {specs[name]} on one rank and {spec} on rank {rank}; find what in the "
                     "script depends on the rank"
                 )
             found[name][start, stop].append(rank)
-    return [_saved_tensor(name, _parsed_spec(specs[name]), spans, loads) for name, spans in found.items()]
-
-
-def _parsed_spec(text: str) -> TensorSpec:
-    dtype, _, shape = text.partition("[")
-    return TensorSpec(getattr(torch, dtype), tuple(json.loads(f"[{shape}")))
+    return [_saved_tensor(name, specs[name], spans, loads) for name, spans in found.items()]
 
 
 def _saved_tensor(

@@ -156,7 +156,7 @@ def _document(training: TrainingState, extra: Any) -> tuple[CheckpointMetadata, 
         training.require_memory()
         optimizer = None
         if training.optimizers is not None:
-            optimizer, tensors = state_shards(training.optimizers, training.names, training.shapes)
+            optimizer, tensors = state_shards(training.optimizers, training.names, training.specs)
             state.extend(tensors)
         return {
             "random": torch.get_rng_state(),
@@ -178,7 +178,7 @@ def _document(training: TrainingState, extra: Any) -> tuple[CheckpointMetadata, 
         ties=dict(training.ties),
         frozen=list(training.frozen),
         random=[each["random"] for each in every],
-        optimizer=merge_states(found, list(training.shapes)) if found else None,
+        optimizer=merge_states(found, [*training.names.values()]) if found else None,
         schedulers=[SchedulerState(**each) for each in every[0]["schedulers"]],
         positions=[each["position"] for each in every[: training.num_replicas]],
         extra=plain(extra, "extra"),

@@ -64,11 +64,12 @@ def load(
             or not asked for.
     """
     check_arguments(LOAD, locals())
-    artifact, tensors = read_artifact(Path(directory))
+    place = find_folder(Path(directory))
+    artifact, tensors = read_artifact(place)
     evaluations = {
-        mode: read_artifact(find_folder(Path(directory)) / folder)[0]
+        mode: read_artifact(place / folder)[0]
         for mode, folder in MODE_FOLDERS.items()
-        if (find_folder(Path(directory)) / folder).exists()
+        if (place / folder).exists()
     }
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout, kernels)
