@@ -66,7 +66,8 @@ class OpenedCheckpoint:
     def of(cls, folder: SavedFolder) -> "OpenedCheckpoint":
         """Open a checkpoint whose files were checked. Raises CheckpointError for files that do not fit."""
         place = folder.path
-        folder.require([METADATA_FILE, *weight_files(place)])
+        indices = [path.name for path in place.glob("*.index.json")]
+        folder.require([METADATA_FILE, *indices, *weight_files(place)])
         metadata = parse_metadata((place / METADATA_FILE).read_bytes(), place / METADATA_FILE)
         state = open_tensors(place / name for name in folder.sums if name.startswith("optimizer-"))
         referred = [] if metadata.optimizer is None else tensor_names(metadata.optimizer)
