@@ -152,9 +152,9 @@ def _names(name: str, compare: str | None, output: Path | None) -> list[str]:
         return [name]
     if compare == name:
         raise InputError(f"--compare names {name!r} again; expected another schedule")
-    if output is not None and output.suffix not in (".html", ".json"):
+    if output is not None and output.suffix != ".html":
         raise InputError(
-            f"--compare with {output.name}: a {output.suffix} file shows one step; expected .html or .json"
+            f"--compare with {output.name}: a {output.suffix} file shows one step; expected .html"
         )
     return [name, compare]
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import safetensors.torch
 import torch
+from page_views import embedded
 from slow_params import slow
 from typer.testing import CliRunner, Result
 
@@ -250,19 +250,11 @@ def test_schedule_shows_another_beside_it(tmp_path: Path) -> None:
 
 
 def test_schedule_of_a_model_beside_another_shows_bytes_by_category(tmp_path: Path) -> None:
-    trace = tmp_path / "both.json"
-    pipec_cli("schedule", MLP, "--devices", 2, "--microbatches", 4, "--compare", "gpipe", "--output", trace)
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    counted = {(event["pid"], next(iter(event["args"]))) for event in events if event["ph"] == "C"}
-    assert counted == {(step, what) for step in (1, 2) for what in ("microbatches", "parameters")}
-
-
-def test_a_trace_that_is_too_large_is_refused_before_anything_is_worked_out(tmp_path: Path) -> None:
-    arguments = "schedule", "1f1b", "--stages", 512, "--microbatches", 1024, "--output", tmp_path / "big.json"
-    with patch("pipec.schedules.make_schedule", side_effect=AssertionError("a schedule was made")):
-        stderr = pipec_cli(*arguments, status=2).stderr
-    assert "a trace of at least 1,048,576 events" in stderr
-    assert "draw .html, which shows all of them" in stderr
+    page = tmp_path / "both.html"
+    pipec_cli("schedule", MLP, "--devices", 2, "--microbatches", 4, "--compare", "gpipe", "--output", page)
+    steps = embedded(page.read_text(encoding="utf-8"))["timelines"]
+    assert [{*memory["kinds"]} >= {"parameters", "saved"} for memory in steps[0]["memory"]] == [True] * 2
+    assert [len(step["memory"]) for step in steps] == [2, 2]
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".txt"])
@@ -278,7 +270,7 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
     [
         (("gpip",), "unknown schedule 'gpip'; did you mean 'gpipe'?"),
         (("gpipe", "--stages", 0), "Invalid value for '--stages'"),
-        (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .json, .svg"),
+        (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .svg, .txt"),
         (("zb-2p", "--memory-limit", "3GB"), "Invalid value for '--memory-limit'"),
         (("orders.txt",), "orders.txt"),
         (("gpipe", "--devices", 4), "No such option: --devices. It belongs to"),
@@ -287,7 +279,7 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
         (("gpipe", "--compare", "gpipe"), "--compare names 'gpipe' again; expected another schedule"),
         (
             ("gpipe", "--compare", "1f1b", "-o", "a.svg"),
-            "a .svg file shows one step; expected .html or .json",
+            "a .svg file shows one step; expected .html",
         ),
     ],
 )
