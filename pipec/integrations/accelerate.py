@@ -133,7 +133,7 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
             return super().reduce(tensor, reduction, scale)
         if reduction not in REDUCTIONS:
             raise InputError(f"reduction is {reduction!r}; there are {', '.join(REDUCTIONS)}, and none")
-        return self._combined(tensor, lambda parts: REDUCTIONS[reduction](torch.stack(parts)))
+        return self._combined(tensor, lambda parts: REDUCTIONS[reduction](torch.stack([*parts])))
 
     def _combined(self, tensor: Any, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
         """Each of these tensors, combined from those of all replicas."""
