@@ -9,7 +9,6 @@ from pipec.ir import Plan, StepPart
 from pipec.ir.step_parts import plan_part, program_part
 from pipec.ir.text_format import text_as_html
 from pipec.plan.predictions import simulate_plan
-from pipec.plan.what_if import what_if_of_plan
 from pipec.runtime.recording import Recording
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
@@ -41,14 +40,12 @@ def draw_artifact(
     steps = trace_steps(artifact, trace)
     unrecorded = {number: note for number, note in trace.notes.items() if number not in trace.numbers}
     pipeline = DrawnPipeline(plan, programs, artifact.sources, memory_limits, unrecorded)
-    planned = trace.simulated or simulate_plan(plan, programs)
 
     def make_page() -> str:
-        return page_html(steps, steps_title(steps), pipeline, what_if_of_plan(plan, programs, planned))
+        return page_html(steps, steps_title(steps), pipeline)
 
     if path is not None:
-        what_if = what_if_of_plan(plan, programs, planned) if path.suffix == ".html" else None
-        draw_steps(path, steps, pipeline, what_if)
+        draw_steps(path, steps, pipeline)
     return DrawnText.of(steps_text(steps), make_page)
 
 

@@ -29,6 +29,7 @@ class Package:
 ORDER = (
     Package("errors", torch=False),
     Package("console", torch=False),
+    Package("saved_folders", torch=False),
     Package("torch_compat"),
     Package("ops"),
     Package("primitives"),

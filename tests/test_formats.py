@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 import pipec
-from pipec.artifact.artifact import CHECKSUMS
-from pipec.checkpoint.manifest import checksum_of, read_manifest, write_manifest
 from pipec.checkpoint.plain_values import read, written
 from pipec.cost.profile import load_profile
 from pipec.errors import ArtifactError, CheckpointError, InputError, PipecError, PlanError
 from pipec.hardware.topology import read_topology
+from pipec.saved_folders import CHECKSUMS, sync_file, write_checksums
 from pipec.schedules import parse_orders
 
 FORMATS = Path(__file__).parent / "formats"
@@ -140,9 +139,9 @@ def test_every_version_has_every_file() -> None:
 UNKNOWN: dict[str, tuple[str, tuple[str, str], type[PipecError], str]] = {
     "artifact": (
         "artifact/plan.json",
-        ('"pipec artifact 8"', '"pipec artifact 99"'),
+        ('"pipec artifact 9"', '"pipec artifact 99"'),
         ArtifactError,
-        "has format 'pipec artifact 99', this version reads 'pipec artifact 8'",
+        "has format 'pipec artifact 99', this version reads 'pipec artifact 9'",
     ),
     "checkpoint": (
         "checkpoint/checkpoint.pt",
@@ -186,13 +185,12 @@ def test_an_unknown_version_is_refused_and_named(name: str, tmp_path: Path) -> N
         text = path.read_text(encoding="utf-8")
         assert text.count(old) == 1
         path.write_text(text.replace(old, new), encoding="utf-8")
-    before, after = (checksum_of(folder / edited).sha256 for folder in (last, tmp_path))
-    for sums in tmp_path.glob(f"artifact/{CHECKSUMS}"):
-        sums.write_text(sums.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
-    for manifest in tmp_path.glob("checkpoint/manifest.json"):
-        names = read_manifest(manifest.parent).files
-        manifest.unlink()
-        write_manifest(manifest.parent, {each: checksum_of(manifest.parent / each) for each in names})
+    before, after = (sync_file(folder / edited) for folder in (last, tmp_path))
+    sums = tmp_path / "artifact" / CHECKSUMS
+    sums.write_text(sums.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
+    (tmp_path / "checkpoint" / "manifest.json").unlink()
+    files = sorted((tmp_path / "checkpoint").iterdir())
+    write_checksums(tmp_path / "checkpoint", {file.name: sync_file(file) for file in files})
     with pytest.raises(error, match=message):
         READERS[name](tmp_path / name)
 

@@ -1,4 +1,4 @@
 """The artifact: what a compilation leaves for the runtime, in memory or in a directory on disk.
 
-``artifact`` defines, writes and reads it; ``verification`` checks it without running its code.
+``artifact`` defines, writes, reads and checks it; ``interface`` is what the code of its stages must keep.
 """

@@ -11,18 +11,14 @@ A saved artifact is a folder::
     eval_step, forward    folders as this one for evaluations, if any were compiled; without tensors
 
 Reading an artifact unpickles nothing. Before any of its code runs, a missing or changed file, another
-format, and a plan that contradicts itself or its files are refused. This does not protect against people who
-can write to the folder; docs/artifacts.md describes what does.
+format, and an edited plan are refused. This does not protect against people who can write to the folder;
+docs/artifacts.md describes what does.
 """
 
-import ctypes
 import functools
 import hashlib
 import itertools
 import linecache
-import os
-import re
-import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,23 +30,26 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from pipec.artifact.plan_rules import check_plan, check_tensors
+from pipec.artifact.interface import Interface, interface_of, require_interface
 from pipec.errors import DAMAGED_DATA_ERRORS, ArtifactError
 from pipec.ir import Mode, Plan, Program
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.json_form import dump_json, parse_json
-from pipec.ir.text_format import format_program, parse_program
+from pipec.ir.text_format import format_program, format_value, parse_program
+from pipec.programs.verify import verify, verify_parts
+from pipec.saved_folders import (
+    CHECKSUMS,
+    SavedFolder,
+    StagingFolder,
+    find_folder,
+    write_checksums,
+    write_file,
+)
 from pipec.torch_compat import pytree
 
-FORMAT = "pipec artifact 8"
+FORMAT = "pipec artifact 9"
 
-CHECKSUMS, PLAN, CONSTANTS, TENSORS = (
-    "SHA256SUMS",
-    "plan.json",
-    "constants.safetensors",
-    "tensors.safetensors",
-)
-
+PLAN, CONSTANTS, TENSORS = "plan.json", "constants.safetensors", "tensors.safetensors"
 
 MODE_FOLDERS = {Mode.LOSS: "eval_step", Mode.FORWARD: "forward"}
 """Where a saved artifact has those of evaluations."""
@@ -137,13 +136,20 @@ MicrobatchGroups = list[tuple[CompiledArtifact, list[int]]]
 
 @dataclass(frozen=True)
 class _Header:
+    """The content of ``plan.json``, which nobody edits: ``sha256`` is that of the rest of it."""
+
     format: str
+    sha256: str
     plan: Plan
-    options: Mapping[str, Any] = field(default_factory=dict)
-    ties: Mapping[str, str] = field(default_factory=dict)
-    unsaved: Sequence[str] = ()
-    output_spec: str | None = None
-    axes: Mapping[str, BatchAxis] = field(default_factory=dict)
+    interfaces: Sequence[Interface]
+    options: Mapping[str, Any]
+    ties: Mapping[str, str]
+    unsaved: Sequence[str]
+    output_spec: str | None
+    axes: Mapping[str, BatchAxis]
+
+
+_SAVED = ("options", "ties", "unsaved", "output_spec", "axes")
 
 
 def load_stage_module(stage: int, source: str) -> types.ModuleType:
@@ -152,7 +158,8 @@ def load_stage_module(stage: int, source: str) -> types.ModuleType:
     Raises:
         ArtifactError: the code cannot be loaded, for example after it was edited.
     """
-    filename = f"<pipec {_digest(source.encode())[:12]}/stage_{stage}.py>"  # debuggers keep such a name
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    filename = f"<pipec {digest}/stage_{stage}.py>"  # debuggers keep such a name
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(f"stage_{stage}")
     try:
@@ -175,123 +182,84 @@ def write_artifact(
     Raises:
         ArtifactError: the directory has other contents, or cannot be written.
     """
+    staging = StagingFolder(directory)
     try:
-        _replace(artifact, directory, tensors, others)
+        if directory.exists() and any(directory.iterdir()) and not (directory / PLAN).exists():
+            raise ArtifactError(
+                f"{directory} is not empty and has no {PLAN}, so it is not an artifact of pipec; "
+                "choose another directory"
+            )
+        with staging.discarded_on_failure():
+            _write_files(artifact, staging.make(), tensors)
+            for name, other in others.items():
+                (staging.path / name).mkdir()
+                _write_files(other, staging.path / name, None)
+            staging.publish()
     except (OSError, ValueError) as error:  # ValueError for a name that no file can have
         raise ArtifactError(f"{directory} cannot be written: {error}") from error
 
 
-def _replace(
-    artifact: Artifact,
-    directory: Path,
-    tensors: Mapping[str, Tensor] | None,
-    others: Mapping[str, Artifact],
-) -> None:
-    if directory.exists() and any(directory.iterdir()) and not (directory / PLAN).exists():
-        raise ArtifactError(
-            f"{directory} is not empty and has no {PLAN}, so it is not an artifact of pipec; "
-            "choose another directory"
-        )
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
-        written = Path(scratch) / "artifact"
-        written.mkdir()
-        _write_files(artifact, written, tensors)
-        for name, other in others.items():
-            (written / name).mkdir()
-            _write_files(other, written / name, None)
-        if directory.exists():
-            _exchange(written, directory)
-        else:
-            written.rename(directory)
-
-
-def _exchange(first: Path, second: Path) -> None:
-    """Exchange two folders of one file system: at once where it can, else one after the other."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
-    if rename is not None and not rename(here, os.fsencode(first), here, os.fsencode(second), exchange):
-        return
-    aside = first.with_name(f"{first.name}.previous")
-    second.rename(aside)
-    try:
-        first.rename(second)
-    except OSError:
-        aside.rename(second)
-        raise
-
-
-def _write_files(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None) -> None:
-    for stage, source in enumerate(artifact.sources):
-        (directory / f"stage_{stage}.py").write_text(source, encoding="utf-8")
-    for program in artifact.programs:
-        (directory / f"rank_{program.rank}.txt").write_text(format_program(program), encoding="utf-8")
+def _write_files(artifact: Artifact, folder: Path, tensors: Mapping[str, Tensor] | None) -> None:
+    plan = replace(artifact.plan, checked="")  # how closely a run agreed is not the plan's
+    interfaces = [interface_of(source, f"stage {k}") for k, source in enumerate(artifact.sources)]
+    header = _Header(FORMAT, "", plan, interfaces, *(getattr(artifact, name) for name in _SAVED))
+    header = replace(header, sha256=_digest(header))
+    files = {PLAN: dump_json(header, indent=1).encode()}
+    files |= {f"stage_{stage}.py": source.encode() for stage, source in enumerate(artifact.sources)}
+    files |= {f"rank_{each.rank}.txt": format_program(each).encode() for each in artifact.programs}
     for name, values in ((CONSTANTS, artifact.constants), (TENSORS, tensors or {})):
         if values:
-            safetensors.torch.save_file(
-                {k: v.detach().cpu().contiguous() for k, v in values.items()}, directory / name
-            )
-    own = {name: getattr(artifact, name) for name in ("plan", "options", *_SAVED)}
-    own["plan"] = replace(artifact.plan, checked="")  # how closely a run agreed is not the plan's
-    header = _Header(FORMAT, **own)
-    (directory / PLAN).write_text(dump_json(header, indent=1), encoding="utf-8")
-    sums = [f"{_digest(file.read_bytes())}  {file.name}\n" for file in sorted(directory.iterdir())]
-    (directory / CHECKSUMS).write_text("".join(sums))
+            plain = {key: value.detach().cpu().contiguous() for key, value in values.items()}
+            files[name] = safetensors.torch.save(plain)
+    write_checksums(folder, {name: write_file(folder / name, data) for name, data in files.items()})
 
 
 def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
-    """Read an artifact and the tensors saved with it, by FQN.
+    """Read and check an artifact, without running its code; returns it with the saved tensors, by FQN.
 
     Raises:
-        ArtifactError: a file is missing, changed, unreadable or of another format, or the plan contradicts
-            itself.
+        ArtifactError: a file is missing, changed, unreadable or of another format.
+        VerifyError: a program breaks a rule; the code of a stage does not compile, or has another interface.
     """
-    path = directory / PLAN
-    if not path.is_file():
+    directory = find_folder(directory)
+    if not (directory / PLAN).is_file():
         raise ArtifactError(f"{directory} holds no {PLAN}: expected a folder written by Pipeline.save()")
-    present = _check_sums(directory)
-    header = _read_header(path)
+    folder = SavedFolder(directory, ArtifactError, _REMEDY)
+    folder.require([PLAN])
+    for name in folder.sums:
+        folder.check(name)
+    header = _read_header(directory / PLAN)
     plan = header.plan
-    check_plan(plan, path)
-    expected = [f"stage_{stage.index}.py" for stage in plan.stages]
-    expected += [f"rank_{rank}.txt" for rank in range(plan.num_ranks)]
-    expected += [name for name in (CONSTANTS, TENSORS) if (directory / name).exists()]
-    if missing := sorted({*expected} - present):
-        raise ArtifactError(
-            f"{directory / CHECKSUMS} lists no {', '.join(missing)}; it was edited or cut short"
-        )
-    programs = tuple(
-        parse_program(_read_text(directory / f"rank_{rank}.txt"), plan.links)
-        for rank in range(plan.num_ranks)
-    )
-    sources = tuple(_read_text(directory / f"stage_{stage.index}.py") for stage in plan.stages)
-    constants = _read_tensors(directory / CONSTANTS) if CONSTANTS in present else {}
-    tensors = _read_tensors(directory / TENSORS) if TENSORS in present else {}
-    check_tensors(plan, {**tensors, **constants}, directory)
-    saved = {name: getattr(header, name) for name in _SAVED}
-    return Artifact(plan, sources, programs, constants, header.options, **saved), tensors
-
-
-_SAVED = ("ties", "unsaved", "output_spec", "axes")
-
-
-def _check_sums(directory: Path) -> set[str]:
-    """Check all files against their checksums; returns their names. Raises ArtifactError."""
-    names = set()
-    for line in _read_text(directory / CHECKSUMS).splitlines():
-        match = _SUM.fullmatch(line)
-        if match is None:
+    stages = [f"stage_{stage.index}.py" for stage in plan.stages]
+    ranks = [f"rank_{rank}.txt" for rank in range(plan.num_ranks)]
+    optional = [name for name in (CONSTANTS, TENSORS) if (directory / name).exists()]
+    folder.require([*stages, *ranks, *optional])
+    programs = tuple(parse_program(_read_text(directory / name), plan.links) for name in ranks)
+    sources = tuple(_read_text(directory / name) for name in stages)
+    verify(plan, programs)
+    verify_parts(plan, programs)
+    for source, expected, name in zip(sources, header.interfaces, stages, strict=True):
+        require_interface(source, expected, name)
+    found = {name: _read_tensors(directory / name) for name in optional}
+    constants, tensors = found.get(CONSTANTS, {}), found.get(TENSORS, {})
+    for value in plan.parameters + plan.buffers:
+        tensor = {**tensors, **constants}.get(value.name)
+        if tensor is not None and (str(tensor.dtype), tuple(tensor.shape)) != (
+            f"torch.{value.dtype}",
+            value.shape,
+        ):
+            is_here = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             raise ArtifactError(
-                f"{directory / CHECKSUMS}: found {line[:80]!r}, expected a SHA-256 and a name"
+                f"{directory}: the plan has {format_value(value)}, but the tensor is {is_here}"
             )
-        _check_file(directory, match["name"], match["digest"])
-        names.add(match["name"])
-    if PLAN not in names:
-        raise ArtifactError(f"{directory / CHECKSUMS} lists no {PLAN}; it was edited or cut short")
-    return names
+    saved = {name: getattr(header, name) for name in _SAVED}
+    return Artifact(plan, sources, programs, constants, **saved), tensors
 
 
-_SUM = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
+_REMEDY = (
+    "Restore the file, save the pipeline again, or if you meant to change it: "
+    f"`sha256sum *.* > {CHECKSUMS}` in that folder"
+)
 
 
 def _read_header(path: Path) -> _Header:
@@ -305,35 +273,22 @@ def _read_header(path: Path) -> _Header:
         raise ArtifactError(
             f"{path} has format {header.format!r}, this version reads {FORMAT!r}. Save the pipeline again."
         )
+    if header.sha256 != _digest(replace(header, sha256="")):
+        raise ArtifactError(
+            f"{path} is not the plan that was compiled: it was edited. The code of stages and the programs "
+            "may be edited, but not the plan; restore it, or save the pipeline again"
+        )
     return header
 
 
-def _check_file(directory: Path, name: str, digest: str) -> None:
-    path = directory / name
-    if Path(name).name != name:
-        raise ArtifactError(f"{directory / CHECKSUMS} names a file outside its folder: {name!r}")
-    try:
-        found = _digest(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ArtifactError(
-            f"{path} is missing, which {CHECKSUMS} lists; the artifact is incomplete, or {CHECKSUMS} damaged"
-        ) from error
-    except (OSError, ValueError) as error:  # ValueError for a name that no file can have
-        raise ArtifactError(f"{path}, which {CHECKSUMS} lists, cannot be read: {error}") from error
-    if found != digest:
-        raise ArtifactError(
-            f"{path} is not what was saved: its SHA-256 differs from the one in {CHECKSUMS}. Restore "
-            f"the file, save the pipeline again, or if you meant to change it: "
-            f"`sha256sum *.* > {CHECKSUMS}` in that folder"
-        )
+def _digest(header: _Header) -> str:
+    return hashlib.sha256(dump_json(header).encode()).hexdigest()
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{path} is missing; the artifact is incomplete") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ArtifactError(f"{path} cannot be read: {error}") from error
 
 
@@ -342,7 +297,3 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         return safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
         raise ArtifactError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -1,9 +1,10 @@
 """Calls that succeed in all processes, or raise in all of them."""
 
-import json
+import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pipec.checkpoint.plain_values import read, written
 from pipec.errors import CheckpointError, InputError, PipecError, TransportError
 from pipec.runtime.step.ranks import BackgroundRanks, Ranks
 
@@ -12,7 +13,7 @@ RankCalls = Ranks | BackgroundRanks
 
 
 def call_on_all_ranks(ranks: RankCalls, activity: str, function: Callable[[], Any]) -> list[Any]:
-    """The results of ``function`` from all processes, plain JSON values. All raise the error of any.
+    """The results of ``function`` from all processes, plain values. All raise the error of any.
 
     The call takes as long as the slowest process; if a process dies, the others fail at once.
     """
@@ -23,27 +24,21 @@ def call_on_all_ranks(ranks: RankCalls, activity: str, function: Callable[[], An
         raise
     except Exception as error:
         failure = as_pipec_error(error, activity)
-    is_input = isinstance(failure, InputError)
-    outcome = {"made": result} if failure is None else {"failed": str(failure), "input": is_input}
-    every = [
-        json.loads(text)
-        for text in ranks.all_gather_text_no_timeout(json.dumps(outcome), f"{activity} on every rank")
-    ]
+    said = "" if failure is None else str(failure)
+    text = base64.b64encode(written((said, isinstance(failure, InputError), result))).decode()
+    texts = ranks.all_gather_text_no_timeout(text, f"{activity} on every rank")
     if failure is not None:
         raise failure
-    for rank, each in enumerate(every):
-        if "failed" in each:
-            raise (InputError if each["input"] else CheckpointError)(f"rank {rank}: {each['failed']}")
-    return [each["made"] for each in every]
+    every = [read(base64.b64decode(each)) for each in texts]
+    for rank, (said, is_input, _) in enumerate(every):
+        if said:
+            raise (InputError if is_input else CheckpointError)(f"rank {rank}: {said}")
+    return [result for _, _, result in every]
 
 
 def call_on_rank_0(ranks: RankCalls, activity: str, function: Callable[[], Any]) -> Any:
     """The result of ``function``, which rank 0 alone calls. All processes raise its error."""
-    return call_on_all_ranks(ranks, activity, function if ranks.world.rank == 0 else _nothing)[0]
-
-
-def _nothing() -> None:
-    return None
+    return call_on_all_ranks(ranks, activity, lambda: function() if ranks.world.rank == 0 else None)[0]
 
 
 def require_equal(every: Sequence[Any], what: str, remedy: str) -> None:
@@ -52,7 +47,7 @@ def require_equal(every: Sequence[Any], what: str, remedy: str) -> None:
         raise InputError(f"{what} of rank {other[0]} differs from rank 0's; {remedy}")
 
 
-def as_pipec_error(error: Exception, activity: str) -> PipecError:
+def as_pipec_error(error: BaseException, activity: str) -> PipecError:
     """The error, as a PipecError."""
     if isinstance(error, PipecError):
         return error

@@ -3,42 +3,42 @@
 Such a folder has a model's tensors under ``model``, and an optimizer's, as that library's ``get_state_dict``
 returns them, under ``optim``. The rest of a checkpoint of pipec is stored as one file, ``pipec.metadata``, so
 that it can be converted back.
+
+The library reads the folder, but nothing in it is run: its ``.metadata`` is a pickle, which may name only the
+classes that such a file contains, and entries are read with ``weights_only=True``.
 """
 
-import contextlib
+import math
+import pickle
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pipec.checkpoint.all_ranks import as_pipec_error
-from pipec.checkpoint.file_layout import (
-    TensorWrite,
+from pipec.checkpoint.hugging_face import INDEX
+from pipec.checkpoint.metadata import METADATA_FILE, CheckpointMetadata, parse_metadata
+from pipec.checkpoint.optimizer_state import OptimizerState, ParamGroup, state_entries, tensor_names
+from pipec.checkpoint.plain_values import plain, refusal
+from pipec.checkpoint.read import OpenedCheckpoint, saved_folder
+from pipec.checkpoint.shards import (
+    SavedTensor,
+    TensorSpec,
     assign_files,
-    open_writers,
+    tensor_spec,
     weight_index,
-    write_small_files,
     write_tensors,
 )
-from pipec.checkpoint.hugging_face import INDEX, weight_files
-from pipec.checkpoint.manifest import check_file, read_manifest
-from pipec.checkpoint.metadata import (
-    METADATA_FILE,
-    CheckpointMetadata,
-    parse_metadata,
-    read_metadata,
-)
-from pipec.checkpoint.optimizer_state import OptimizerState, ParamGroup, tensor_names
-from pipec.checkpoint.plain_values import plain
-from pipec.checkpoint.safetensors_files import TensorFiles
-from pipec.checkpoint.shards import SavedTensor
-from pipec.checkpoint.staging_directory import StagingDirectory, find_checkpoint, require_replaceable
-from pipec.checkpoint.torch_checkpoint import METADATA, TorchCheckpoint, model_and_optimizer_entries
-from pipec.errors import CheckpointError, InputError, PipecError
+from pipec.checkpoint.write import require_replaceable
+from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError, InputError, PipecError
+from pipec.saved_folders import StagingFolder, checksums_file, find_folder, write_checksums, write_file
+
+METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Conversion:
     metadata: CheckpointMetadata
     num_tensors: int
     num_bytes: int
-    skipped_entries: list[str]
+    skipped_entries: list[str] = field(default_factory=list)
 
 
 def convert(source: Path, target: Path, optimizer: str | None, num_steps: int | None) -> Conversion:
@@ -66,60 +66,157 @@ def convert(source: Path, target: Path, optimizer: str | None, num_steps: int | 
     is_torch_folder = (source / METADATA).is_file()
     if not is_torch_folder and (optimizer is not None or num_steps is not None):
         raise InputError("a checkpoint of pipec has its optimizer and its steps; leave out both options")
+    staging = StagingFolder(target)
     try:
-        if is_torch_folder:
-            return _imported(TorchCheckpoint.open(source), target, optimizer, num_steps)
-        return _exported(find_checkpoint(source), target)
+        with staging.discarded_on_failure(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # not needed here
+            if is_torch_folder:
+                made = _imported(_Contents.of(_TorchFolder(source)), staging, optimizer, num_steps)
+            else:
+                made = _exported(open_checkpoint(find_folder(source)), staging)
+            require_replaceable(target, None)
+            staging.publish()
+            return made
     except PipecError:
         raise
     except Exception as error:
         raise as_pipec_error(error, f"converting {source}") from error
 
 
-def open_checkpoint(place: Path) -> tuple[CheckpointMetadata, TensorFiles, TensorFiles]:
-    """The metadata, weights and optimizer's state of a checkpoint, after all of its files were checked.
+def open_checkpoint(place: Path) -> OpenedCheckpoint:
+    """A checkpoint, after all of its files were checked.
 
     Raises:
         CheckpointError: it is damaged, or not a checkpoint.
     """
-    if not (place / METADATA_FILE).is_file():
+    if not checksums_file(place).is_file() and not (place / METADATA_FILE).is_file():
         raise CheckpointError(
             f"{place} is neither a checkpoint of pipec nor a folder of torch.distributed.checkpoint: it has "
             f"no {METADATA_FILE} and no {METADATA}. Pass the folder that save_checkpoint or dcp.save wrote"
         )
-    manifest = read_manifest(place)
-    for name, expected in sorted(manifest.files.items()):
-        check_file(place, name, expected)
-    state = [place / name for name in manifest.files if name.startswith("optimizer-")]
-    weights = [place / name for name in sorted(weight_files(place))]
-    return read_metadata(place / METADATA_FILE), TensorFiles(weights), TensorFiles(state)
+    folder = saved_folder(place)
+    for name in sorted(folder.sums):
+        folder.check(name)
+    return OpenedCheckpoint.of(folder)
 
 
-def _exported(source: Path, target: Path) -> Conversion:
-    metadata, weights, state = open_checkpoint(source)
+def _exported(source: OpenedCheckpoint, staging: StagingFolder) -> Conversion:
+    metadata, weights, state = source.metadata, source.weights, source.state
     tied = {other: weights[first] for other, first in (metadata.ties or {}).items()}
     nested: dict[str, Any] = {"model": dict(weights) | tied, "pipec": {"metadata": metadata.file()}}
-    if metadata.optimizer is not None:
+    if (optimizer := metadata.optimizer) is not None:
         nested["optim"] = {
-            "state": {
-                name: {key: state[x] if isinstance(x, str) else x[0] for key, x in entries.items()}
-                for name, entries in metadata.optimizer.state.items()
-            },
+            "state": {name: state_entries(optimizer, name, state) for name in optimizer.state},
             "param_groups": [
-                {**group.hyperparameters, "params": list(group.names)} for group in metadata.optimizer.groups
+                {**group.hyperparameters, "params": list(group.names)} for group in optimizer.groups
             ],
         }
-    with _staged(target) as partial, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # not needed here
-        dcp.save(nested, checkpoint_id=partial, no_dist=True)
-    return _summary("a folder of torch.distributed.checkpoint", metadata, weights, state, [])
+    dcp.save(nested, checkpoint_id=staging.make(), no_dist=True)
+    num_bytes = sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))
+    kind = "a folder of torch.distributed.checkpoint"
+    return Conversion(kind, metadata, len(weights) + len(state), num_bytes)
+
+
+class _TorchFolder:
+    """A folder of ``torch.distributed.checkpoint``.
+
+    ``paths`` has the path of each entry in the nested state, by its name in the folder, and ``specs`` the
+    entries that are tensors.
+
+    Raises:
+        CheckpointError: the metadata are damaged, or name other classes than such a file contains.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, path = directory, directory / METADATA
+        try:
+            with path.open("rb") as file:
+                found = _Unpickler(file).load()
+            entries = found.state_dict_metadata
+            planned = found.planner_data or {}
+            self.paths = {name: tuple(planned.get(name, (name,))) for name in entries}
+            tensors = {name: entry for name, entry in entries.items() if hasattr(entry, "chunks")}
+            self.specs: dict[str, TensorSpec] = {
+                name: tensor_spec(name, entry.properties.dtype, entry.size) for name, entry in tensors.items()
+            }
+            covered = {n: sum(math.prod(c.sizes) for c in entry.chunks) for n, entry in tensors.items()}
+            files = [place.relative_path for place in found.storage_data.values()]
+        except (*DAMAGED_DATA_ERRORS, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if strange := [file for file in files if Path(file).name != file]:
+            raise CheckpointError(f"{path} names a file outside its folder: {strange[0]}")
+        for name, spec in self.specs.items():
+            if covered[name] != spec.num_elements:
+                raise CheckpointError(
+                    f"{directory}: the parts of {name} have {covered[name]} of {spec.num_elements} elements"
+                )
+        self._reader = _Reader(directory, found)
+
+    def value(self, entry: str) -> Any:
+        """A tensor, assembled from the parts that processes have written, or another value."""
+        spec = self.specs.get(entry)
+        found: dict[str, Any] = {entry: spec and torch.empty(spec.shape, dtype=spec.dtype)}
+        try:
+            dcp.load(
+                found, storage_reader=self._reader, planner=_Planner(flatten_state_dict=False), no_dist=True
+            )
+        except (Exception, CheckpointException) as error:
+            cause = error.failures[0][0] if isinstance(error, CheckpointException) else error
+            raise CheckpointError(f"{self.directory}: {entry} cannot be read: {refusal(cause)}") from error
+        return found[entry]
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads a folder whose metadata were read already."""
+
+    def __init__(self, directory: Path, metadata: Any) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return self._metadata
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Reads entries that are not tensors as plain values."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(
+            value, map_location="cpu", weights_only=True
+        )
+
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name in _ALLOWED.get(module, ()) or is_type:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which such a file does not contain")
 
 
 def _imported(
-    folder: TorchCheckpoint, target: Path, optimizer: str | None, num_steps: int | None
+    contents: "_Contents", staging: StagingFolder, optimizer: str | None, num_steps: int | None
 ) -> Conversion:
-    contents = _Contents.of(folder)
-    metadata = contents.metadata(optimizer, num_steps)
+    folder, metadata = contents.folder, contents.metadata(optimizer, num_steps)
     ties = metadata.ties or {}
     weights = {name: entry for name, entry in contents.weights.items() if name not in ties}
     state = {
@@ -132,67 +229,53 @@ def _imported(
         raise CheckpointError(
             f"{folder.directory} has other tensors of the optimizer's state than its metadata lists"
         )
-    families: dict[str, dict[str, str]] = {"model": weights, "optimizer": state}
-    files = {family: assign_files(family, _stored(folder, names)) for family, names in families.items()}
-
-    def tensors() -> Iterator[TensorWrite]:
-        for family, names in families.items():
-            for file, every in files[family].items():
-                for each in every:
-                    yield file, each, folder.tensor(names[each.name])
-
-    texts = {METADATA_FILE: metadata.file(), INDEX: weight_index(files["model"])}
-    with _staged(target) as partial:
-        writers = open_writers(partial, files["model"] | files["optimizer"])
-        try:
-            write_small_files(partial, write_tensors(writers, tensors()), texts)
-        except BaseException:
-            for writer in writers.values():
-                writer.abandon()
-            raise
-    made = {family: TensorFiles([target / file for file in own]) for family, own in files.items()}
-    return _summary(
-        "a checkpoint of pipec", metadata, made["model"], made["optimizer"], contents.skipped_entries
-    )
+    families = {"model": weights, "optimizer": state}
+    stored = {
+        family: {SavedTensor(name, folder.specs[entry], (), 0): entry for name, entry in names.items()}
+        for family, names in families.items()
+    }
+    index, others = (assign_files(family, [*each]) for family, each in stored.items())
+    place, every = staging.make(), [pair for each in stored.values() for pair in each.items()]
+    tensors = ((each, folder.value(entry)) for each, entry in every)
+    sums = write_tensors(place, index | others, 0, tensors)
+    for name, data in ((METADATA_FILE, metadata.file()), (INDEX, weight_index(index))):
+        sums[name] = write_file(place / name, data)
+    write_checksums(place, sums)
+    num_bytes = sum(each.spec.num_bytes for each, _ in every)
+    return Conversion("a checkpoint of pipec", metadata, len(every), num_bytes, contents.skipped_entries)
 
 
-def _stored(folder: TorchCheckpoint, names: Mapping[str, str]) -> list[SavedTensor]:
-    """The tensors, ordered such that each is aligned to the size of its elements."""
-    kinds = {name: folder.specs[entry] for name, entry in names.items()}
-    aligned = sorted(kinds.items(), key=lambda item: -item[1].torch_dtype.itemsize)
-    return [SavedTensor(name, kind, ((0, 0, kind.num_elements),), 0) for name, kind in aligned]
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Contents:
     """The entries of a folder: weights by name, the optimizer's state by parameter and key, its groups."""
 
-    folder: TorchCheckpoint
-    weights: dict[str, str]
-    state: dict[str, dict[str, str]]
-    groups: dict[int, dict[str, str]]
-    file: bytes | None
-    skipped_entries: list[str]
+    folder: _TorchFolder
+    weights: dict[str, str] = field(default_factory=dict)
+    state: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    groups: dict[int, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    file: bytes | None = None
+    skipped_entries: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, folder: TorchCheckpoint) -> "_Contents":
+    def of(cls, folder: _TorchFolder) -> "_Contents":
         """Raises CheckpointError without weights, or if the optimizer's state has another form."""
-        made = cls(folder, {}, defaultdict(dict), defaultdict(dict), None, [])
-        for entry, path in model_and_optimizer_entries(folder):
-            match path:
+        made = cls(folder)
+        for entry, path in folder.paths.items():
+            start = next((k for k, key in enumerate(path[:2]) if key in _TOP), 0)  # may be nested one level
+            match path[start:]:
                 case "model", *names if names and entry in folder.specs:
                     made.weights[".".join(map(str, names))] = entry
-                case "optimizer", "state", str(name), str(key):
+                case "optim" | "optimizer", "state", str(name), str(key):
                     made.state[name][key] = entry
-                case "optimizer", "param_groups", int(number), str(key):
+                case "optim" | "optimizer", "param_groups", int(number), str(key):
                     made.groups[number][key] = entry
-                case "optimizer", *_:
+                case "optim" | "optimizer", *_:
                     raise CheckpointError(
                         f"{folder.directory} has {entry}, which get_state_dict(model, optimizer) does not "
                         "return; save the optimizer's state with it, and do not flatten it"
                     )
                 case "pipec", "metadata":
-                    made = replace(made, file=folder.value(entry))
+                    made.file = folder.value(entry)
                 case _:
                     made.skipped_entries.append(entry)
         if not made.weights:
@@ -223,42 +306,18 @@ class _Contents:
     def _optimizer(self, kind: str) -> OptimizerState:
         groups = []
         for _, entries in sorted(self.groups.items()):
-            values = {key: self._value(entry) for key, entry in entries.items()}
+            values = {key: self.folder.value(entry) for key, entry in entries.items()}
             names = tuple(values.pop("params", ()))
             values.pop("param_names", None)
             groups.append(ParamGroup(kind, names, plain(values, "a group of the optimizer")))
         state: dict[str, dict[str, list[Any] | str]] = {
             name: {
-                key: f"{name}/{key}" if entry in self.folder.specs else [plain(self._value(entry), key)]
+                key: f"{name}/{key}" if entry in self.folder.specs else [plain(self.folder.value(entry), key)]
                 for key, entry in entries.items()
             }
             for name, entries in self.state.items()
         }
         return OptimizerState(groups, state)
 
-    def _value(self, entry: str) -> Any:
-        return self.folder.tensor(entry) if entry in self.folder.specs else self.folder.value(entry)
 
-
-@contextlib.contextmanager
-def _staged(target: Path) -> Iterator[Path]:
-    """A folder to write to, which is renamed to ``target`` at the end of the ``with`` block."""
-    place = StagingDirectory(target)
-    try:
-        yield Path(place.make())
-        require_replaceable(target, None)
-        place.publish()
-    except BaseException:
-        place.discard()
-        raise
-
-
-def _summary(
-    kind: str,
-    metadata: CheckpointMetadata,
-    weights: TensorFiles,
-    state: TensorFiles,
-    skipped_entries: list[str],
-) -> Conversion:
-    specs = [*weights.specs.values(), *state.specs.values()]
-    return Conversion(kind, metadata, len(specs), sum(spec.num_bytes for spec in specs), skipped_entries)
+_TOP = ("model", "optim", "optimizer")

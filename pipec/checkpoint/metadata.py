@@ -1,7 +1,7 @@
 """The content of a checkpoint besides its tensors: ``checkpoint.pt``."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipec.checkpoint.optimizer_state import OptimizerState
-from pipec.checkpoint.plain_values import plain, read, written
+from pipec.checkpoint.plain_values import fields_of, plain, read, written
 from pipec.console import notice
 from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError, InputError
 from pipec.ir.json_form import read_plain
@@ -79,33 +79,26 @@ class CheckpointMetadata:
 
     def stream_positions(self) -> list[StreamPosition]:
         """The position in each part of the data; none without a stream."""
-        return [_position(each) for each in self.positions if each is not None]
+        try:
+            return [
+                StreamPosition(**{**each, "undelivered": [BatchResult(*x) for x in each["undelivered"]]})
+                for each in self.positions
+                if each is not None
+            ]
+        except (AttributeError, LookupError, TypeError) as error:
+            raise CheckpointError(f"the position of a stream is damaged: {error!r}") from error
 
     def file(self) -> bytes:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("optimizer", "loss_scale"):
-            values[name] = None if values[name] is None else asdict(values[name])
-        values["schedulers"] = [asdict(each) for each in self.schedulers]
-        return written(values)
+        return written(fields_of(self))
 
 
 def plain_position(position: StreamPosition | None) -> Any:
     """The position as plain values. Raises InputError if the state of its loader is not plain."""
     if position is None:
         return None
-    values = {field.name: getattr(position, field.name) for field in fields(position)}
-    values["undelivered"] = [[loss, dict(logs)] for loss, logs in position.undelivered]
+    undelivered = [[loss, dict(logs)] for loss, logs in position.undelivered]
+    values = fields_of(position) | {"undelivered": undelivered}
     return {name: plain(value, f"{name} of the stream's position") for name, value in values.items()}
-
-
-def _position(values: Any) -> StreamPosition:
-    """The position that ``plain_position`` took apart. Raises CheckpointError for other values."""
-    try:
-        return StreamPosition(
-            **{**values, "undelivered": [BatchResult(*each) for each in values["undelivered"]]}
-        )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the position of a stream is damaged: {error!r}") from error
 
 
 def replica_position(positions: Sequence[StreamPosition], replica: int, num_replicas: int) -> StreamPosition:
@@ -119,21 +112,17 @@ def replica_position(positions: Sequence[StreamPosition], replica: int, num_repl
     return positions[replica]
 
 
-def read_metadata(path: Path) -> CheckpointMetadata:
-    """Raises CheckpointError for a file that is damaged, or of another format."""
-    try:
-        return parse_metadata(path.read_bytes(), path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
 def parse_metadata(data: bytes, path: Path) -> CheckpointMetadata:
-    """Parse what ``CheckpointMetadata.file`` returned. Raises CheckpointError as ``read_metadata`` does."""
+    """Parse what ``CheckpointMetadata.file`` returned.
+
+    Raises:
+        CheckpointError: it is damaged, or of another format.
+    """
     try:
         found = read(data)
         if isinstance(found, dict) and found.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} has format {found.get('format')!r}, and this version of pipec reads {FORMAT!r}; "
+                f"it has format {found.get('format')!r}, and this version of pipec reads {FORMAT!r}; "
                 "load it with the version that wrote it, or with a later one"
             )
         metadata = read_plain(CheckpointMetadata, found)
@@ -142,7 +131,4 @@ def parse_metadata(data: bytes, path: Path) -> CheckpointMetadata:
         metadata.stream_positions()
         return metadata
     except (*DAMAGED_DATA_ERRORS, RuntimeError, CheckpointError) as error:
-        said = str(error)
-        raise CheckpointError(
-            said if said.startswith(str(path)) else f"{path} cannot be read: {said}"
-        ) from error
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -5,16 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from pipec.checkpoint.plain_values import describe, plain
-from pipec.checkpoint.safetensors_files import tensor_spec
-from pipec.checkpoint.shards import TensorShard, unsharded
+from pipec.checkpoint.shards import TensorShard, TensorSpec, tensor_spec, unsharded
 from pipec.errors import CheckpointError, InputError
 from pipec.ir import ParameterShard
-from pipec.ir.json_form import read_plain
 from pipec.runtime.absent_tensors import is_absent
 from pipec.runtime.messages.call_description import format_names
 from pipec.runtime.optimizers import PipelineOptimizer, StateShard
@@ -40,11 +37,6 @@ class OptimizerState:
 
     groups: list[ParamGroup]
     state: dict[str, dict[str, list[Any] | str]] = field(default_factory=dict)
-
-
-def parse_state(found: Any) -> OptimizerState:
-    """The state that ``dataclasses.asdict`` converted."""
-    return read_plain(OptimizerState, found)
 
 
 def param_groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[ParamGroup]:
@@ -74,13 +66,14 @@ def param_groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[Pa
 
 
 def state_shards(
-    optimizers: Optimizers, names: Mapping[int, str], shapes: Mapping[str, torch.Size]
+    optimizers: Optimizers, names: Mapping[int, str], specs: Mapping[str, TensorSpec]
 ) -> tuple[OptimizerState, list[TensorShard]]:
     """This process's part of the state: a description, and its tensors."""
     made = OptimizerState(param_groups_of(optimizers, names))
     tensors: list[TensorShard] = []
     for part in _state_parts(optimizers, names):
-        name, entries = part.piece.name, made.state.setdefault(part.piece.name, {})
+        piece, name = part.piece, part.piece.name
+        entries, whole = made.state.setdefault(name, {}), specs[name]
         for key, value in part.entries.items():
             if type(key) is not str:
                 raise InputError(f"the optimizer's state of {name} has the key {key!r}; expected text")
@@ -88,19 +81,12 @@ def state_shards(
                 entries[key] = [plain(value, f"{key} of {name} in the optimizer")]
                 continue
             entries[key] = stored = f"{name}/{key}"
-            tensors.append(_part(stored, value, part.piece, shapes[name]))
+            if piece.size != whole.num_elements and value.shape == (piece.size,):
+                spec = tensor_spec(stored, value.dtype, whole.shape)
+                tensors.append(TensorShard(stored, spec, piece.start, piece.stop, value))
+            else:  # of the whole parameter, or of another shape
+                tensors.append(unsharded(stored, tensor_spec(stored, value.dtype, value.shape), value))
     return made, tensors
-
-
-def _part(stored: str, value: Tensor, piece: ParameterShard, shape: torch.Size) -> TensorShard:
-    """A shard of a tensor of its parameter's shape, or the whole of a tensor of another shape."""
-    is_slice = piece.size != shape.numel() and value.shape == (piece.size,)
-    kind = tensor_spec(stored, value.dtype, shape if is_slice else value.shape)
-    return (
-        TensorShard(stored, kind, piece.start, piece.stop, value)
-        if is_slice
-        else unsharded(stored, kind, value)
-    )
 
 
 def _state_parts(optimizers: Optimizers, names: Mapping[int, str]) -> list[StateShard]:
@@ -141,7 +127,11 @@ def merge_states(every: Sequence[OptimizerState], order: Sequence[str]) -> Optim
     for each in every:
         for name, entries in each.state.items():
             made.state[name] = {**entries, **made.state.get(name, {})}
-    _require_unique(made)
+    if twice := [name for name, count in Counter(tensor_names(made)).items() if count > 1]:
+        raise InputError(
+            f"two entries of the optimizer's state are both called {twice[0]}: a parameter, or an entry of "
+            "an optimizer, has a name with a slash; rename it"
+        )
     return made
 
 
@@ -172,37 +162,28 @@ def load_state(
 ) -> None:
     """Load the saved state. The groups were checked to be the same."""
     if isinstance(optimizers, PipelineOptimizer):
-        optimizers.load_state_dict(_state_dict(saved, tensors))
-        return
-    first = 0
-    for each in optimizers:
-        groups = saved.groups[first : first + len(each.param_groups)]
-        first += len(groups)
-        _load_one(each, groups, saved, tensors, names)
-
-
-def _state_dict(saved: OptimizerState, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state as torch's ``state_dict``, with names. Tensors are read from the files on first access."""
-    every = [name for group in saved.groups for name in group.names]
-    numbers = {name: number for number, name in enumerate(every)}
-    return {
-        "state": {numbers[name]: _entries(saved, name, tensors) for name in saved.state},
-        "param_groups": [
+        every = [name for group in saved.groups for name in group.names]
+        numbers = {name: number for number, name in enumerate(every)}
+        groups = [
             {
                 **group.hyperparameters,
                 "params": [numbers[name] for name in group.names],
                 "param_names": list(group.names),
             }
             for group in saved.groups
-        ],
-    }
+        ]
+        state = {numbers[name]: state_entries(saved, name, tensors) for name in saved.state}
+        optimizers.load_state_dict({"state": state, "param_groups": groups})
+        return
+    remaining = iter(saved.groups)
+    for each in optimizers:
+        _load_one(each, [next(remaining) for _ in each.param_groups], saved, tensors, names)
 
 
-def _entries(saved: OptimizerState, name: str, tensors: Mapping[str, Tensor]) -> ParameterState:
-    return {
-        key: tensors[found] if isinstance(found, str) else found[0]
-        for key, found in saved.state[name].items()
-    }
+def state_entries(saved: OptimizerState, name: str, tensors: Mapping[str, Tensor]) -> ParameterState:
+    """The state of a parameter. ``tensors`` are those that the state refers to."""
+    entries = saved.state[name].items()
+    return {key: tensors[found] if isinstance(found, str) else found[0] for key, found in entries}
 
 
 def _load_one(
@@ -220,11 +201,10 @@ def _load_one(
         for parameter, number in zip(group["params"], numbered["params"], strict=True):
             name = names[id(parameter)]
             if name in saved.state and not is_absent(parameter):
-                entries = _entries(saved, name, tensors).items()
+                entries = state_entries(saved, name, tensors).items()
                 state[number] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entries}
-    keys = ("params", "param_names")
     written = [
-        {**{key: numbered[key] for key in keys if key in numbered}, **group.hyperparameters}
+        {key: numbered[key] for key in ("params", "param_names") if key in numbered} | group.hyperparameters
         for group, numbered in zip(groups, own, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": written})
@@ -234,11 +214,3 @@ def _load_one(
 def tensor_names(saved: OptimizerState) -> list[str]:
     """The names of the tensors that the state refers to."""
     return [entry for entries in saved.state.values() for entry in entries.values() if isinstance(entry, str)]
-
-
-def _require_unique(saved: OptimizerState) -> None:
-    if twice := [name for name, count in Counter(tensor_names(saved)).items() if count > 1]:
-        raise InputError(
-            f"two entries of the optimizer's state are both called {twice[0]}: a parameter, or an entry of "
-            "an optimizer, has a name with a slash; rename it"
-        )

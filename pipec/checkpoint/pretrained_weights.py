@@ -9,18 +9,18 @@ import contextlib
 import copy
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import safetensors
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipec.checkpoint.all_ranks import call_on_all_ranks
-from pipec.checkpoint.hugging_face import weight_files
-from pipec.checkpoint.safetensors_files import torch_dtype
 from pipec.errors import CheckpointError, InputError
 from pipec.runtime.absent_tensors import hold, is_unread
 from pipec.runtime.messages.call_description import format_names, values_digest
@@ -70,47 +70,12 @@ def read_pretrained(
         found.append(PretrainedWeights(str(name), model, checkpoint_files, load_config))
         return found[0].load_on_meta(model), None
 
-    with _replaced(transformers.PreTrainedModel, "_load_pretrained_model", staticmethod(load_later)):
-        model = _raising_checkpoint_errors(name, lambda: model_class.from_pretrained(name, **arguments))
+    base, later = transformers.PreTrainedModel, staticmethod(load_later)
+    with mock.patch.object(base, "_load_pretrained_model", later), _raising_checkpoint_errors(name):
+        model = model_class.from_pretrained(name, **arguments)
     if not found:
         raise InputError(f"{model_class.__name__}.from_pretrained does not load a model of transformers")
     return model, found[0]
-
-
-def weights_for(model: Any, folder: str | Path) -> "PretrainedWeights":
-    """The weights in a folder, for a model on meta, which gets values where the folder has none.
-
-    Raises:
-        CheckpointError: the folder does not fit the model, or a file is damaged.
-        InputError: the model is not on meta, or not one of transformers.
-    """
-    transformers = _transformers()
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise InputError(
-            f"weights takes a model of transformers, and {type(model).__name__} is none. Compile it on meta, "
-            "call pipe.to_empty(device=...) and then pipe.load_checkpoint(folder, model_only=True)"
-        )
-    if real := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
-        raise InputError(
-            f"weights takes a model on meta, but {format_names(real)} has values; make the model inside of "
-            'torch.device("meta"), or leave out weights'
-        )
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.modeling_utils import LoadStateDictConfig
-
-    def read() -> PretrainedWeights:
-        files = [str(Path(folder) / file) for file in sorted(weight_files(Path(folder)))]
-        config = LoadStateDictConfig(
-            pretrained_model_name_or_path=str(folder),
-            dtype=model.dtype,
-            dtype_plan=model._get_dtype_plan(model.dtype),
-            weight_mapping=get_model_conversion_mapping(model),
-        )
-        weights = PretrainedWeights(str(folder), model, files, config)
-        model._finalize_model_loading(model, config, weights.load_on_meta(model))
-        return weights
-
-    return _raising_checkpoint_errors(folder, read)  # type: ignore[no-any-return]
 
 
 class PretrainedWeights:
@@ -125,8 +90,8 @@ class PretrainedWeights:
         self._files: dict[str, str] = {}
         self._on_meta: dict[str, Tensor] = {}
         for file in files:
-            for key, tensor in _headers(file).items():
-                self._files[key], self._on_meta[key] = file, tensor
+            for key, tensor in load_file(file).items():  # which maps it, and reads its header
+                self._files[key], self._on_meta[key] = file, torch.empty_like(tensor, device="meta")
         self._sources: dict[str, list[str]] = {}
         self._names: dict[str, str] = {}  # of tensors whose names in the model have changed
 
@@ -178,7 +143,7 @@ class PretrainedWeights:
         named = sorted(_named_tensors(model), key=lambda each: each[0] in self._sources)  # for tied ones
         before = {id(tensor): name for name, tensor in named}
         try:
-            with _replaced(nn.Module, "to", stay):
+            with mock.patch.object(nn.Module, "to", stay):
                 adapted: nn.Module = peft.get_peft_model(model, peft_config)
         except (NotImplementedError, RuntimeError) as error:
             raise InputError(f"{refusal} ({error})") from error
@@ -188,18 +153,27 @@ class PretrainedWeights:
         return adapted.train(model.training)
 
     def fill(self, ranks: Ranks, tensors: ModelTensors, devices: Mapping[str, torch.device | None]) -> None:
-        """Read the tensors of this process that are in files still. All processes do so together."""
+        """Read the tensors of this process that are in files still. All processes do so together.
+
+        Raises:
+            CheckpointError: a file has changed or is damaged, or ranks see different files.
+        """
         unread = {fqn: x for fqn, x in tensors.unique().items() if is_unread(x)}
-        names = {name: fqn for name, fqn in tensors.canonical.items() if fqn in unread and self.has(name)}
-        stored = {fqn: name for name, fqn in names.items()}  # tied weights under one name
-        homes = {name: devices.get(fqn) or torch.device("cpu") for fqn, name in stored.items()}
+        names = {
+            name: self._names.get(name, name) for name, fqn in tensors.canonical.items() if fqn in unread
+        }
+        stored = {tensors.canonical[name]: x for name, x in names.items() if x in self._sources}
+        made_together = defaultdict[tuple[str, ...], dict[str, str]](dict)
+        for fqn, target in stored.items():
+            made_together[tuple(self._sources[target])][fqn] = target
 
         def read() -> dict[str, str]:
             digests = {}
-            for name, values in self.read(homes):
-                tensor = unread[names[name]]
-                hold(tensor, values.to(tensor.dtype))  # the script may have called pipe.to(dtype)
-                digests[names[name]] = values_digest(values)
+            for sources, targets in made_together.items():
+                homes = {fqn: devices.get(fqn) or torch.device("cpu") for fqn in targets}
+                for fqn, values in self._read(sources, targets, homes):
+                    hold(unread[fqn], values.to(unread[fqn].dtype))  # after pipe.to(dtype), it is another
+                    digests[fqn] = values_digest(values)
             return digests
 
         found: dict[str, str] = {}
@@ -211,31 +185,28 @@ class PretrainedWeights:
                         "let every rank see the same files"
                     )
 
-    def read(self, devices: Mapping[str, torch.device]) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and values of these tensors, each on its device, one after the other.
-
-        Raises:
-            CheckpointError: a file has changed or is damaged.
-        """
-        names = {self._names.get(name, name): name for name in devices}
-        devices = {name: devices[names[name]] for name in names}
-        for targets, sources in self._groups(devices):
-            with self._opened(sources) as weights:
-                info = self._converted(self._model, weights, str(devices[targets[0]]))
-                for target in targets:
-                    found = self._model.get_parameter_or_buffer(target).detach()
-                    if info.mismatched_keys or info.conversion_errors or found.is_meta:
-                        raise CheckpointError(
-                            f"{self.name} has changed since its headers were read; start again when nobody "
-                            "writes to it"
-                        )
-                    device = devices[target]
-                    yield names[target], found.to(device, copy=found.device == device)
-                    self._forget(target)
-
-    def has(self, target: str) -> bool:
-        """Whether the files have the tensor of this name."""
-        return self._names.get(target, target) in self._sources
+    def _read(
+        self, sources: Sequence[str], targets: Mapping[str, str], homes: Mapping[str, torch.device]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Make these tensors of the model of their weights, and yield each on its device."""
+        with contextlib.ExitStack() as stack:  # files are closed at the end, as they hold memory
+            files = {
+                file: stack.enter_context(safetensors.safe_open(file, "pt"))
+                for file in {self._files[source] for source in sources}
+            }
+            weights = {source: files[self._files[source]].get_slice(source) for source in sources}
+            info = self._converted(self._model, weights, str(next(iter(homes.values()))))
+            for fqn, target in targets.items():
+                found = self._model.get_parameter_or_buffer(target).detach()
+                if info.mismatched_keys or info.conversion_errors or found.is_meta:
+                    raise CheckpointError(
+                        f"{self.name} has changed since its headers were read; start again when nobody "
+                        "writes to it"
+                    )
+                yield fqn, found.to(homes[fqn], copy=found.device == homes[fqn])
+                path, _, leaf = target.rpartition(".")
+                owner = self._model.get_submodule(path)
+                setattr(owner, leaf, _on_meta(getattr(owner, leaf)))  # gives its memory back
 
     def _find_sources(self, targets: set[str]) -> None:
         """Find the weights of which each of these tensors is made."""
@@ -267,14 +238,6 @@ class PretrainedWeights:
                 "call pipec.compile"
             )
 
-    def _groups(self, targets: Collection[str]) -> Iterator[tuple[list[str], list[str]]]:
-        """The tensors that are made together, and of which weights."""
-        groups = defaultdict[tuple[str, ...], list[str]](list)
-        for target in targets:
-            groups[tuple(self._sources[target])].append(target)
-        for sources, found in groups.items():
-            yield found, [*sources]
-
     def _converted(self, model: Any, weights: dict[str, Any], device: str) -> Any:
         """Load weights into ``model`` by transformers; returns what it notes."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -284,26 +247,12 @@ class PretrainedWeights:
             info, _ = convert_and_load_state_dict_in_model(model, weights, config)
         return info
 
-    @contextlib.contextmanager
-    def _opened(self, sources: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Weights that are read when they are used. The files are closed at the end, as they hold memory."""
-        with contextlib.ExitStack() as stack:
-            files = {
-                file: stack.enter_context(safetensors.safe_open(file, "pt"))
-                for file in {self._files[source] for source in sources}
-            }
-            yield {source: files[self._files[source]].get_slice(source) for source in sources}
-
-    def _forget(self, target: str) -> None:
-        """Give the memory of a tensor back."""
-        path, _, leaf = target.rpartition(".")
-        setattr(self._model.get_submodule(path), leaf, _on_meta(self._model.get_parameter_or_buffer(target)))
-
     def _are_equal(self, *targets: str) -> bool:
-        """Whether two tensors have the same values."""
-        cpu = torch.device("cpu")
-        first, other = (dict(self.read({target: cpu}))[target] for target in targets)
-        return torch.equal(first, other)
+        """Whether two tensors are made of weights with the same values."""
+        values = [[load_file(self._files[x])[x] for x in self._sources[target]] for target in targets]
+        pairs = zip(*values, strict=False)
+        same = all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+        return same and len(values[0]) == len(values[1])
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -323,7 +272,7 @@ def _transformers() -> Any:
         import transformers.core_model_loading
     except ImportError as error:
         raise InputError(
-            "from_pretrained and weights=... read models of transformers, version 5: pip install "
+            "from_pretrained reads models of transformers, version 5: pip install "
             f"'transformers>=5' ({error})"
         ) from error
     return transformers
@@ -336,9 +285,8 @@ def _configured_class(name: str | Path, arguments: Mapping[str, Any]) -> Any:
     if not isinstance(config, transformers.PreTrainedConfig):
         where = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code")
         given = {key: arguments[key] for key in where if key in arguments}
-        config = _raising_checkpoint_errors(
-            name, lambda: transformers.AutoConfig.from_pretrained(name if config is None else config, **given)
-        )
+        with _raising_checkpoint_errors(name):
+            config = transformers.AutoConfig.from_pretrained(name if config is None else config, **given)
     names = config.architectures or ["None"]
     found = getattr(transformers, names[0], None)
     if found is None:
@@ -364,16 +312,6 @@ def _require_plain_files(name: str | Path, files: Any, load_config: Any) -> None
         )
 
 
-def _headers(file: str) -> dict[str, Tensor]:
-    """The tensors of a file, on meta."""
-    with safetensors.safe_open(file, "pt") as opened:
-        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        return {
-            key: torch.empty(each.get_shape(), dtype=torch_dtype(each.get_dtype()), device="meta")
-            for key, each in slices.items()
-        }
-
-
 def _sampled(file: str) -> str:
     """A digest of the size of a file and of blocks of it at even distances, the first of its header."""
     path, digest = Path(file), 0
@@ -388,10 +326,11 @@ def _sampled(file: str) -> str:
 _NUM_BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
-def _raising_checkpoint_errors(name: str | Path, call: Callable[[], Any]) -> Any:
-    """The result of a call into transformers, whose errors for such folders become CheckpointError."""
+@contextlib.contextmanager
+def _raising_checkpoint_errors(name: str | Path) -> Iterator[None]:
+    """Turn the errors of transformers for such folders into CheckpointError."""
     try:
-        return call()
+        yield
     except (safetensors.SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{name} cannot be loaded: {error}") from error
 
@@ -402,16 +341,6 @@ def _without_meta(value: Any) -> Any:
         return value.dtype if value.is_meta else value
     is_device = isinstance(value, str | torch.device)
     return None if is_device and torch.device(value).type == "meta" else value
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipec.checkpoint.optimizer_state import Optimizers
-from pipec.checkpoint.safetensors_files import TensorSpec
-from pipec.checkpoint.shards import TensorShard
+from pipec.checkpoint.shards import TensorShard, TensorSpec
 from pipec.cost.profile import Profile
 from pipec.errors import InputError
 from pipec.runtime.step.loss_scale import LossScale
@@ -24,10 +22,9 @@ class TrainingState:
     """``specs`` has the tensors of the whole model's ``state_dict``, tied ones once.
 
     ``parts`` are this process's shards of them, in the memory that is trained; ``ties`` maps the other names
-    of a tied tensor to its first. ``names`` has the names of the whole model's parameters by ``id``, and
-    ``shapes`` their shapes in the whole model: some are empty here. ``position`` is the position in the
-    stream; each of ``num_replicas`` has one. ``profile`` has the times by which the stages were cut.
-    ``loss_scale`` is for the next step, if the loss is scaled.
+    of a tied tensor to its first. ``names`` has the names of the whole model's parameters by ``id``, in the
+    model's order. ``position`` is the position in the stream; each of ``num_replicas`` has one. ``profile``
+    has the times by which the stages were cut. ``loss_scale`` is for the next step, if the loss is scaled.
     """
 
     model: nn.Module
@@ -37,7 +34,6 @@ class TrainingState:
     ties: Mapping[str, str]
     frozen: Sequence[str]
     names: Mapping[int, str]
-    shapes: Mapping[str, torch.Size]
     optimizers: Optimizers | None
     schedulers: Sequence[Any]
     num_steps: int

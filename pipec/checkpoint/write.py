@@ -1,8 +1,7 @@
 """Writing a checkpoint: every process writes its part of the tensors, and rank 0 the rest."""
 
-import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +9,35 @@ import torch
 from torch import Tensor
 
 from pipec.checkpoint.all_ranks import RankCalls, call_on_all_ranks, call_on_rank_0, require_equal
-from pipec.checkpoint.file_layout import (
-    Checksums,
-    TensorWrite,
+from pipec.checkpoint.hugging_face import index_name, write_config
+from pipec.checkpoint.metadata import METADATA_FILE, CheckpointMetadata, SchedulerState, plain_position
+from pipec.checkpoint.optimizer_state import OptimizerState, merge_states, state_shards
+from pipec.checkpoint.plain_values import describe, fields_of, plain
+from pipec.checkpoint.shards import (
+    SavedTensor,
+    TensorShard,
     assign_files,
-    open_writers,
+    assign_writers,
+    gather_shards,
     weight_index,
-    write_small_files,
     write_tensors,
 )
-from pipec.checkpoint.hugging_face import index_name, write_config
-from pipec.checkpoint.manifest import FileChecksum
-from pipec.checkpoint.metadata import (
-    METADATA_FILE,
-    CheckpointMetadata,
-    SchedulerState,
-    plain_position,
-)
-from pipec.checkpoint.optimizer_state import merge_states, parse_state, state_shards
-from pipec.checkpoint.plain_values import as_text, describe, from_text, plain
-from pipec.checkpoint.safetensors_files import TensorWriter
-from pipec.checkpoint.shards import SavedTensor, TensorShard, assign_writers, gather_shards
-from pipec.checkpoint.staging_directory import StagingDirectory, require_replaceable
 from pipec.checkpoint.training_state import PROFILE, TrainingState
-from pipec.errors import InputError
+from pipec.errors import CheckpointError, InputError
+from pipec.ir.json_form import read_plain
 from pipec.runtime.step.ranks import BackgroundRanks
+from pipec.saved_folders import (
+    SavedFolder,
+    StagingFolder,
+    checksums_file,
+    find_folder,
+    sync_file,
+    write_checksums,
+    write_file,
+)
+
+OwnTensors = Iterable[tuple[SavedTensor, Tensor]]
+"""The tensors that this process writes."""
 
 
 def begin_checkpoint(
@@ -56,167 +59,129 @@ def begin_checkpoint(
         CheckpointError: it cannot be written, or the directory has other contents. The previous one stays.
         InputError: a value cannot be saved, or differs from rank to rank.
     """
-    draft = CheckpointDraft(directory, training, extra, own.get(directory))
-    rank_calls: RankCalls = training.ranks
-    if copies:
-        rank_calls = background_ranks = training.ranks.in_background()
-        tensors = _while_all_live(background_ranks, draft.copies())
-    else:
-        tensors = draft.tensors()
+    ranks, activity, known = training.ranks, f"saving to {directory}", own.get(directory)
+    metadata, state = _document(training, extra)
+    loads: dict[int, int] = {}
+    weights, states = (assign_writers(each, ranks, loads) for each in (training.parts, state))
+    index = assign_files("model", weights)
+    files = index | assign_files("optimizer", states)
+    staging = StagingFolder(directory)
+
+    def begin() -> str:
+        require_replaceable(directory, known)
+        folder = staging.make()
+        write_config(training.model, folder)
+        if training.profile is not None:
+            training.profile.save(folder / PROFILE)
+        return str(folder)
+
+    with staging.discarded_on_failure():
+        folder = Path(call_on_rank_0(ranks, activity, begin))
+        tensors: OwnTensors = itertools.chain(
+            gather_shards(weights, training.parts, ranks), gather_shards(states, state, ranks)
+        )
+        rank_calls: RankCalls = ranks
+        if copies:
+            rank_calls = background = ranks.in_background()
+            own_tensors = [each for each in [*weights, *states] if each.writer == ranks.world.rank]
+            tensors = _while_all_live(background, _copied(training, activity, own_tensors, tensors))
+
+    def publish(sums: dict[str, str]) -> str:
+        sums |= {file.name: sync_file(file) for file in folder.glob("*.json")}
+        small = {METADATA_FILE: metadata.file(), index_name(training.model): weight_index(index)}
+        sums |= {name: write_file(folder / name, data) for name, data in small.items()}
+        digest = write_checksums(folder, sums)
+        require_replaceable(directory, known)
+        staging.publish()
+        return digest
 
     def write() -> None:
-        own[directory] = draft.complete(rank_calls, tensors)
+        with staging.discarded_on_failure():
+            every = call_on_all_ranks(
+                rank_calls, activity, lambda: write_tensors(folder, files, ranks.world.rank, tensors)
+            )
+            sums = {name: digest for each in every for name, digest in each.items()}
+            own[directory] = call_on_rank_0(rank_calls, activity, lambda: publish(sums))
         call_on_rank_0(rank_calls, f"tidying up after saving to {directory}", then)
 
     return write
 
 
+def require_replaceable(directory: Path, known_digest: str | None) -> None:
+    """Refuse to replace anything but the checkpoint ``known_digest``, which this run wrote or loaded.
+
+    Raises:
+        CheckpointError: the directory holds something else.
+    """
+    place = find_folder(directory)
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        return
+    if not checksums_file(place).is_file() or not (place / METADATA_FILE).is_file():
+        raise CheckpointError(f"{place} exists and is not a checkpoint of pipec; choose another directory")
+    if SavedFolder(place, CheckpointError, "Choose another directory").digest != known_digest:
+        raise CheckpointError(
+            f"{place} has a checkpoint that this run has neither written nor loaded: another run writes "
+            "to it, or has written it. Load it first to go on from it, choose another directory, "
+            "or delete it"
+        )
+
+
+def _copied(
+    training: TrainingState, activity: str, own: list[SavedTensor], tensors: OwnTensors
+) -> list[tuple[SavedTensor, Tensor]]:
+    """Copies of the tensors in host memory that nothing else uses. Raises if any process lacks the room."""
+    memory: list[Tensor] = []
+
+    def make_room() -> None:
+        memory.extend(torch.empty(each.spec.shape, dtype=each.spec.dtype) for each in own)
+
+    call_on_all_ranks(training.ranks, f"copying what is to be saved, {activity},", make_room)
+    return [(each, room.copy_(x)) for room, (each, x) in zip(memory, tensors, strict=True)]
+
+
 def _while_all_live(
-    background_ranks: BackgroundRanks, tensors: Iterable[TensorWrite]
-) -> Iterator[TensorWrite]:
+    background_ranks: BackgroundRanks, tensors: OwnTensors
+) -> Iterator[tuple[SavedTensor, Tensor]]:
     """The tensors. Raises if another process has ended, so that this one can end, too."""
     for each in tensors:
         background_ranks.check()
         yield each
 
 
-class CheckpointDraft:
-    """A checkpoint that has been begun: a folder beside its place, with open files.
-
-    The files' threads start here: a process that is ending can wait for threads, but cannot start any.
-    """
-
-    def __init__(
-        self, directory: Path, training: TrainingState, extra: Any, known_digest: str | None
-    ) -> None:
-        metadata, state = _document(training, extra)
-        loads: dict[int, int] = {}
-        self._parts = {"model": training.parts, "optimizer": state}
-        self._stored = {
-            name: assign_writers(parts, training.ranks, loads) for name, parts in self._parts.items()
-        }
-        self._files = {family: assign_files(family, stored) for family, stored in self._stored.items()}
-        self._directory, self._known_digest = directory, known_digest
-        self._writers: dict[str, TensorWriter] = {}
-        self._ranks, self._rank = training.ranks, training.ranks.world.rank
-        self._place = StagingDirectory(directory)
-        self._activity = f"saving to {directory}"
-        self._texts = {
-            METADATA_FILE: metadata.file(),
-            index_name(training.model): weight_index(self._files["model"]),
-        }
-
-        def begin() -> str:
-            require_replaceable(directory, known_digest)
-            path = self._place.make()
-            write_config(training.model, Path(path))
-            if training.profile is not None:
-                training.profile.save(Path(path) / PROFILE)
-            return path
-
-        with self._discarded_on_failure():
-            self._partial = Path(call_on_rank_0(training.ranks, self._activity, begin))
-        self._writers = open_writers(self._partial, self._own_files())
-
-    def tensors(self) -> Iterator[TensorWrite]:
-        """The tensors that this process writes, each with its file. Every process must iterate to the end."""
-        for family, files in self._files.items():
-            file_of = {each.name: file for file, stored in files.items() for each in stored}
-            for each, tensor in gather_shards(self._stored[family], self._parts[family], self._ranks):
-                yield file_of[each.name], each, tensor
-
-    def copies(self) -> list[TensorWrite]:
-        """Copies of ``tensors()`` in host memory that nothing else uses."""
-        own = [(file, each) for file, stored in self._own_files().items() for each in stored]
-        memory: dict[tuple[str, str], Tensor] = {}
-
-        def make_room() -> None:
-            for file, each in own:
-                memory[file, each.name] = torch.empty(each.spec.shape, dtype=each.spec.torch_dtype)
-
-        with self._discarded_on_failure():
-            call_on_all_ranks(self._ranks, f"copying what is to be saved to {self._directory}", make_room)
-            copies = []
-            for file, each, tensor in self.tensors():
-                copy = memory[file, each.name].copy_(tensor.view(each.spec.shape))
-                copies.append((file, each, copy))
-            return copies
-
-    def complete(self, rank_calls: RankCalls, tensors: Iterable[TensorWrite]) -> str:
-        """Write the tensors, and rename the folder to the checkpoint's name; returns its digest."""
-        with self._discarded_on_failure():
-            every = call_on_all_ranks(rank_calls, self._activity, lambda: self._write(tensors))
-            sums = {name: FileChecksum(*each) for own in every for name, each in own.items()}
-            return call_on_rank_0(rank_calls, self._activity, lambda: self._publish(sums))  # type: ignore[no-any-return]
-
-    def _own_files(self) -> dict[str, list[SavedTensor]]:
-        every = {file: stored for files in self._files.values() for file, stored in files.items()}
-        return {file: stored for file, stored in every.items() if stored[0].writer == self._rank}
-
-    def _write(self, tensors: Iterable[TensorWrite]) -> dict[str, Any]:
-        """Write this process's files, sending tensors to other writers; returns the files' checksums."""
-        sums = write_tensors(self._writers, tensors)
-        return {file: astuple(each) for file, each in sums.items()}
-
-    def _publish(self, sums: Checksums) -> str:
-        """Write the small files and the manifest, and rename the folder, on rank 0; returns the digest."""
-        digest = write_small_files(self._partial, sums, self._texts)
-        require_replaceable(self._directory, self._known_digest)
-        self._place.publish()
-        return digest
-
-    @contextlib.contextmanager
-    def _discarded_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            for writer in self._writers.values():
-                writer.abandon()
-            if self._rank == 0:
-                self._place.discard()
-            raise
-
-
 def _document(training: TrainingState, extra: Any) -> tuple[CheckpointMetadata, list[TensorShard]]:
     """The metadata, equal on all processes, and this process's tensors of the optimizers' state."""
     state: list[TensorShard] = []
 
-    def describe_own() -> str:
-        nonlocal state
+    def describe_own() -> dict[str, Any]:
         training.require_memory()
         optimizer = None
         if training.optimizers is not None:
-            optimizer, state = state_shards(training.optimizers, training.names, training.shapes)
-        return as_text(
-            {
-                "random": torch.get_rng_state(),
-                "optimizer": None if optimizer is None else asdict(optimizer),
-                "schedulers": [asdict(SchedulerState.of(each)) for each in training.schedulers],
-                "position": plain_position(training.position),
-                "extra": describe(plain(extra, "extra")),
-            }
-        )
+            optimizer, tensors = state_shards(training.optimizers, training.names, training.specs)
+            state.extend(tensors)
+        return {
+            "random": torch.get_rng_state(),
+            "optimizer": fields_of(optimizer),
+            "schedulers": [fields_of(SchedulerState.of(each)) for each in training.schedulers],
+            "position": plain_position(training.position),
+            "extra": describe(plain(extra, "extra")),
+        }
 
-    texts = call_on_all_ranks(training.ranks, "describing the training", describe_own)
-    every = [from_text(each) for each in texts]
+    every = call_on_all_ranks(training.ranks, "describing the training", describe_own)
     require_equal([each["extra"] for each in every], "extra", "pass the same value on every rank")
     described = [describe(each["schedulers"]) for each in every]
     require_equal(described, "the scheduler", "let the same schedulers step on every rank")
-    found = [parse_state(each["optimizer"]) for each in every if each["optimizer"] is not None]
+    found = [read_plain(OptimizerState, each["optimizer"]) for each in every if each["optimizer"]]
     if found and len(found) < len(every):
         raise InputError("some ranks passed an optimizer and others did not; pass it on every rank")
-    optimizer = merge_states(found, list(training.shapes)) if found else None
-    return (
-        CheckpointMetadata(
-            training.num_steps,
-            dict(training.ties),
-            list(training.frozen),
-            [each["random"] for each in every],
-            optimizer,
-            [SchedulerState(**each) for each in every[0]["schedulers"]],
-            [each["position"] for each in every[: training.num_replicas]],
-            plain(extra, "extra"),
-            training.loss_scale,
-        ),
-        state,
+    metadata = CheckpointMetadata(
+        num_steps=training.num_steps,
+        ties=dict(training.ties),
+        frozen=list(training.frozen),
+        random=[each["random"] for each in every],
+        optimizer=merge_states(found, [*training.names.values()]) if found else None,
+        schedulers=[SchedulerState(**each) for each in every[0]["schedulers"]],
+        positions=[each["position"] for each in every[: training.num_replicas]],
+        extra=plain(extra, "extra"),
+        loss_scale=training.loss_scale,
     )
+    return metadata, state

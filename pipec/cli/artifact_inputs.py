@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from pipec.artifact.verification import read_verified
+from pipec.artifact.artifact import read_artifact
 from pipec.cli.target import load_optimizer
 from pipec.errors import InputError
 from pipec.ir import Plan, Sizes, Value
@@ -32,7 +32,7 @@ def load_with_random_tensors(
     kernels: str = "source",
 ) -> tuple[Pipeline, int]:
     """A pipeline of the artifact, and the number of its tensors that were not saved and are random."""
-    artifact, saved = read_verified(directory)
+    artifact, saved = read_artifact(directory)
     factory = load_optimizer(optimizer)
     check_sync_spec(artifact.plan.sync_spec, factory, clip_grad_norm)
     torch.manual_seed(seed)

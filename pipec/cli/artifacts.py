@@ -23,9 +23,9 @@ def check(directory: Artifact, as_json: Json = False) -> None:
     JSON keys: stages, ranks, instructions.
     """
     with status("loading torch"):
-        from pipec.artifact.verification import read_verified
+        from pipec.artifact.artifact import read_artifact
 
-    artifact, _ = read_verified(directory)
+    artifact, _ = read_artifact(directory)
     stages, ranks = len(artifact.sources), len(artifact.programs)
     instructions = sum(len(program.instructions) for program in artifact.programs)
     if as_json:

@@ -28,13 +28,14 @@ def show(
     """
     with status("loading torch"):
         from pipec.checkpoint.convert import open_checkpoint
-        from pipec.checkpoint.staging_directory import find_checkpoint
+        from pipec.saved_folders import find_folder
 
-    metadata, weights, state = open_checkpoint(find_checkpoint(directory))
+    checkpoint = open_checkpoint(find_folder(directory))
+    metadata = checkpoint.metadata
     summary = {
         "num_steps": metadata.num_steps,
-        "weights": _sizes(weights),
-        "optimizer": _sizes(state),
+        "weights": _sizes(checkpoint.weights),
+        "optimizer": _sizes(checkpoint.state),
         **_rest(metadata),
     }
     if as_json:
@@ -53,8 +54,8 @@ def show(
         typer.echo(f"stream     after {number} mini-batches")
 
 
-def _sizes(files: Any) -> dict[str, int]:
-    return {"tensors": len(files), "bytes": sum(spec.num_bytes for spec in files.specs.values())}
+def _sizes(tensors: Any) -> dict[str, int]:
+    return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 
 def _rest(metadata: "CheckpointMetadata") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Output of steps, shared by commands: drawn to a file, or printed as text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,32 +8,26 @@ from pipec.cli.output import write_stdout
 from pipec.console import is_rank_zero
 
 if TYPE_CHECKING:
-    from pipec.timeline.grid import Grid
     from pipec.viz import DrawnPipeline, DrawnStep
 
 
-def check_output(output: Path | None, min_events: int = 0) -> None:
-    """Raise InputError if a drawing of at least ``min_events`` events cannot be written to ``output``.
+def check_output(output: Path | None) -> None:
+    """Raise InputError if no drawing can be written to ``output``.
 
     Commands call it before they compute anything.
     """
     from pipec.viz import check_drawing
 
     if output is not None:
-        check_drawing(output, min_events)
+        check_drawing(output)
 
 
-def draw(
-    steps: Sequence["DrawnStep"],
-    output: Path | None,
-    pipeline: "DrawnPipeline | None" = None,
-    find_what_if: Callable[[], "Grid | None"] = lambda: None,
-) -> None:
-    """Draw the steps to ``output``, if there is one, on rank 0. Only pages need ``find_what_if``."""
+def draw(steps: Sequence["DrawnStep"], output: Path | None, pipeline: "DrawnPipeline | None" = None) -> None:
+    """Draw the steps to ``output``, if there is one, on rank 0."""
     from pipec.viz import draw_steps
 
     if output is not None and is_rank_zero():
-        draw_steps(output, steps, pipeline, find_what_if() if output.suffix == ".html" else None)
+        draw_steps(output, steps, pipeline)
 
 
 def print_steps(steps: Sequence["DrawnStep"], output: Path | None) -> None:

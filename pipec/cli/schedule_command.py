@@ -1,6 +1,6 @@
 """``pipec schedule``: the timeline of one step, on equal stages or on the costs of a model's plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,6 @@ from pipec.ir.argument_checks import MOST_MICROBATCHES, MOST_RANKS
 if TYPE_CHECKING:
     from pipec.ir import Schedule
     from pipec.schedules import Workload
-    from pipec.timeline.grid import Grid
     from pipec.viz import DrawnPipeline, DrawnStep
 
 CompareSchedule = Annotated[
@@ -88,10 +87,10 @@ def schedule_name(
     most 100,000, each with rank, op, stage, microbatch, bucket if it has one, start and end;
     lower_and_verify_seconds. With --compare also compare: the same keys of that schedule.
     """
-    from pipec.schedules import ASYNCHRONOUS_SCHEDULES, Workload
+    from pipec.schedules import Workload
 
     equal_stages = _EqualStages.of(stages, replicas)
-    names = _names(name, compare, output, equal_stages.min_events(microbatches))
+    names = _names(name, compare, output)
     equal_stages.require_few_forwards(microbatches)
     work = Workload.uniform(
         equal_stages.num_stages,
@@ -104,16 +103,7 @@ def schedule_name(
         memory_limit=memory_limit,
     )
     steps = [_on_equal_stages(each, equal_stages, microbatches, work, reduce) for each in names]
-
-    def find_what_if() -> "Grid | None":
-        from pipec.plan.what_if import what_if_of_equal_stages
-
-        if equal_stages.replicas != 1 or name.endswith(".txt") or name in ASYNCHRONOUS_SCHEDULES:
-            return None
-        timeline = steps[0][0].timeline
-        return what_if_of_equal_stages(name, equal_stages.num_stages, microbatches, work, timeline)
-
-    _show(steps, output, as_json, find_what_if=find_what_if)
+    _show(steps, output, as_json)
 
 
 @compile_flags()
@@ -131,7 +121,6 @@ def schedule_target(
     JSON keys: as with NAME, without lower_and_verify_seconds.
     """
     from pipec.cli.target import compile_target
-    from pipec.plan.what_if import what_if_of_plan
     from pipec.viz import DrawnPipeline, DrawnStep
 
     pipes = {
@@ -153,23 +142,19 @@ def schedule_target(
         output,
         as_json,
         DrawnPipeline(first.plan, first.plan.programs, sources),
-        lambda: what_if_of_plan(first.plan, first.plan.programs, steps[0].timeline),
     )
 
 
-def _names(name: str, compare: str | None, output: Path | None, min_events: int = 0) -> list[str]:
-    """The schedules to draw, each with at least ``min_events`` events.
-
-    Raises InputError if they cannot be drawn.
-    """
-    check_output(output, min_events if compare is None else 2 * min_events)
+def _names(name: str, compare: str | None, output: Path | None) -> list[str]:
+    """The schedules to draw. Raises InputError if they cannot be drawn."""
+    check_output(output)
     if compare is None:
         return [name]
     if compare == name:
         raise InputError(f"--compare names {name!r} again; expected another schedule")
-    if output is not None and output.suffix not in (".html", ".json"):
+    if output is not None and output.suffix != ".html":
         raise InputError(
-            f"--compare with {output.name}: a {output.suffix} file shows one step; expected .html or .json"
+            f"--compare with {output.name}: a {output.suffix} file shows one step; expected .html"
         )
     return [name, compare]
 
@@ -185,10 +170,6 @@ class _EqualStages:
     def numbers(self) -> tuple[int, ...]:
         """The replicas of each stage."""
         return (self.replicas,) * self.num_stages if isinstance(self.replicas, int) else self.replicas
-
-    def min_events(self, num_microbatches: int) -> int:
-        """A lower bound on the events of a timeline: forwards and backwards of one replica a stage."""
-        return 2 * self.num_stages * (num_microbatches // max(self.numbers))
 
     def require_few_forwards(self, num_microbatches: int) -> None:
         """Raise InputError if a step would take minutes to simulate."""
@@ -273,10 +254,9 @@ def _show(
     output: Path | None,
     as_json: bool,
     pipeline: "DrawnPipeline | None" = None,
-    find_what_if: Callable[[], "Grid | None"] = lambda: None,
 ) -> None:
     steps = [step for step, _ in steps_and_json]
-    draw(steps, output, pipeline, find_what_if)
+    draw(steps, output, pipeline)
     if as_json:
         first, *others = (_summary(*each) for each in steps_and_json)
         show_json(first | ({"compare": others[0]} if others else {}))

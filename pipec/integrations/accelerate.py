@@ -9,7 +9,7 @@ among stages and replicas. With ``batch="local"`` the processes of a replica rea
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,9 +118,7 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
         """The rows of all replicas, in the order of the batch; with the same batches everywhere, these."""
         if self._num_replicas == 1:
             return tensor
-        leaves, structure = pytree.tree_flatten(tensor)
-        parts = zip(*of_replicas(self._pipes[0], leaves), strict=True)
-        return pytree.tree_unflatten([joined(each).to(self.device) for each in parts], structure)
+        return self._combined(tensor, joined)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As ``gather``; no row comes twice. Of objects it makes one list of all replicas'."""
@@ -135,10 +133,13 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
             return super().reduce(tensor, reduction, scale)
         if reduction not in REDUCTIONS:
             raise InputError(f"reduction is {reduction!r}; there are {', '.join(REDUCTIONS)}, and none")
+        return self._combined(tensor, lambda parts: REDUCTIONS[reduction](torch.stack([*parts])))
+
+    def _combined(self, tensor: Any, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
+        """Each of these tensors, combined from those of all replicas."""
         leaves, structure = pytree.tree_flatten(tensor)
         parts = zip(*of_replicas(self._pipes[0], [each.cpu() for each in leaves]), strict=True)
-        reduced = [REDUCTIONS[reduction](torch.stack(each)).to(self.device) for each in parts]
-        return pytree.tree_unflatten(reduced, structure)
+        return pytree.tree_unflatten([combine(each).to(self.device) for each in parts], structure)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False

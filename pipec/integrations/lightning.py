@@ -10,7 +10,6 @@ batches that one process would train on; pipec divides these among stages and re
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -24,7 +23,6 @@ from torchmetrics import Metric
 
 import pipec
 from pipec.errors import InputError
-from pipec.integrations.logged_page import write_page
 from pipec.integrations.replica_rows import REDUCTIONS, of_replicas, shared_loader
 from pipec.options import Options
 from pipec.pipeline import Pipeline
@@ -213,11 +211,7 @@ class PipecStrategy(SingleDeviceStrategy):
 
 
 class PipecMetrics(lightning.Callback):
-    """Logs ``pipec.metrics`` of the pipeline under ``pipec/``, as often as the Trainer logs.
-
-    When a fit ends, its page is written to ``pipec.html`` in the Trainer's folder of logs, and added once to
-    the open run of W&B or MLflow.
-    """
+    """Logs ``pipec.metrics`` of the pipeline under ``pipec/``, as often as the Trainer logs."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if trainer.global_step % trainer.log_every_n_steps == 0:
@@ -225,10 +219,6 @@ class PipecMetrics(lightning.Callback):
                 found = {f"pipec/{name}": value for name, value in pipec.metrics(pipe).items()}
                 for logger in trainer.loggers:
                     logger.log_metrics(found, step=trainer.global_step)
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        for pipe in _pipes_of(pl_module).values():
-            write_page(pipe, Path(trainer.log_dir or trainer.default_root_dir))
 
 
 def _pipes_of(module: Any) -> dict[str, Pipeline]:

@@ -82,8 +82,7 @@ def of_replicas(pipe: Pipeline, own: Any) -> list[Any]:
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all replicas; of numbers, a vector."""
-    host = [part.cpu() for part in parts]
-    return torch.cat(host) if host[0].dim() else torch.stack(host)
+    return torch.cat([*parts]) if parts[0].dim() else torch.stack([*parts])
 
 
 REDUCTIONS = {

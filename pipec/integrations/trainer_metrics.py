@@ -3,23 +3,18 @@
 log_pipeline(trainer, pipe)
 """
 
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
 import pipec
-from pipec.integrations.logged_page import write_page
 from pipec.pipeline import Pipeline
 
 __all__ = ["log_pipeline"]
 
 
 def log_pipeline(trainer: Trainer, pipe: Pipeline) -> None:
-    """Let what a Trainer reports have ``pipec.metrics(pipe)`` under ``pipec/``, and the page at the end.
-
-    The page is ``pipec.html`` in the Trainer's folder, and an artifact of the open run of W&B or MLflow.
-    """
+    """Let what a Trainer reports have ``pipec.metrics(pipe)`` under ``pipec/``."""
     trainer.callback_handler.callbacks.insert(0, _PipelineMetrics(pipe))  # before those that report
 
 
@@ -30,6 +25,3 @@ class _PipelineMetrics(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
             logs.update({f"pipec/{name}": value for name, value in pipec.metrics(self._pipe).items()})
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        write_page(self._pipe, Path(args.output_dir))

@@ -4,7 +4,6 @@ import functools
 import re
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,14 @@ from torch.optim import Optimizer
 
 from pipec.checkpoint import load_saved_profile
 from pipec.checkpoint.all_ranks import call_on_rank_0
-from pipec.checkpoint.staging_directory import clean_up, remove
 from pipec.console import notice
 from pipec.cost.profile import Profile
 from pipec.errors import CheckpointError
 from pipec.ir.argument_checks import FLAG, NONE, PATH, check_arguments, instance, integer_between
 from pipec.pipeline.pipeline import Pipeline
+from pipec.saved_folders import clean_up, remove_folder
 
 _NAME = re.compile(r"step-\d{8,}")
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The state of a training after a step."""
-
-    number: int
-    optimizer: Optimizer | Sequence[Optimizer] | None
-    scheduler: Any
-    extra: Any
 
 
 class CheckpointManager:
@@ -57,7 +46,7 @@ class CheckpointManager:
         self._every, self._keep, self._asynchronous = every, keep, asynchronous
         self._own: set[str] = set()
         self._saved = 0
-        self._latest: _Step | None = None
+        self._latest: tuple[int, dict[str, Any]] | None = None
         self._watched: weakref.ref[Pipeline] | None = None
 
     def profile(self) -> Profile | None:
@@ -109,9 +98,10 @@ class CheckpointManager:
     ) -> None:
         """Save, if that is due after this step. The arguments are those of ``save_checkpoint``."""
         self._watch(pipe)
-        self._latest = _Step(pipe.num_steps, optimizer, scheduler, extra)
+        given = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
+        self._latest = pipe.num_steps, given
         if pipe.num_steps % self._every == 0:
-            self.save(pipe, optimizer=optimizer, scheduler=scheduler, extra=extra)
+            self.save(pipe, **given)
 
     def save(
         self,
@@ -143,34 +133,30 @@ class CheckpointManager:
             pipe.before_stop(functools.partial(self._save_before_stop, self._watched))
 
     def _save_before_stop(self, watched: "weakref.ref[Pipeline]") -> None:
-        pipe, latest = watched(), self._latest
+        pipe = watched()
         if pipe is None or pipe.num_steps == 0:
             return
         if pipe.num_steps != self._saved:
-            if latest is None or latest.number != pipe.num_steps - pipe.num_undelivered:
+            number, given = self._latest or (-1, {})
+            if number != pipe.num_steps - pipe.num_undelivered:
                 notice(
                     f"step {pipe.num_steps} is not saved, because the script has not come to "
                     f"checkpoints.step(...) after it; there is step {self._saved}"
                 )
                 return
             pipe.keep_last_position()  # for so says the script's extra
-            self.save(pipe, optimizer=latest.optimizer, scheduler=latest.scheduler, extra=latest.extra)
+            self.save(pipe, **given)
         pipe.finish_saving()
         notice(f"step {pipe.num_steps} is saved to {self._directory}")
 
     def _names(self) -> list[str]:
         """The names of the checkpoints, the oldest first."""
-        if not self._directory.exists():
-            return []
-        return sorted(
-            (path.name for path in self._directory.iterdir() if _NAME.fullmatch(path.name)),
-            key=lambda name: int(name.removeprefix("step-")),
-        )
+        found = (path.name for path in self._directory.glob("step-*") if _NAME.fullmatch(path.name))
+        return sorted(found, key=lambda name: int(name.removeprefix("step-")))
 
     def _tidied(self) -> list[str]:
         """The names, after the remains of killed runs were removed."""
-        if self._directory.exists():
-            clean_up(self._directory)
+        clean_up(self._directory)
         return self._names()
 
     def _require_own(self) -> None:
@@ -183,7 +169,7 @@ class CheckpointManager:
 
     def _thin(self) -> None:
         for name in self._names()[: -self._keep] if self._keep else []:
-            remove(self._directory / name)
+            remove_folder(self._directory / name)
 
 
 MANAGER_ARGUMENTS = {

@@ -142,8 +142,7 @@ class Checkpoints:
         saved = self._tensors.names.persistent | self._tensors.names.parameters.keys()
         first = {name: self._tensors.canonical[name] for name in self._tensors.canonical if name in saved}
         once = frozenset(first.values())
-        shapes = {fqn: x.shape for fqn, x in unique.items() if fqn in once}
-        kinds = {fqn: tensor_spec(fqn, unique[fqn].dtype, shape) for fqn, shape in shapes.items()}
+        kinds = {fqn: tensor_spec(fqn, x.dtype, x.shape) for fqn, x in unique.items() if fqn in once}
         updates = self._steps.updates
         shares = updates.shards() if updates is not None else {}
         sharded = frozenset(updates.sharded_names if updates is not None else ())
@@ -163,7 +162,6 @@ class Checkpoints:
             {name: canonical for name, canonical in first.items() if name != canonical},
             [fqn for fqn, parameter in parameters.items() if not parameter.requires_grad],
             {id(parameter): fqn for fqn, parameter in parameters.items()},
-            {fqn: shapes[fqn] for fqn in parameters},
             self._optimizers(optimizer),
             _listed(scheduler),
             self._stream.num_trained,

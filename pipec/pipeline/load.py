@@ -9,8 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from pipec.artifact.artifact import MODE_FOLDERS, Artifact
-from pipec.artifact.verification import read_verified
+from pipec.artifact.artifact import MODE_FOLDERS, Artifact, read_artifact
 from pipec.errors import InputError
 from pipec.ir import Mode, SyncSpec, Value
 from pipec.ir.argument_checks import (
@@ -37,6 +36,7 @@ from pipec.runtime.step.microbatch_weight import CUSTOM_WEIGHT, MicrobatchWeight
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.tensors import owner_ranks, tensor_devices
+from pipec.saved_folders import find_folder
 
 
 def load(
@@ -64,11 +64,12 @@ def load(
             or not asked for.
     """
     check_arguments(LOAD, locals())
-    artifact, tensors = read_verified(Path(directory))
+    place = find_folder(Path(directory))
+    artifact, tensors = read_artifact(place)
     evaluations = {
-        mode: read_verified(Path(directory) / folder)[0]
+        mode: read_artifact(place / folder)[0]
         for mode, folder in MODE_FOLDERS.items()
-        if (Path(directory) / folder).exists()
+        if (place / folder).exists()
     }
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout, kernels)

@@ -911,8 +911,8 @@ class Pipeline(ConvertedModule):
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the model for ``from_pretrained`` of transformers, as its own ``save_pretrained`` does.
 
-        Every rank calls this, and writes the weights of its stages, one tensor at a time. Files of a
-        tokenizer or others that are in ``directory`` stay. All ranks see the same.
+        Every rank calls this, and writes the weights of its stages. The new folder replaces ``directory`` in
+        one step, with the files of a tokenizer and others that are there. All ranks see the same.
 
         Raises:
             CheckpointError: a file cannot be written.

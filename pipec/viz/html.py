@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from pipec.timeline.grid import Grid
-from pipec.viz.drawing_checks import check_steps
+from pipec.errors import InputError
 from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep
 from pipec.viz.packed_data import pack
 from pipec.viz.page_data import steps_data, vocabulary
@@ -27,38 +26,34 @@ SCRIPTS = (
     "summary",
     "search",
     "code",
-    "model",
-    "what_if",
     "runs",
     "start",
 )
 """The scripts in ``page/``, in the order in which the page runs them."""
 
 
-def page_html(
-    steps: Sequence[DrawnStep],
-    title: str = "",
-    pipeline: DrawnPipeline | None = None,
-    what_if: Grid | None = None,
-) -> str:
+def page_html(steps: Sequence[DrawnStep], title: str = "", pipeline: DrawnPipeline | None = None) -> str:
     """The page, as text: the steps on one axis of time, and what is known of their pipeline. Deterministic.
 
     Raises:
         InputError: the steps have different units, or the memory of one does not fit it.
     """
-    check_steps(steps)
+    units = {step.name: step.timeline.unit for step in steps}
+    if len({*units.values()}) > 1:
+        shown = ", ".join(f"{name!r} in {unit}" for name, unit in units.items())
+        raise InputError(f"timelines on one axis need one unit of time: {shown}; draw them apart")
+    for step in steps:
+        if step.memory and len(step.memory) != step.timeline.num_ranks:
+            raise InputError(
+                f"memory of {step.name!r} has {len(step.memory)} curves; expected one for each of its "
+                f"{step.timeline.num_ranks} ranks"
+            )
     data = {
         "unit": steps[0].timeline.unit,
         **vocabulary(),
         "timelines": steps_data(steps),
         "pipeline": pipeline and pipeline_data(pipeline),
         "limits": [_finite(limit) for limit in pipeline.memory_limits] if pipeline else [],
-        "whatIf": what_if
-        and {
-            "axes": [(axis.name, axis.choices) for axis in what_if.axes],
-            "cells": what_if.cells,
-            "notes": what_if.notes,
-        },
     }
     shown = "".join(filter(str.isprintable, title)) or "timeline"
     scripts = "\n".join(_file(f"{name}.js") for name in SCRIPTS)

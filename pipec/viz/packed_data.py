@@ -37,7 +37,7 @@ class Column:
 
 
 def pack(data: Mapping[str, object]) -> str:
-    """``data``, which may contain columns, as text that ``unpack`` reads. Deterministic."""
+    """``data``, which may contain columns, as text that ``page/columns.js`` reads. Deterministic."""
     chunks: list[bytes] = []
 
     def reference(value: object) -> object:
@@ -63,22 +63,3 @@ _WIDTHS = (1, 2, 4, 6)
 
 def _fits(numbers: NDArray[np.int64], bits: int) -> bool:
     return bool(-(1 << bits) <= numbers.min() and numbers.max() < 1 << bits)
-
-
-def unpack(text: str) -> Any:
-    """The data that was packed, with lists in place of columns."""
-    packed = gzip.decompress(base64.b64decode(text))
-    length = int.from_bytes(packed[:4], "little")
-    columns = packed[4 + length :]
-
-    def restored(found: dict[str, Any]) -> Any:
-        if _REFERENCE not in found:
-            return found
-        offset, count, width, divisor, _ = found[_REFERENCE]
-        planes = np.frombuffer(columns, np.uint8, count * width, offset).reshape(width, count)
-        signs = np.where(planes[-1] > 127, 255, 0).astype(np.uint8)
-        wide = np.stack([*planes, *[signs] * (8 - width)], axis=1)
-        numbers = np.cumsum(wide.view("<i8").reshape(-1))
-        return (numbers / divisor if divisor != 1 else numbers).tolist()
-
-    return json.loads(packed[4 : 4 + length], object_hook=restored)

@@ -10,7 +10,6 @@ from pipec.ir.columns import OPS, Floats, Ints
 from pipec.timeline.attribution import Attribution, attribute_waits, critical_path
 from pipec.timeline.curves import Curve, MemoryCurves, in_flight_over_time
 from pipec.timeline.events import Event, Events, Timeline
-from pipec.viz import drawing_checks
 from pipec.viz.bottleneck import bottleneck_lines
 from pipec.viz.drawn_steps import DrawnStep
 from pipec.viz.labels import (
@@ -29,6 +28,9 @@ from pipec.viz.labels import (
     summary,
 )
 from pipec.viz.packed_data import Column
+
+MOST_EVENTS = 500_000
+"""Of more, a page has only the messages for which a rank waited."""
 
 _PHASES, _BESIDE = tuple(BLOCKING_NAMES), (*COLLECTIVE_NAMES, *COPY_NAMES)
 _PAYLOADS = tuple(Payload)
@@ -53,7 +55,7 @@ def steps_data(steps: Sequence[DrawnStep]) -> list[dict[str, object]]:
     """The data of each step. Their times have one number of digits."""
     longest = max(step.timeline.makespan for step in steps)
     scale = 10.0 ** (_DIGITS - math.ceil(math.log10(longest))) if longest else 1.0
-    whole = sum(len(step.timeline.events) for step in steps) <= drawing_checks.MOST_EVENTS
+    whole = sum(len(step.timeline.events) for step in steps) <= MOST_EVENTS
     return [_step_data(step, scale, whole) for step in steps]
 
 

@@ -4,28 +4,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipec.errors import InputError
-from pipec.timeline.grid import Grid
-from pipec.viz.chrome import chrome_trace
-from pipec.viz.drawing_checks import check_trace
 from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep
 from pipec.viz.html import page_html
 from pipec.viz.svg import timeline_svg
 from pipec.viz.terminal import timeline_text
 
-SUFFIXES = (".html", ".json", ".svg", ".txt")
+SUFFIXES = (".html", ".svg", ".txt")
 
 
-def draw_steps(
-    path: Path,
-    steps: Sequence[DrawnStep],
-    pipeline: DrawnPipeline | None = None,
-    what_if: Grid | None = None,
-) -> None:
+def draw_steps(path: Path, steps: Sequence[DrawnStep], pipeline: DrawnPipeline | None = None) -> None:
     """Draw the steps in the format of the suffix of ``path``; the first has the number of microbatches.
 
-    ``.html`` is a page to explore, and ``.json`` a trace for Perfetto or chrome://tracing. Both show all
-    steps, and the memory of each rank. ``.svg`` and ``.txt`` show one: of the first two that are not of a
-    run, such as the planned and the measured step, the second.
+    ``.html`` is a page to explore, of all steps and the memory of each rank. ``.svg`` and ``.txt`` show one:
+    of the first two that are not of a run, such as the planned and the measured step, the second.
 
     Raises:
         InputError: the path has another ending, or cannot be written.
@@ -34,9 +25,7 @@ def draw_steps(
     last = [step for step in steps[:2] if not step.is_run][-1]
     match path.suffix:
         case ".html":
-            drawn = page_html(steps, steps_title(steps), pipeline, what_if)
-        case ".json":
-            drawn = chrome_trace(steps)
+            drawn = page_html(steps, steps_title(steps), pipeline)
         case ".svg":
             drawn = timeline_svg(last.timeline, steps_title(steps))
         case _:
@@ -54,9 +43,7 @@ def steps_title(steps: Sequence[DrawnStep]) -> str:
     return f"{schedules}, {steps[0].num_microbatches} microbatches"
 
 
-def check_drawing(path: Path, least_events: int = 0) -> None:
-    """Raise InputError unless ``draw_steps`` can draw so many events to a file of this name."""
+def check_drawing(path: Path) -> None:
+    """Raise InputError unless ``draw_steps`` can draw to a file of this name."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"cannot draw {path.name}: expected a name that ends in {', '.join(SUFFIXES)}")
-    if path.suffix == ".json":
-        check_trace(least_events)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed_saves import killed_in_call
 from torch import nn
 
 import pipec
@@ -168,6 +169,20 @@ def test_a_step_reads_and_changes_the_tensors_that_to_empty_made(saved: Path) ->
     loaded.load_state_dict({name: torch.zeros_like(value) for name, value in loaded.state_dict().items()})
     assert torch.equal(loaded.step(X, target=Y), nn.functional.mse_loss(torch.zeros_like(Y), Y))
     assert loaded.state_dict()["1.num_batches_tracked"] == 1
+
+
+def test_a_process_killed_anywhere_leaves_an_artifact(pipe: Pipeline, tmp_path: Path) -> None:
+    """With its tensors and without by turns, so that a mixture of two would show."""
+    directory, number = tmp_path / "saved", 1
+    pipe.save(directory, tensors=True)
+    while killed_in_call(functools.partial(pipe.save, directory, tensors=number % 2 == 0), number):
+        has_tensors = [not tensor.is_meta for tensor in pipec.load(directory).parameters()]
+        assert len({*has_tensors}) == 1
+        number += 1
+    assert number > 15
+    assert pipec.load(directory).programs == pipe.programs
+    pipe.save(directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-2)

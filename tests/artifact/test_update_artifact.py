@@ -13,7 +13,6 @@ from optimizer_reference import batches, model, pair
 
 import pipec
 from pipec.artifact.artifact import read_artifact
-from pipec.artifact.verification import verify_artifact
 from pipec.errors import ArtifactError, PipecError, VerifyError
 
 Json = dict[str, Any]
@@ -33,7 +32,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_an_ending_is_read_back_as_it_was(saved: Path) -> None:
     artifact, _ = read_artifact(saved)
-    verify_artifact(artifact)
     sync_spec = artifact.plan.sync_spec
     assert (sync_spec.updates, sync_spec.clips, str(sync_spec.shard)) == (True, True, "parameters")
     assert {bucket.is_tied for bucket in sync_spec.buckets} == {True, False}
@@ -62,25 +60,8 @@ def rewritten(saved: Path, directory: Path, edit: Callable[[Path, Json], None]) 
     return directory
 
 
-def drop_bucket(directory: Path, header: Json) -> None:
-    header["plan"]["sync_spec"]["buckets"].pop()
-
-
-def unlend(directory: Path, header: Json) -> None:
-    for bucket in header["plan"]["sync_spec"]["buckets"]:
-        bucket["is_tied"] = False
-
-
-def rename(directory: Path, header: Json) -> None:
-    header["plan"]["sync_spec"]["buckets"][0]["parameters"][0]["name"] = "elsewhere"
-
-
 def unclip(directory: Path, header: Json) -> None:
     header["plan"]["sync_spec"]["clips"] = False
-
-
-def unshard(directory: Path, header: Json) -> None:
-    header["plan"]["sync_spec"]["shard"] = "optimizer"
 
 
 def without(op: str) -> Callable[[Path, Json], None]:
@@ -101,11 +82,7 @@ def without(op: str) -> Callable[[Path, Json], None]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (drop_bucket, "is not in the plan for rank"),
-        (unlend, "is not tied, but weight"),
-        (rename, "a bucket of stage 0 has .elsewhere., which is not among its parameters"),
-        (unclip, "grad_norm is not in the plan for rank 0"),
-        (unshard, "is not in the plan for rank|is there"),
+        (unclip, r"plan\.json is not the plan that was compiled: it was edited"),
         (without("update"), "is there 0 times on rank 0; expected once"),
         (without("grad_norm"), "grad_norm is there 0 times on rank 0; expected once"),
         (without("reduce_grad"), "reduce_grad of stage .*, bucket .* is there . times on rank 0; expected"),
@@ -118,7 +95,7 @@ def test_a_changed_ending_is_refused_even_if_its_checksums_fit(
 ) -> None:
     directory = rewritten(saved, tmp_path / "changed", edit)
     with pytest.raises((ArtifactError, VerifyError), match=message):
-        verify_artifact(read_artifact(directory)[0])
+        read_artifact(directory)
 
 
 def test_a_line_with_a_foreign_bucket_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -126,9 +103,8 @@ def test_a_line_with_a_foreign_bucket_is_refused(saved: Path, tmp_path: Path) ->
         path = directory / "rank_0.txt"
         path.write_text(path.read_text().replace("bucket 0", "bucket 77", 1))
 
-    artifact, _ = read_artifact(rewritten(saved, tmp_path / "changed", edit))
     with pytest.raises(VerifyError, match="bucket 77 is not in the plan for rank 0"):
-        verify_artifact(artifact)
+        read_artifact(rewritten(saved, tmp_path / "changed", edit))
 
 
 def test_an_unknown_level_of_sharding_is_named(saved: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import math
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 
 import pipec
 from pipec import console
-from pipec.artifact.plan_rules import check_plan
 from pipec.compiler import compile_cache
 
 ROWS = 6
@@ -701,24 +699,3 @@ def test_a_saved_pipeline_refuses_other_sizes(
     given = {**change(sequences(8))}
     with pytest.raises(pipec.InputError, match=message):
         pipec.load(saved[1]).step(**{"temperature": 0.5, **given})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"guards": ("__import__('os').remove('x')",)}, "condition .* cannot be evaluated"),
-        ({"guards": ("s0 <= 4",)}, "Name is not allowed"),
-        (
-            {"planned_sizes": {"t": 8}},
-            "it has a variable 'temperature_value', which is not among the planned",
-        ),
-        ({"fixed_sizes": {"u": 8}}, "it fixes 'u', which is not among the names of its variables"),
-        ({"variables": ()}, "it plans for a size"),
-    ],
-)
-def test_a_plan_that_contradicts_itself_is_refused(
-    saved: tuple[Attention, Path], change: dict[str, Any], message: str
-) -> None:
-    plan = replace(pipec.load(saved[1]).plan, **change)
-    with pytest.raises(pipec.ArtifactError, match=message):
-        check_plan(plan, Path("plan.json"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from killed_saves import killed_in_call
 from resumable_training import LAYOUTS, Net, Run, decayed, start
 from slow_params import slow
 from torch import nn, optim
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import pipec
 from pipec.checkpoint.plain_values import plain, read, written
+from pipec.saved_folders import find_folder
 
 STOP, END = 10, 20
 SAME = 1e-9
@@ -78,6 +80,19 @@ def test_gradients_are_dropped_when_loading(stopped: Stopped) -> None:
     run.pipe.step(torch.arange(8))
     run.load(path)
     assert run.train(STOP, END) == expected
+
+
+def test_a_scheduler_with_milestones_goes_on(tmp_path: Path) -> None:
+    """It keeps them in a Counter."""
+    run, again = (start("2 stages, own optimizer", seed=seed) for seed in (0, 7))
+    for each in (run, again):
+        each.scheduler = optim.lr_scheduler.MultiStepLR(each.optimizer, [2, 4], 0.1)
+    run.train(0, 1)
+    run.save(tmp_path / "saved", extra=Counter({3: 2}))
+    expected = run.train(1, 6)
+    assert again.load(tmp_path / "saved") == Counter({3: 2})
+    assert again.scheduler.milestones == run.scheduler.milestones
+    assert again.train(1, 6) == expected
 
 
 @pytest.mark.slow
@@ -241,6 +256,35 @@ class TestHuggingFace:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
         assert torch.equal(loaded(words).logits, model.eval()(words).logits)
         assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+    def test_a_process_killed_anywhere_leaves_a_folder_for_from_pretrained(
+        self, model: GPT2LMHeadModel, tmp_path: Path
+    ) -> None:
+        """Weights and configuration are of the same save, and all else that is in the folder stays."""
+        pipe, folder, number = pipec.compile(model, 2, microbatches=2), tmp_path / "saved", 1
+
+        def save(filled: int) -> None:
+            with torch.no_grad():
+                model.transformer.ln_f.weight.fill_(filled)
+            model.config.task_specific_params = {"filled": filled}
+            pipe.save_pretrained(folder)
+
+        save(0)
+        (folder / "runs").mkdir()
+        (folder / "runs" / "log").write_text("a line")
+        (folder / "tokenizer.json").write_text("{}")
+        others = folder.stat().st_ino
+        while killed_in_call(functools.partial(save, number), number):
+            found = find_folder(folder)
+            loaded = AutoModelForCausalLM.from_pretrained(found)
+            assert (loaded.transformer.ln_f.weight == loaded.config.task_specific_params["filled"]).all()
+            assert (found / "runs" / "log").read_text() == "a line"
+            assert (found / "tokenizer.json").exists()
+            number += 1
+        assert number > 10
+        save(number)
+        assert folder.stat().st_ino != others
+        assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
     @pytest.mark.slow
     def test_its_folder_has_weights_alone(self, model: GPT2LMHeadModel, tmp_path: Path) -> None:

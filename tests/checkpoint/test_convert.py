@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from typer.testing import CliRunner
 
 import pipec
-from pipec.checkpoint.safetensors_files import TensorFiles
+from pipec.checkpoint.shards import open_tensors
 from pipec.cli import app
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Detected an existing")
@@ -143,7 +143,7 @@ def test_parts_that_processes_wrote_come_together(tmp_path: Path) -> None:
     }
     (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
     cli("convert", tmp_path, tmp_path / "made")
-    made = TensorFiles([*(tmp_path / "made").glob("*.safetensors")])
+    made = open_tensors((tmp_path / "made").glob("*.safetensors"))
     assert torch.equal(made["a"], whole)
 
 
@@ -179,7 +179,7 @@ def test_what_is_in_a_checkpoint(run: Run, saved: Path, tmp_path: Path) -> None:
     content[100] ^= 1
     (saved / "checkpoint.pt").write_bytes(content)
     for arguments in (("show", saved), ("convert", saved, tmp_path / "other")):
-        assert "checkpoint.pt is not what was written" in " ".join(cli(*arguments, status=1).split())
+        assert "checkpoint.pt is not what was saved" in " ".join(cli(*arguments, status=1).split())
     assert not (tmp_path / "other").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious").touch()

@@ -2,11 +2,8 @@
 
 import functools
 import json
-import os
 import random
 import resource
-import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -14,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed_saves import killed_in_call
 from resumable_training import Run, start
 from slow_params import slow
 
 import pipec
-from pipec.checkpoint.manifest import ChecksummedFile
+from pipec.checkpoint import shards
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +136,7 @@ def test_a_process_killed_anywhere_leaves_a_checkpoint(run: Run, saved: Path) ->
     """
     found = number = 1
     write_filled(run, saved, number)
-    while killed_in_call(run, saved, number):
+    while killed_in_call(functools.partial(write_filled, run, saved, number), number):
         before, found = found, run.load(saved)
         assert found in (before, number)
         filled = torch.cat([each.flatten() for each in states(run) if each.is_floating_point()])
@@ -160,47 +158,16 @@ def write_filled(run: Run, path: Path, number: int) -> None:
     run.pipe.finish_saving()
 
 
-def killed_in_call(run: Run, path: Path, number: int) -> bool:
-    """Whether a forked process came to the call of this number, before which it is killed."""
-    child = os.fork()
-    if child == 0:
-        calls = iter(range(number))
-
-        def watch(event: str, _: object) -> None:
-            if event in WATCHED and next(calls, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        os.fsync = watched(os.fsync, watch)
-        sys.addaudithook(watch)
-        try:
-            write_filled(run, path, number)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
-
-
-WATCHED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "fsync")
-
-
-def watched(call: Callable[[int], None], watch: Callable[[str, object], None]) -> Callable[[int], None]:
-    def made(descriptor: int) -> None:
-        watch("fsync", None)
-        call(descriptor)
-
-    return made
-
-
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written in the background until it is set."""
-    event, write = threading.Event(), ChecksummedFile.write
+    event, write = threading.Event(), shards.write_file
 
-    def wait(file: ChecksummedFile, data: memoryview | bytes) -> None:
+    def wait(path: Path, data: bytes) -> str:
         assert threading.current_thread() is threading.main_thread() or event.wait(20)
-        write(file, data)
+        return write(path, data)
 
-    monkeypatch.setattr(ChecksummedFile, "write", wait)
+    monkeypatch.setattr(shards, "write_file", wait)
     return event
 
 
@@ -252,7 +219,7 @@ class TestAsynchronous:
     ) -> None:
         before = {path.name: path.read_bytes() for path in saved.iterdir()}
         with monkeypatch.context() as patch:
-            patch.setattr(ChecksummedFile, "end", full)
+            patch.setattr(shards, "write_file", full)
             for call in (run.save, run.load):
                 saving = run.pipe.save_checkpoint(saved, **run.training_state, asynchronous=True)
                 wait([saving])
@@ -267,7 +234,7 @@ class TestAsynchronous:
         run.save(saved)
 
 
-def full(file: ChecksummedFile) -> None:
+def full(path: Path, data: bytes) -> str:
     raise OSError(28, "No space left on device", "its file")
 
 

@@ -18,7 +18,6 @@ from worker_processes import read_outcome, run_ranks, train
 
 import pipec
 from pipec.artifact.artifact import Artifact
-from pipec.artifact.verification import verify_artifact
 from pipec.codegen.stage_source import StageSource
 from pipec.compiler.staged_graph import NO_RECOMPUTE, StagedGraph
 from pipec.errors import VerifyError
@@ -32,6 +31,7 @@ from pipec.ir import GRADIENT_PHASES, Phase, Schedule, ShardingLevel
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_recompute import MarkRecompute
+from pipec.programs.verify import verify
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 
@@ -87,7 +87,7 @@ def test_parts_have_the_bits_of_whole_functions(factory: Factory, name: str) -> 
     divided = artifact_with_segments(3, schedule, 3, *args)
     assert {len(shares) for stage in divided.plan.stages for shares in stage.segments.values()} == {3}
     for artifact in (divided, apart(divided)):
-        verify_artifact(artifact)
+        verify(artifact.plan, artifact.programs)
         assert same_bits(outcome(artifact, model), wanted)
 
 
@@ -255,16 +255,3 @@ def test_a_graph_whose_parts_do_not_follow_each_other_is_refused() -> None:
     source.meta["segment"] = 7
     with pytest.raises(VerifyError, match=f"runs in segment .* but reads {source.name} of segment 7"):
         verify_graph(staged.graph, "an edit")
-
-
-def test_code_that_makes_gradients_behind_their_sum_is_refused() -> None:
-    """Somebody has moved a gradient from one part of the backward to the next."""
-    model, schedule = captured(perceptron), SCHEDULES["replicas"]
-    artifact = artifact_with_segments(2, schedule, 3, *staged_with(model, schedule))
-    verify_artifact(artifact)
-    buckets = tuple(replace(bucket, segment=0) for bucket in artifact.plan.sync_spec.buckets)
-    hasty = replace(artifact.plan, sync_spec=replace(artifact.plan.sync_spec, buckets=buckets))
-    with pytest.raises(
-        VerifyError, match=r"computes a gradient of .* in backward_weight_1, after it was reduced"
-    ):
-        verify_artifact(replace(artifact, plan=hasty))

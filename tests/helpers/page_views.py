@@ -1,10 +1,14 @@
 """What the tests of the interactive page share: steps to show, and what a visitor sees and does."""
 
+import base64
+import gzip
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from bare_programs import lower
 from chromium import CHROMIUM
@@ -18,7 +22,6 @@ from pipec.timeline.curves import Curve, MemoryCurves
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.viz import DrawnStep
-from pipec.viz.packed_data import unpack
 
 in_browser = pytest.mark.skipif(
     CHROMIUM is None and "PIPEC_REQUIRE_CHROMIUM" not in os.environ,  # with that they fail
@@ -50,6 +53,25 @@ def held(*steps: tuple[float, float]) -> MemoryCurves:
     """Memory of one category."""
     curve = Curve.of(steps)
     return MemoryCurves(curve, {"saved": curve.amounts})
+
+
+def unpack(text: str) -> Any:
+    """The data that was packed, with lists in place of columns."""
+    packed = gzip.decompress(base64.b64decode(text))
+    length = int.from_bytes(packed[:4], "little")
+    columns = packed[4 + length :]
+
+    def restored(found: dict[str, Any]) -> Any:
+        if "#column" not in found:
+            return found
+        offset, count, width, divisor, _ = found["#column"]
+        planes = np.frombuffer(columns, np.uint8, count * width, offset).reshape(width, count)
+        signs = np.where(planes[-1] > 127, 255, 0).astype(np.uint8)
+        wide = np.stack([*planes, *[signs] * (8 - width)], axis=1)
+        numbers = np.cumsum(wide.view("<i8").reshape(-1))
+        return (numbers / divisor if divisor != 1 else numbers).tolist()
+
+    return json.loads(packed[4 : 4 + length], object_hook=restored)
 
 
 def embedded(html: str) -> Any:

@@ -243,42 +243,7 @@ def with_adapters() -> dict[str, Any]:
     return {"trained": history(trained), "logits": [each.abs().sum().item() for each in logits]}
 
 
-def with_prepared() -> dict[str, Any]:
-    """A subclass that counts its losses, turned into a pipeline once it is made. Data draw random numbers."""
-
-    class Counting(Trainer):  # type: ignore[misc,valid-type]
-        calls = 0
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return super().compute_loss(*args, **kwargs)
-
-    model, rows, _ = llama()
-
-    class Noisy(torch.utils.data.Dataset[Any]):
-        """Draws a token of each row, in a worker."""
-
-        def __len__(self) -> int:
-            return len(rows)
-
-        def __getitem__(self, number: int) -> dict[str, Any]:
-            ids = rows[number]["input_ids"].clone()
-            ids[0] = torch.randint(40, ())
-            return {"input_ids": ids, "labels": ids}
-
-    workers = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"}
-    given = arguments(TrainingArguments, TrainingArguments, max_steps=2, **workers)
-    trained = Counting(model, given, train_dataset=Noisy(), eval_dataset=rows)
-    if not IS_PLAIN:
-        from pipec.integrations.transformers import prepare_trainer
-
-        prepare_trainer(trained, microbatches=2)
-    trained.train()
-    return {"trained": history(trained), "calls": trained.calls, "loss": trained.evaluate()["eval_loss"]}
-
-
 CASES = {
-    "prepared": with_prepared,
     "llama": lambda: with_trainer(llama),
     "bert": lambda: with_trainer(bert),
     "sft": lambda: with_sft(False),

@@ -48,7 +48,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
         *(("sft", layout) for layout in LAYOUTS),
         ("packed", "2x2 replicas"),
         ("adapters", "4 ranks"),
-        ("prepared", "2 ranks"),
     ],
 )
 def test_a_trainer_is_the_same_with_a_pipeline(case: str, layout: str, plain: Any, tmp_path: Path) -> None:

@@ -138,12 +138,12 @@ def test_noise_on_embeddings(tmp_path: Path) -> None:
 
 
 def test_size_of_noise() -> None:
-    from pipec.integrations.transformers.noise import add_noise
+    from pipec.integrations.transformers.trainer import _add_noise
 
     embedding, output = torch.nn.Embedding(3, 16), torch.ones(8, 4, 16)
-    noise = (add_noise(2.0, embedding, None, output) - output).abs()
+    noise = (_add_noise(2.0, embedding, None, output) - output).abs()
     assert 0.9 * 2 / 8 < noise.max() <= 2 / 8
-    assert add_noise(2.0, embedding.eval(), None, output) is output
+    assert _add_noise(2.0, embedding.eval(), None, output) is output
 
 
 @pytest.mark.parametrize("name", ["padding_free", "activation_offloading"])
@@ -155,18 +155,18 @@ def test_arguments_of_trl(name: str, tmp_path: Path) -> None:
 
 
 def test_packing_for_a_model_whose_documents_see_each_other() -> None:
-    from pipec.integrations.transformers.packed_rows import require_separate_documents
+    from pipec.integrations.transformers.sft import _require_separate_documents
 
     model = huggingface_models.llama()[0]
-    require_separate_documents(model)
+    _require_separate_documents(model)
     forward = model.forward
     model.forward = lambda position_ids, **given: forward(**given)
     with pytest.raises(InputError, match="documents of a row see each other in LlamaForCausalLM"):
-        require_separate_documents(model)
+        _require_separate_documents(model)
 
 
 def test_packed_rows() -> None:
-    from pipec.integrations.transformers.packed_rows import PackedRows
+    from pipec.integrations.transformers.sft import PackedRows
 
     collator = PackedRows(pad_token_id=9)
     batch = collator([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}, {"input_ids": [4], "labels": [5]}])
@@ -176,14 +176,6 @@ def test_packed_rows() -> None:
         "position_ids": [[0, 1, 0], [0, 0, 0]],
     }
     assert collator.num_tokens(batch) == 4
-
-
-def test_trainers_that_compute_losses_outside() -> None:
-    from pipec.integrations.transformers import prepare_trainer
-
-    kind = type("DPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
-    with pytest.raises(InputError, match="DPOTrainer computes its loss of log-probabilities outside"):
-        prepare_trainer(kind.__new__(kind), devices=2)
 
 
 OVERRIDDEN = {

@@ -21,16 +21,16 @@ from torch import nn
 
 import pipec
 from pipec.api_arguments import parse_bytes
-from pipec.artifact.verification import read_verified
+from pipec.artifact.artifact import read_artifact
 from pipec.checkpoint import plain_values
 from pipec.checkpoint.convert import convert, open_checkpoint
-from pipec.checkpoint.manifest import checksum_of, write_manifest
 from pipec.cli.target import load_example
 from pipec.cost.profile import load_profile
 from pipec.errors import PipecError
 from pipec.hardware.topology import read_topology
 from pipec.ir import Compute, Phase
 from pipec.options import OPTIONS
+from pipec.saved_folders import CHECKSUMS
 from pipec.schedules import Workload, custom_schedule, make_schedule
 from pipec.schedules.chain_simulation import simulate_schedule
 from pipec.schedules.custom import format_orders
@@ -141,7 +141,7 @@ def test_a_damaged_artifact_is_refused(saved: Path, data: st.DataObject) -> None
     file.write_bytes(data.draw(damaged(before)))
     if file.read_bytes() != before:
         with pytest.raises(PipecError):
-            read_verified(copy)
+            read_artifact(copy)
 
 
 @often
@@ -160,7 +160,7 @@ def test_an_artifact_with_new_sums_is_refused_or_as_good(saved: Path, data: st.D
     sums = copy / "SHA256SUMS"
     old, new = (hashlib.sha256(data).hexdigest() for data in (before, file.read_bytes()))
     sums.write_text(sums.read_text().replace(old, new))
-    refused_or_fine(lambda: read_verified(copy))
+    refused_or_fine(lambda: read_artifact(copy))
     if file.suffix != ".py":  # code that was changed at random is checked, and not run
         refused_or_fine(lambda: pipec.load(copy).step(X, target=Y))
 
@@ -186,15 +186,16 @@ def test_a_checkpoint_with_new_sums_is_refused_or_as_good(
     for left in (place, converted):
         shutil.rmtree(left, ignore_errors=True)
     shutil.copytree(whole, place)
-    file = place / data.draw(st.sampled_from(["manifest.json", "checkpoint.pt", "checkpoint.pt"]))
+    file = place / data.draw(st.sampled_from(["SHA256SUMS", "checkpoint.pt", "checkpoint.pt"]))
     text = file.read_bytes()
-    forms = (plain_values.read, plain_values.written) if file.suffix == ".pt" else ()
-    file.write_bytes(data.draw(damaged(text) | rewritten(text, *forms)))
-    manifest = place / "manifest.json"
-    if file != manifest:
-        sums = {name: checksum_of(place / name) for name in json.loads(manifest.read_bytes())["files"]}
-        manifest.unlink()
-        write_manifest(place, sums)
+    changes = damaged(text)
+    if file.suffix == ".pt":
+        changes |= rewritten(text, plain_values.read, plain_values.written)
+    file.write_bytes(data.draw(changes))
+    if file.name != CHECKSUMS:
+        sums = place / CHECKSUMS
+        old, new = (hashlib.sha256(data).hexdigest() for data in (text, file.read_bytes()))
+        sums.write_text(sums.read_text().replace(old, new))
     refused_or_fine(lambda: open_checkpoint(place))
     refused_or_fine(lambda: run.load(place))
     refused_or_fine(lambda: convert(place, converted, None, None))

@@ -1,7 +1,6 @@
 """Programs without end are saved, checked, run, simulated and drawn like those of a step."""
 
 import re
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from delayed_gradients import double
 from page_views import embedded
 
 import pipec
-from pipec.artifact.verification import verify_artifact
 from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches
 from pipec.errors import InfeasibleError, InputError, VerifyError
 from pipec.ir.text_format import parse_program
 from pipec.plan.memory_needs import plan_memory
+from pipec.programs.verify import verify
 from pipec.timeline.curves import rank_memory_over_time
 from pipec.viz import DrawnStep, page_html
 from tests.cli.test_cli import pipec_cli, pipec_json
@@ -46,13 +45,13 @@ def test_an_edited_artifact_is_refused(tmp_path: Path) -> None:
     pipe = pipeline(2)
     pipe.save(tmp_path / "saved")
     artifact = pipe._artifact
-    verify_artifact(artifact)
+    verify(artifact.plan, artifact.programs)
     text = (tmp_path / "saved" / "rank_0.txt").read_text()
     assert text.startswith("rank 0: 12 instructions, again every 1 mb\n")
     edited = text.replace("version 0", "version 1")
     first = parse_program(edited, artifact.plan.links)
     with pytest.raises(VerifyError, match="reads version 1; expected 0"):
-        verify_artifact(replace(artifact, representative_programs=(first, artifact.programs[1])))
+        verify(artifact.plan, (first, artifact.programs[1]))
 
 
 def test_the_command_line_draws_several_periods(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from worker_processes import run_ranks
 
 import pipec
 from pipec.ir import Op
-from pipec.plan.what_if import what_if_of_plan
 
 ROWS = 12
 QUICK = ("info_nce", "vicreg", "centered", "of_both_kinds", "shared_scale")
@@ -362,15 +361,6 @@ def test_a_step_recomputes_where_all_forwards_first_do_not_fit() -> None:
     assert highest(pipe.memory()) <= limit
     assert re.search("between all forwards and all backwards, in ", str(pipe.plan))
     assert distance(pipe.step(*deep_batch()), DeepTower()(*deep_batch())) < 1e-5
-
-
-@pytest.mark.slow
-def test_what_if_keeps_the_order_of_the_tail() -> None:
-    """The first cell is the plan; others have other microbatches, or fewer ranks."""
-    pipe = compiled(made("info_nce"), devices=4, schedule="1f1b", microbatches=8).prepare(*batch(16))
-    grid = what_if_of_plan(pipe.plan, pipe.programs, pipe.simulate())
-    assert len(grid.cells) > 10
-    assert grid.cells[0][1] == pytest.approx(pipe.simulate().makespan)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from pipec.timeline.curves import MemoryCurves
 from pipec.timeline.events import Timeline
-from pipec.timeline.grid import Grid
 from pipec.viz import DrawnPipeline, DrawnStep, page_html
 
 
@@ -37,10 +36,9 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Open]:
         address: str = "tab=timeline",
         steps: list[DrawnStep] | None = None,
         pipeline: DrawnPipeline | None = None,
-        what_if: Grid | None = None,
     ) -> Page:
         path = tmp_path / "timeline.html"
-        drawn = page_html(steps or steps_of(timelines, memory), title, pipeline, what_if)
+        drawn = page_html(steps or steps_of(timelines, memory), title, pipeline)
         path.write_text(drawn, encoding="utf-8")
         page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme=scheme)
         page.on("console", lambda message: complaints.append(message.text))

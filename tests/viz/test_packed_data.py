@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from page_views import Open, in_browser, one_f_one_b
+from page_views import Open, in_browser, one_f_one_b, unpack
 
-from pipec.viz.packed_data import Column, pack, unpack
+from pipec.viz.packed_data import Column, pack
 
 numbers = st.lists(st.integers(-(2**46), 2**46) | st.integers(-300, 300), max_size=40)
 

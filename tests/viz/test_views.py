@@ -19,11 +19,9 @@ import pipec
 from pipec.drawn_artifacts import trace_steps
 from pipec.ir import Instruction, Op
 from pipec.pipeline import Pipeline
-from pipec.plan.what_if import what_if_of_equal_stages, what_if_of_plan
 from pipec.programs.lower import chain_links
-from pipec.schedules import Workload, make_schedule
+from pipec.schedules import make_schedule
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.grid import Grid
 from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.timeline.trace import Trace
 from pipec.viz import DrawnPipeline, DrawnStep, page_html
@@ -74,17 +72,9 @@ def drawn_pipeline() -> tuple[list[DrawnStep], DrawnPipeline]:
     return steps, DrawnPipeline(pipe.plan, pipe.programs, sources, [64e3, 64e3])
 
 
-@cache
-def grid() -> Grid:
-    steps, pipeline = drawn_pipeline()
-    found = what_if_of_plan(pipeline.plan, pipeline.programs, steps[0].timeline)
-    assert found
-    return found
-
-
 def open_pipeline(open_page: Open) -> Page:
     steps, pipeline = drawn_pipeline()
-    return open_page({}, steps=steps, pipeline=pipeline, what_if=grid())
+    return open_page({}, steps=steps, pipeline=pipeline)
 
 
 def tab(page: Page, name: str) -> None:
@@ -200,20 +190,6 @@ def test_a_picked_range_shows_sums_by_rank_and_kind(open_page: Open) -> None:
 
 
 @in_browser
-def test_a_range_is_picked_by_a_button_and_by_keys_too(open_page: Open) -> None:
-    page = open_page({"1f1b": one_f_one_b()})
-    press(page, "picking")
-    drag(page, "[x(5), 300]", "[x(6), 300]")
-    assert page.evaluate("() => picked") == pytest.approx([5, 6], abs=0.1)
-    page.keyboard.press("Escape")
-    assert page.evaluate("() => picked") is None
-    for key in ("n", "n", "[", "n", "n", "]", "z"):
-        page.keyboard.press(key)
-    settle(page)
-    assert page.evaluate("() => [view.start, view.end]") == pytest.approx([1, 4])
-
-
-@in_browser
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -254,7 +230,7 @@ def test_what_is_not_found_fades(open_page: Open) -> None:
     page.locator("#search").fill("backward")
     settle(page)
     faded, full = page.evaluate("""() => {
-        const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
+        const brush = { place: x, from: view.start, right: GUTTER + laneWidth() };
         const { faded, full } = gatherBoxes(timelines[0].lanes, brush);
         return [faded, full].map((rects) => [...rects.keys()]);
     }""")
@@ -266,41 +242,17 @@ def test_a_link_shows_the_same_view(open_page: Open) -> None:
     page = open_page({"1f1b": one_f_one_b(), "again": one_f_one_b()})
     page.evaluate("() => { show(10, 20); redraw(); }")
     press(page, "critical")
-    page.locator("#sort").select_option("idle")
     page.locator("#search").fill("mb 3")
     cell(page, 1, 15.0)
     page.wait_for_timeout(300)
     address = page.evaluate("() => location.hash.slice(1)")
     state = """() => [
-        view.start, view.end, view.sort, shown.critical, selected.rank, selected.index, page.lanes.length,
+        view.start, view.end, shown.critical, selected.rank, selected.index, page.lanes.length,
     ]"""
     other = open_page({"1f1b": one_f_one_b(), "again": one_f_one_b()}, address=address)
     assert other.evaluate(state) == page.evaluate(state)
     assert other.locator("#found").inner_text() == "16 cells"
     assert details(other) == details(page)
-
-
-@in_browser
-def test_lanes_are_pinned_folded_and_sorted(open_page: Open) -> None:
-    page = open_page({"1f1b": one_f_one_b(40, 4)})
-    page.mouse.click(*point(page, "[20, timelines[0].lanes[3].y + 8]"))
-    page.get_by_role("button", name="pin lane on top").click()
-    page.mouse.move(*point(page, "[20, 300]"))
-    page.mouse.wheel(0, 400)
-    settle(page)
-    top = "() => timelines[0].lanes[3].y - view.top"
-    assert page.evaluate(top) == page.evaluate("() => TOP + 4")
-    assert hover(page, lane(3, 4.0))[1] == "stage 3, rank 3"
-    page.get_by_role("button", name="fold lane", exact=True).click()
-    assert page.evaluate("() => timelines[0].lanes[3].pitch") == 10
-    page.locator("#sort").select_option("end")
-    ends = page.evaluate("() => page.lanes.filter((each) => !each.pinned).map(({ rank }) => rank)")
-    assert ends == sorted(ends)  # rank 0 ends last
-    page.locator("#sort").select_option("idle")
-    idle = page.evaluate(
-        "() => page.lanes.filter((one) => !one.pinned).map(({ rank }) => idleOf(sumsOf(timelines[0])[rank]))"
-    )
-    assert idle == sorted(idle, reverse=True)
 
 
 @in_browser
@@ -394,30 +346,11 @@ def test_what_is_in_host_memory_is_below_the_line_and_outside_of_the_limit(open_
     assert any(word.startswith("offloaded, in host memory besides: ") for word in details(page))
 
 
-# ---- model and code ----
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-@in_browser
-def test_the_model_folds_layers_and_shows_cuts_and_tied_weights(open_page: Open) -> None:
-    page = open_pipeline(open_page)
-    tab(page, "model")
-    rows = page.locator("#modelRows > li:not(.arcs)").all_inner_texts()
-    assert any(re.search(r"layers\.0 to layers\.\d.*\d . Layer", row, re.DOTALL) for row in rows)
-    cut = next(row for row in rows if row.startswith("cut: "))
-    activation = next(link for link in compiled().plan.links if link.payload == "activation")
-    assert f"to stage 1: {activation.values[0].name}, " in cut
-    assert page.locator("#tied").inner_text().startswith("Tied weights: embed.weight (512 B) of stage 0 is")
-    assert page.locator("path.tied").count() == 1
-    assert page.locator("path.crossing").count() >= 1
-    before = page.locator("#modelRows > li").count()
-    page.locator("#modelRows .group > button").first.click()
-    assert page.locator("#modelRows > li").count() > before
+# ---- code ----
 
 
 @in_browser
-def test_one_goes_from_a_cell_to_code_and_model_and_back(open_page: Open) -> None:
+def test_one_goes_from_a_cell_to_its_line_of_the_model_and_back(open_page: Open) -> None:
     page = open_pipeline(open_page)
     forward = next(e for e in compiled().simulate().computes.of_rank(1) if e.instruction.op is Op.FORWARD)
     cell(page, 1, (forward.start + forward.end) / 2)
@@ -426,10 +359,7 @@ def test_one_goes_from_a_cell_to_code_and_model_and_back(open_page: Open) -> Non
     assert "def forward(frame)" in page.locator("#source .marked").inner_text()
     page.locator("#source .line").filter(has_text="addmm(").first.click()
     assert re.match(r"layers\.\d\.linear · Linear, test_views\.py:\d+", page.locator("#origin").inner_text())
-    page.get_by_role("button", name="in the model").click()
-    marked = page.locator("#modelRows .marked")
-    assert marked.inner_text().startswith("addmm")
-    marked.get_by_role("button", name="cells").click()
+    page.get_by_role("button", name="its cells").click()
     assert page.locator("#found").inner_text() == "8 cells"
     assert page.evaluate("() => view.tab") == "timeline"
 
@@ -441,74 +371,6 @@ def test_a_module_is_searched_for(open_page: Open) -> None:
     assert page.locator("#found").inner_text() == "8 cells"
     page.locator("#search").fill("layers.0 backward")
     assert page.locator("#found").inner_text() == "4 cells"
-
-
-@in_browser
-def test_the_model_stays_usable_with_a_thousand_operators(open_page: Open) -> None:
-    lines = [
-        f"    # layers.{k // 4}.{'abcd'[k % 4]} · Linear  # model.py:{k}\n    y_{k + 1} = torch.relu(y_{k})"
-        for k in range(1000)
-    ]
-    code = "import torch\n\n\ndef forward(w, y_0):\n" + "\n".join(lines) + "\n    return y_1000\n"
-    steps, pipeline = drawn_pipeline()
-    page = open_page({}, steps=steps, pipeline=replace(pipeline, sources=[code, pipeline.sources[1]]))
-    tab(page, "model")
-    assert page.locator("#modelRows > li").count() < 20
-    assert "250 \u00d7" in page.locator("#modelRows .group").first.inner_text()
-    seconds = page.evaluate("""() => {
-        const begun = performance.now();
-        for (const node of model.root.children[0].children) model.open.add(node.key);
-        fillModel();
-        return (performance.now() - begun) / 1000;
-    }""")
-    assert page.locator("#modelRows > li.module").count() >= 250
-    assert seconds < 1
-
-
-# ---- what if ----
-
-
-@pytest.mark.slow
-@in_browser
-def test_what_if_answers_from_what_was_played(open_page: Open) -> None:
-    timeline = one_f_one_b()
-    work = Workload.uniform(4, message=0.25)
-    page = open_page({"1f1b": timeline}, what_if=what_if_of_equal_stages("1f1b", 4, 8, work, timeline))
-    tab(page, "what if")
-    assert page.locator("#answer").inner_text().startswith("As it is now: a step takes 37 units; ranks")
-    slider = page.get_by_role("slider", name="microbatches")
-    slider.focus()
-    page.keyboard.press("ArrowRight")
-    expected = one_f_one_b(4, 16, forward=0.5, backward_input=0.5, backward_weight=0.5).makespan
-    words = page.locator("#answer").inner_text()
-    assert words.startswith(f"Microbatches: 16: a step takes {expected:g} units, ")
-    page.locator("#best").get_by_role("button", name="schedule: zb-h1", exact=True).click()
-    assert "Schedule: zb-h1: a step takes" in page.locator("#answer").inner_text()
-    page.evaluate("() => { choice = choice.map(() => 1); answerWhatIf(); }")
-    assert page.locator("#answer").inner_text().startswith("This combination was not played")
-
-
-def test_the_grid_of_a_plan_is_that_of_its_simulator() -> None:
-    """A slower stage or link is the plan with these costs; other microbatches are other programs."""
-    timeline, axes = compiled().simulate(), grid().axes
-    names = [axis.name for axis in axes]
-    assert names == [
-        "microbatches",
-        "schedule",
-        "seconds of messages",
-        "seconds of stage 0",
-        "seconds of stage 1",
-    ]
-    cells = {positions: makespan for positions, makespan, *_ in grid().cells}
-    assert cells[0, 0, 0, 0, 0] == timeline.makespan
-    slower = cells[0, 0, 0, 0, axes[4].choices.index("2 times")]
-    assert slower > timeline.makespan * 1.2
-    assert cells[0, 0, axes[2].choices.index("4 times"), 0, 0] > timeline.makespan
-    gpipe = pipec.compile(Tied(), devices=2, loss_fn=loss_fn, microbatches=4, schedule="gpipe")
-    gpipe.prepare(torch.zeros(8, dtype=torch.long), target=torch.zeros(8, dtype=torch.long))
-    assert cells[0, axes[1].choices.index("gpipe"), 0, 0, 0] == pytest.approx(
-        gpipe.simulate().makespan, rel=0.02
-    )
 
 
 # ---- runs ----
@@ -558,8 +420,8 @@ def test_a_run_names_its_straggler_and_the_steps_that_were_skipped_or_compiled(o
     words = page.locator("#runWords").inner_text()
     assert "Rank 3 computed longest in 3 of 4 steps." in words
     assert "step 100: skipped" in words
-    assert page.locator(".multiple").count() == page.locator(".chart button").count() == 4
-    page.locator(".multiple").nth(2).click()
+    assert page.locator(".chart button").count() == 4
+    page.locator(".chart button").nth(2).click()
     settle(page)
     assert page.evaluate("() => [view.tab, ...timelines.map(({ name }) => name)]") == [
         "timeline",
@@ -630,7 +492,6 @@ def test_parts_of_a_step_are_shown_beside_the_plan_of_the_same_part(open_page: O
     assert "3 steps took" in words
     assert "step 3 update alone: skipped" in words
     assert "Not recorded: step 7 (skipped)." in words
-    assert page.locator(".multiple").count() == 6
     assert page.locator(".chart button").count() == 3
 
 
@@ -660,8 +521,8 @@ def test_a_notebook_shows_the_same_page_in_a_cell(open_page: Open) -> None:
     page = open_page({"1f1b": one_f_one_b()})
     page.set_content(page_in_cell(page_html(steps, "in a cell", pipeline)))
     frame = page.frame_locator("iframe")
-    frame.get_by_role("tab", name="model", exact=True).click()
-    assert frame.locator("#modelRows .stage").count() == 2
+    frame.get_by_role("tab", name="code", exact=True).click()
+    assert frame.locator("#sources option").count() == 2
     assert "in a cell" in frame.locator("h1").inner_text()
 
 

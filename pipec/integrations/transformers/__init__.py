@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from pipec.integrations.transformers.adapters import load_adapter
 from pipec.integrations.transformers.arguments import PipecArguments
-from pipec.integrations.transformers.prepare import prepare_trainer
-from pipec.integrations.transformers.trainer import PipecTrainer
+from pipec.integrations.transformers.trainer import PipecTrainer, load_adapter
 
 __all__ = [
     "PipecArguments",
@@ -13,7 +11,6 @@ __all__ = [
     "PipecSFTTrainer",
     "PipecTrainer",
     "load_adapter",
-    "prepare_trainer",
 ]
 
 

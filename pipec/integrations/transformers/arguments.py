@@ -4,7 +4,7 @@ For the Trainer each process is alone: it reads whole batches, which pipec divid
 results of a step are those of all ranks. Only what is printed, logged and written depends on the rank.
 """
 
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -78,26 +78,6 @@ class PipelineArguments(_Options):  # type: ignore[misc]
         self._take_recompute()
         self.num_replicas = self._num_replicas()
         self.options()
-
-    @classmethod
-    def take(cls, arguments: Any, options: dict[str, Any]) -> None:
-        """Make arguments that are there already this class's, with these options."""
-        declared = {each.name: each.default for each in fields(_Options)}
-        if unknown := options.keys() - declared.keys():
-            raise TypeError(
-                f"{min(unknown)} is no option that a Trainer takes; it takes {', '.join(declared)}"
-            )
-        precision = vars(arguments).pop("mixed_precision")
-        vars(arguments).update(declared | options)
-        arguments.__class__ = cls
-        arguments.mixed_precision = precision
-        arguments._refuse()
-        arguments._take_torch_compile()
-        arguments._take_recompute()
-        arguments.num_replicas = arguments._num_replicas()
-        arguments.options()
-        del vars(arguments)["_setup_devices"]
-        arguments.device  # noqa: B018  the process is alone from now on
 
     def _refuse(self) -> None:
         for name, remedy in _REFUSED.items():

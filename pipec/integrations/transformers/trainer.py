@@ -7,7 +7,7 @@ differs is overridden here: the model, losses that are computed of outputs, and 
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,55 @@ from transformers.trainer_utils import seed_worker
 
 import pipec
 from pipec.errors import InputError
-from pipec.integrations.transformers.adapters import is_peft_model, load_adapter
 from pipec.integrations.transformers.arguments import PipelineArguments
-from pipec.integrations.transformers.losses import given_loss, smoothed_loss, target_of
-from pipec.integrations.transformers.noise import add_noise
 from pipec.pipeline.pipeline_module import PipelineModule
+
+Target = Mapping[str, Any]
+"""The labels, and the number of items in all batches of an update, which divides the loss, or None."""
+
+
+def target_of(inputs: dict[str, Any], num_items_in_batch: Tensor | None) -> Target:
+    """The target for these inputs, whose labels it takes."""
+    return {"labels": inputs.pop("labels", None), "num_items_in_batch": num_items_in_batch}
+
+
+def _given_loss(function: Callable[..., Tensor], output: Any, target: Target) -> Tensor:
+    """That of ``compute_loss_func``, or of ``label_smoothing_factor``."""
+    return function(output, target["labels"], num_items_in_batch=target["num_items_in_batch"])
+
+
+def is_peft_model(model: object) -> bool:
+    """Whether it is a model with adapters; a module of a pipeline is what its model is."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        return False
+    return isinstance(model, PeftModel)
+
+
+def load_adapter(module: Any, folder: str | Path, adapter: str = "default") -> None:
+    """Load the weights that ``save_pretrained`` of PEFT wrote into an adapter that the model has.
+
+    It does what ``PeftModel.load_adapter`` does with such an adapter. Every rank calls it.
+
+    Args:
+        module: that of a pipeline (``pipe.as_module()``, ``trainer.model``).
+        folder: with the file ``adapter_model.safetensors``.
+        adapter: the name of the adapter.
+
+    Raises:
+        InputError: the folder is that of an adapter of another configuration; what fits was loaded.
+    """
+    from peft import set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    weights = load_peft_weights(str(folder), device="cpu")
+    found = set_peft_model_state_dict(module, weights, adapter)
+    if found.unexpected_keys:
+        raise InputError(
+            f"{folder} has weights that adapter {adapter!r} has not: {found.unexpected_keys}; pass the name "
+            "of the adapter that was saved there, or make one of the same configuration"
+        )
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
@@ -69,7 +113,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             return None
         model = self._whole_model
         base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
-        noise = functools.partial(add_noise, self.args.neftune_noise_alpha)
+        noise = functools.partial(_add_noise, self.args.neftune_noise_alpha)
         hook: RemovableHandle = base.get_input_embeddings().register_forward_hook(noise)
         return hook
 
@@ -104,12 +148,13 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def _loss_fn(self) -> Callable[..., Any] | None:
         """The loss that the Trainer would compute of outputs and labels; None: the model's own."""
         if self.compute_loss_func is not None:
-            return functools.partial(given_loss, self.compute_loss_func)
+            return functools.partial(_given_loss, self.compute_loss_func)
         if self.label_smoother is None:
             return None
         model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        return functools.partial(smoothed_loss, self.label_smoother, shifts)
+        smoother = functools.partial(self.label_smoother, shift_labels=shifts)
+        return functools.partial(_given_loss, smoother)
 
     def _optimizer_factory(self) -> Callable[[Any], torch.optim.Optimizer]:
         """Makes the optimizer that ``create_optimizer`` would make."""
@@ -300,6 +345,18 @@ class _DuringTraining(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.after_update()
+
+
+def _add_noise(alpha: float, embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """A forward hook: adds NEFTune's numbers up to ``alpha / sqrt(tokens * width)`` to (rows, tokens, width).
+
+    The hook of transformers makes a tensor of the size of the noise, and reads it. This one computes with
+    numbers, so that each row is proved to have its own noise. https://huggingface.co/papers/2310.05914
+    """
+    if not embedding.training:
+        return output
+    size: float = alpha / (output.size(1) * output.size(2)) ** 0.5
+    return output + (torch.rand_like(output) * 2 - 1) * size
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -42,11 +42,8 @@ function drawSource() {
   });
   const origin = code.line < 0 ? null : originOf(lines, code.line);
   if (!origin) return byId("origin").replaceChildren("click a line to see where it comes from");
-  const own = data.pipeline.operators.filter(({ stage, module }) => stage === code.stage && module === origin.module);
-  const operator = own.find(({ line }) => line >= code.line) ?? own[0];
   byId("origin").replaceChildren(
     make("b", {}, `${origin.module}${origin.type ? ` · ${origin.type}` : ""}${origin.source ? `, ${origin.source}` : ""}`),
-    ...(operator ? [make("button", { onclick: () => showInModel(code.stage, operator.number) }, "in the model")] : []),
     make("button", { onclick: () => searchFor(`stage ${code.stage}`) }, "its cells"));
 }
 

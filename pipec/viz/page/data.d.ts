@@ -26,7 +26,7 @@ interface Timeline {
 
 interface Lane {
   timeline: Timeline; rank: number; y: number; pitch: number; box: number; curveY: number; curve: number;
-  bandY?: number; band?: number; pinned: boolean;
+  bandY?: number; band?: number;
 }
 
 /** The time of a rank by what it is spent on; all but `hidden` and `busy` add up to the time of the range. */
@@ -38,15 +38,10 @@ interface Sums {
 /** What is under the pointer, or selected. */
 interface Thing { kind: "compute" | "idle" | "collective" | "message" | "curve" | "lane"; timeline: Timeline; rank: number; index: number | null; time?: number }
 
-interface Operator { number: number; stage: number; line: number; module: string; type: string; source: string; call: string; result: string; shape: string; inputs: number[]; weights: string[] }
-
 interface Pipeline {
-  stages: { ranks: number[]; modules: string[]; weights: number; saved: number; recomputed: number; seconds: Record<string, number> }[];
-  links: { source: number; target: number; payload: string; values: Record<string, number> }[];
-  tied: { name: string; owner: number; bytes: number; borrowers: number[] }[];
-  costSource: string; sources: string[];
-  programs: { rank: number; period: number; lines: string[]; blocking: number[] }[];
-  operators: Operator[];
+  stages: { ranks: number[]; modules: string[] }[];
+  sources: string[];
+  programs: { rank: number; lines: string[]; blocking: number[] }[];
   notes: [number, string][];
   alternatives: { schedule: string; microbatches: number; stages: number; seconds: number; peak: number; rejected: string }[];
 }
@@ -54,5 +49,4 @@ interface Pipeline {
 interface PageData {
   unit: string; phases: Named[]; ops: Named[]; payloads: string[]; timelines: Timeline[];
   pipeline: Pipeline | null; limits: number[];
-  whatIf: { axes: [string, string[]][]; cells: [number[], number, number, number][]; notes: string[] } | null;
 }

@@ -10,7 +10,6 @@ const canvas = byId("canvas");
 const ctx = canvas.getContext("2d");
 const overlay = byId("overlay").getContext("2d"); // what follows the pointer
 let colors = {};
-let strip = null; // the whole step in little, drawn once
 /** While a range is picked, from where to where in pixels. @type {[number, number]} */
 let selection = null;
 /** The range that was picked, from when to when. @type {[number, number]} */
@@ -32,7 +31,6 @@ function readColors() {
   colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   for (const timeline of known)
     timeline.fills = data.phases.map(({ key }) => shades(colors[key], timeline.lastChunk + 1));
-  strip = null;
 }
 
 /** `color`, such as #8cb8f2, and lighter ones for the later stages of a rank. */
@@ -50,25 +48,15 @@ function draw() {
   ctx.save();
   ctx.translate(0, -view.top);
   const inView = page.lanes.filter(({ y, pitch }) => y < view.top + page.height && y + pitch > view.top + TOP);
-  const [pinned, others] = [inView.filter((lane) => lane.pinned), every(inView.filter((lane) => !lane.pinned))];
-  drawGutters(others);
+  const lanes = every(inView);
+  drawGutters(lanes);
   ctx.save();
   clipToLanes(ctx);
-  drawLanes(others, true);
+  drawLanes(lanes);
   ctx.restore();
   page.headers.forEach(drawHeader);
-  if (pinned.length) {
-    fill(colors.page, 0, view.top, page.width, page.pinnedBottom);
-    drawGutters(pinned);
-    ctx.save();
-    clipToLanes(ctx);
-    drawLanes(pinned, false);
-    ctx.restore();
-    fill(colors.edge, 0, view.top + page.pinnedBottom - 1, page.width, 1);
-  }
   ctx.restore();
   drawAxis();
-  drawStrip();
   drawScrollbar();
 }
 
@@ -106,16 +94,16 @@ function clipToLanes(pen) {
   pen.clip();
 }
 
-function drawLanes(lanes, withMessages) {
+function drawLanes(lanes) {
   for (const { y, box } of lanes) fill(colors.lane, GUTTER, y, laneWidth(), box);
   for (const lane of lanes) drawHost(lane);
   for (const [time] of ticks()) fill(colors.line, Math.round(x(time)), view.top + TOP, 1, page.height);
   lanes.forEach(drawCurve);
-  if (withMessages) timelines.forEach(drawMessages);
-  const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
+  timelines.forEach(drawMessages);
+  const brush = { place: x, from: view.start, right: GUTTER + laneWidth() };
   drawGathered(ctx, gatherBoxes(lanes, brush));
   lanes.filter(({ band }) => band).forEach(drawCollectives);
-  if (withMessages && shown.critical) timelines.forEach(drawCriticalMessages);
+  if (shown.critical) timelines.forEach(drawCriticalMessages);
 }
 
 /** What a plan counts for the host, before the first instruction: hatched, as it is neither work nor a wait. */
@@ -169,14 +157,12 @@ function shortened(words, width) {
   return `${words.slice(0, count)}…`;
 }
 
-function drawGutter({ timeline, rank, y, box, curveY, curve, pinned }) {
+function drawGutter({ timeline, rank, y, box, curveY, curve }) {
   const roomy = box + curve > 26;
   if (isSelectedLane(timeline, rank)) fill(colors.focus, GUTTER - 4, y, 3, Math.max(box + curve, 4));
-  const among = shown.byRank ? timeline.name.slice(0, 12) : "";
-  const name = among && !roomy ? `${timeline.numbers[rank]} ${among}` : timeline.names[rank];
-  write(pinned ? `${name} ·` : name, GUTTER - 10, y + (roomy ? Math.max(box / 2 + 4, 10) : Math.max(box - 2, 9)), { color: colors.text, align: "right" });
+  write(timeline.names[rank], GUTTER - 10, y + (roomy ? Math.max(box / 2 + 4, 10) : Math.max(box - 2, 9)), { color: colors.text, align: "right" });
   const peak = highest(curveOf(timeline, rank));
-  const below = among || `≤ ${isMemory(timeline) ? bytes(peak) : `${peak} in flight`}`;
+  const below = `≤ ${isMemory(timeline) ? bytes(peak) : `${peak} in flight`}`;
   if (roomy) write(below, GUTTER - 10, curveY + curve / 2 + 4, { size: 11, align: "right" });
 }
 
@@ -194,8 +180,8 @@ function ticks() {
 
 function drawAxis() {
   fill(colors.page, 0, 0, page.width, TOP);
-  write(`time, ${unitOf(view.end)[1]}`, 16, STRIP + 16);
-  for (const [time, words] of ticks()) write(words, x(time), STRIP + 16, { align: "center" });
+  write(`time, ${unitOf(view.end)[1]}`, 16, 16);
+  for (const [time, words] of ticks()) write(words, x(time), 16, { align: "center" });
   fill(colors.edge, GUTTER, TOP - 1, laneWidth(), 1);
 }
 
@@ -246,9 +232,9 @@ function gatherRun(lane, brush, found, from, to) {
 function gatherBox(lane, brush, found, i) {
   const { start, end } = lane.timeline.computes;
   const left = brush.place(start[i]);
-  const width = brush.place(end[i]) - left - (brush.detailed ? 1 : 0);
+  const width = brush.place(end[i]) - left - 1;
   addBox(lane, found, i, left, width);
-  if (brush.detailed && lane.box >= 11) addLabel(lane, found, i, left, width);
+  if (lane.box >= 11) addLabel(lane, found, i, left, width);
 }
 
 const isCritical = (timeline, i) => shown.critical && !matches && timeline.onPath.has(i);
@@ -526,37 +512,6 @@ function outline(timeline, i, color, thickness = 2) {
   overlay.strokeStyle = color;
   overlay.lineWidth = thickness;
   overlay.strokeRect(x(start[i]) - 0.5, y - 1, Math.max(x(end[i]) - x(start[i]), 2), box + 2);
-}
-
-// ---- the strip above, and the scrollbar ----
-
-const stripX = (time) => (time / longest) * laneWidth();
-
-function drawnStrip() {
-  const size = { width: laneWidth() * devicePixelRatio, height: (STRIP - 8) * devicePixelRatio };
-  const whole = Object.assign(document.createElement("canvas"), size);
-  const pen = whole.getContext("2d");
-  pen.scale(devicePixelRatio, devicePixelRatio);
-  const brush = { place: stripX, from: 0, right: laneWidth(), detailed: false };
-  const stride = Math.ceil(page.lanes.length / (2 * STRIP)); // more lanes than pixels would be drawn over each other
-  const sample = page.lanes.filter((_, k) => k % stride === 0);
-  const box = (STRIP - 8) / sample.length;
-  const lanes = sample.map(({ timeline, rank }, k) => ({ timeline, rank, y: k * box, box }));
-  drawGathered(pen, gatherBoxes(lanes, brush));
-  return whole;
-}
-
-/** The whole step, with what is not visible faded. */
-function drawStrip() {
-  strip ??= drawnStrip();
-  const left = GUTTER + stripX(view.start), right = GUTTER + stripX(view.end);
-  fill(colors.lane, GUTTER, 5, laneWidth(), STRIP - 6);
-  ctx.drawImage(strip, GUTTER, 6, laneWidth(), STRIP - 8);
-  fill(colors.page, GUTTER, 5, left - GUTTER, STRIP - 6, 0.75);
-  fill(colors.page, right, 5, GUTTER + laneWidth() - right, STRIP - 6, 0.75);
-  ctx.strokeStyle = colors.muted;
-  ctx.lineWidth = 1;
-  ctx.strokeRect(left + 0.5, 4.5, Math.max(right - left - 1, 2), STRIP - 5);
 }
 
 function drawScrollbar() {

@@ -26,18 +26,15 @@ function drawFrame() {
 
 // ---- what is under the pointer ----
 
-/** The lane that `isAt` holds for; pinned lanes hide those behind them. */
-const laneAt = (py, isAt) => page.lanes.find((lane) => lane.pinned === py < page.pinnedBottom && isAt(lane));
-
 /** @returns {Thing | null} */
 function pick(px, py) {
   if (py < TOP || px > GUTTER + laneWidth()) return null;
   if (px < GUTTER) {
-    const named = laneAt(py, ({ y, pitch }) => py + view.top >= y && py + view.top < y + pitch);
+    const named = page.lanes.find(({ y, pitch }) => py + view.top >= y && py + view.top < y + pitch);
     return named ? { kind: "lane", timeline: named.timeline, rank: named.rank, index: null } : null;
   }
   const y = py + view.top, time = timeAt(px);
-  const lane = laneAt(py, ({ y: top, box, pitch }) => y >= top - 1 && y <= top + (pitch < LEAST_ROOMY ? pitch : box + 1));
+  const lane = page.lanes.find(({ y: top, box, pitch }) => y >= top - 1 && y <= top + (pitch < LEAST_ROOMY ? pitch : box + 1));
   if (lane) return pickCompute(lane, time);
   return pickCollective(px, y) || pickMessage(px, y) || pickCurve(y, time);
 }
@@ -113,9 +110,9 @@ function showCard() {
 // ---- what is selected, and the range that is picked ----
 
 /** Select a thing, or nothing: it stays framed, its words stay beside the lanes, and are read out. */
-function select(what, keepsRange = false) {
+function select(what) {
   selected = what;
-  if (!keepsRange) picked = null;
+  picked = null;
   showDetails();
   redraw();
 }
@@ -151,22 +148,8 @@ function thingDetails(what) {
 function actionsFor({ kind, timeline, rank, index }) {
   const action = (words, onclick) => make("button", { onclick }, words);
   const found = [];
-  const lane = laneKey({ timeline, rank });
-  if (kind === "compute" && data.pipeline) {
-    found.push(action("code", () => showCode(timeline, rank, index)));
-    found.push(action("in the model", () => showInModel(timeline.computes.stage[index])));
-  }
+  if (kind === "compute" && data.pipeline) found.push(action("code", () => showCode(timeline, rank, index)));
   if (kind === "compute") found.push(action("zoom to it", () => zoomTo(timeline, index)));
-  if (kind === "lane" || kind === "compute") {
-    const flip = (set) => () => {
-      if (!set.delete(lane)) set.add(lane);
-      strip = null;
-      layOut();
-      select(selected);
-    };
-    found.push(action(lanesState.pinned.has(lane) ? "unpin lane" : "pin lane on top", flip(lanesState.pinned)));
-    found.push(action(lanesState.folded.has(lane) ? "unfold lane" : "fold lane", flip(lanesState.folded)));
-  }
   const curve = isMemory(timeline) && timeline.memory[rank];
   if (curve) found.push(action("what is held at the peak", () => selectPeak(timeline, rank)));
   return found;
@@ -250,7 +233,6 @@ function reveal(timeline, index) {
 function toggle(name) {
   shown[name] = !shown[name];
   byId(name).setAttribute("aria-pressed", String(shown[name]));
-  strip = null;
   layOut();
 }
 
@@ -262,15 +244,8 @@ function resize() {
     Object.assign(pen.canvas, { width: width * devicePixelRatio, height: height * devicePixelRatio });
     pen.scale(devicePixelRatio, devicePixelRatio);
   }
-  strip = null;
   layOut();
   redraw();
-}
-
-/** The times of a picked range; on the strip they are those of the whole step. */
-function pickedTimes([fromX, fromY], toX) {
-  const time = fromY < STRIP ? (px) => ((px - GUTTER) / laneWidth()) * longest : timeAt;
-  return [time(Math.min(fromX, toX)), time(Math.max(fromX, toX))];
 }
 
 // ---- events ----
@@ -302,7 +277,7 @@ canvas.addEventListener("wheel", (event) => {
 
 canvas.addEventListener("pointerdown", (event) => {
   canvas.setPointerCapture(event.pointerId);
-  const kind = event.offsetY < TOP ? "zoom" : event.shiftKey || shown.picking ? "pick" : "move";
+  const kind = event.offsetY < TOP ? "zoom" : event.shiftKey ? "pick" : "move";
   drag = { kind, from: at(event), last: at(event), far: false };
   redraw("overlay");
 });
@@ -321,8 +296,8 @@ canvas.addEventListener("pointermove", (event) => {
 });
 
 canvas.addEventListener("pointerup", (event) => {
-  const { kind, from, far } = drag ?? {};
-  const times = selection && pickedTimes(from, selection[1]);
+  const { kind, far } = drag ?? {};
+  const times = selection?.map(timeAt).sort((one, other) => one - other);
   selection = drag = null;
   if (!far && kind !== "zoom") select(pick(...at(event)));
   else if (kind === "zoom" && times) show(...times);
@@ -360,18 +335,7 @@ function step(cells, lanes = 0) {
   index = Math.min(Math.max(index, begin), last - 1);
   if (index < begin) return;
   reveal(timeline, index);
-  select({ kind: "compute", timeline, rank, index }, true);
-}
-
-/** Let the range begin or end at the selected cell, or at the edge of the view. */
-function pickEdge(isEnd) {
-  const { timeline, index } = selected ?? {};
-  const own = selected?.kind === "compute" ? timeline.computes : null;
-  const [from, to] = picked ?? [view.start, view.end];
-  const kept = selected;
-  pickRange(isEnd ? from : own ? own.start[index] : view.start, isEnd ? (own ? own.end[index] : view.end) : to);
-  selected = kept;
-  redraw();
+  select({ kind: "compute", timeline, rank, index });
 }
 
 /** @type {Record<string, () => void>} */
@@ -381,11 +345,10 @@ const actions = {
 };
 const keys = {
   "+": actions.in, "=": actions.in, "-": actions.out, 0: fit, "*": actions.higher, _: actions.flatter,
-  c: actions.critical, m: actions.messages, r: actions.byRank, b: actions.memory, s: actions.picking,
+  c: actions.critical, m: actions.messages,
   ArrowLeft: () => pan(-80), ArrowRight: () => pan(80),
   ArrowUp: () => scroll(-60), ArrowDown: () => scroll(60),
   n: () => step(1), p: () => step(-1), j: () => step(0, 1), k: () => step(0, -1),
-  "[": () => pickEdge(false), "]": () => pickEdge(true),
   z: () => (picked ? show(...picked) : selected?.kind === "compute" && zoomTo(selected.timeline, selected.index)),
   Enter: () => selected?.kind === "compute" && data.pipeline && showCode(selected.timeline, selected.rank, selected.index),
   Escape: () => clearSelection(),

@@ -1,4 +1,4 @@
-// Runs: two steps compared by rank and kind, and the steps of a run in little, with the rank that was slowest in each.
+// Runs: two steps compared by rank and kind, and the steps of a run, with the rank that was slowest in most of them.
 
 const compared = { one: 0, other: 1 };
 
@@ -11,10 +11,16 @@ function fillRuns() {
     select.replaceChildren(...names.map((name, k) => make("option", { value: String(k), selected: k === compared[side] }, name)));
   }
   fillComparison();
-  fillMultiples();
+  fillRunSteps();
 }
 
 // ---- two steps ----
+
+function simpleTable(head, rows) {
+  return make("div", { className: "scroll" }, make("table", {},
+    make("thead", {}, make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)))),
+    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((words) => make("td", {}, words)))))));
+}
 
 /** What changed from one step to the other: by rank and kind, and which changes are largest. */
 function fillComparison() {
@@ -74,7 +80,6 @@ async function openOther(file) {
   readColors();
   problem(`opened ${file.name}`);
   showTimelines([...timelines, ...added]);
-  strip = null;
   layOut();
   fillSummary();
   fillRuns();
@@ -88,14 +93,12 @@ function slowestRank(timeline) {
   return busy.indexOf(Math.max(...busy));
 }
 
-function fillMultiples() {
+function fillRunSteps() {
   const steps = runSteps();
   byId("run").hidden = steps.length === 0;
   if (!steps.length) return;
-  const slowest = steps.map(slowestRank);
   byId("runWords").textContent = stragglerWords(steps);
   byId("idleLine").replaceChildren(idleChart(computing(steps)));
-  byId("multiples").replaceChildren(...steps.map((timeline, k) => multiple(timeline, slowest[k])));
 }
 
 /** The steps with microbatches, unless all are updates alone. */
@@ -124,32 +127,14 @@ function idleChart(steps) {
   const most = Math.max(...steps.map(({ idle }) => idle)) || 1;
   return make("div", { className: "chart", attributes: { role: "img", "aria-label": "idle share of each step" } },
     ...steps.map((timeline) => make("button", {
-      style: `height: ${Math.max((70 * timeline.idle) / most, 2)}px`, title: `${timeline.name}: ${percent(timeline.idle)} idle`,
+      style: `height: ${Math.max((70 * timeline.idle) / most, 2)}px`, title: `${timeline.name}: ${duration(timeline.makespan)}, ${percent(timeline.idle)} idle; longest: rank ${timeline.numbers[slowestRank(timeline)]}${timeline.note ? `; ${timeline.note}` : ""}`,
       onclick: () => showRunStep(timeline), attributes: { "aria-label": `${timeline.name}, ${percent(timeline.idle)} idle` },
     })));
-}
-
-function multiple(timeline, slowest) {
-  const height = Math.min(Math.max(timeline.peaks.length * 6, 24), 90);
-  const small = make("canvas", { width: 220 * devicePixelRatio, height: height * devicePixelRatio, style: `height: ${height}px` });
-  const pen = small.getContext("2d");
-  pen.scale(devicePixelRatio, devicePixelRatio);
-  const slowestStep = Math.max(...runSteps().map(({ makespan }) => makespan)) || 1;
-  const brush = { place: (time) => (time / slowestStep) * 220, from: 0, right: 220, detailed: false };
-  const box = height / timeline.peaks.length;
-  const kept = matches;
-  matches = null;
-  drawGathered(pen, gatherBoxes(timeline.peaks.map((_, rank) => ({ timeline, rank, y: rank * box, box: box - 1 })), brush));
-  matches = kept;
-  const words = `${timeline.name}: ${duration(timeline.makespan)}, ${percent(timeline.idle)} idle; longest: rank ${timeline.numbers[slowest]}`;
-  return make("button", { className: "multiple", onclick: () => showRunStep(timeline), title: "show it beside the others" },
-    small, make("span", {}, words), timeline.note ? make("strong", {}, timeline.note) : null);
 }
 
 /** Give a step of the run lanes of its own, below the others. */
 function showRunStep(timeline) {
   showTimelines([...known.filter(({ isRun }) => !isRun), timeline]);
-  strip = null;
   openTab("timeline");
   layOut();
   redraw();

@@ -49,9 +49,8 @@ function phaseTest(word) {
 
 /** A module of the model stands for the stages that hold it. */
 function moduleTest(word) {
-  const operators = data.pipeline?.operators ?? [];
-  const own = operators.filter(({ module }) => module === word || module.startsWith(`${word}.`));
-  const stages = new Set(own.map(({ stage }) => stage));
+  const comment = new RegExp(`^ +# ${word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")}[. \n]`, "m"); // above what comes of the module
+  const stages = new Set((data.pipeline?.sources ?? []).flatMap((code, stage) => (comment.test(code) ? [stage] : [])));
   return stages.size ? ({ computes }, i) => stages.has(computes.stage[i]) : null;
 }
 
@@ -62,7 +61,6 @@ function search(text) {
   query = text.trim() ? parseQuery(text) : null;
   matches = query && !query.unknown ? query : null;
   visited = -1;
-  strip = null;
   const count = matches ? total(timelines.map(countMatches)) : 0;
   byId("found").textContent = !query ? "" : query.unknown ? `nothing is called ${query.unknown}` : `${count.toLocaleString("en")} ${query.wantsMessages ? "messages" : "cells"}`;
   redraw();
@@ -74,6 +72,13 @@ function countMatches(timeline) {
   let count = 0;
   for (let i = 0; i < length; i++) if (test(timeline, i)) count++;
   return count;
+}
+
+/** Show the cells that a search finds. */
+function searchFor(text) {
+  byId("search").value = text;
+  openTab("timeline");
+  search(text);
 }
 
 /** Select the next match, or the one before. */

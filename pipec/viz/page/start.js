@@ -1,13 +1,12 @@
 // Start: tabs, the address that remembers the view, the legend, and the page's first drawing.
 
 const TABS = {
-  summary: fillSummary, timeline: () => {}, memory: () => {}, model: fillModel, code: fillCode, whatIf: fillWhatIf, runs: fillRuns,
+  summary: fillSummary, timeline: () => {}, memory: () => {}, code: fillCode, runs: fillRuns,
 };
 
 function hasTab(name) {
   if (name === "memory") return known.some(({ memory }) => memory.length);
-  if (name === "model" || name === "code") return data.pipeline !== null;
-  return name !== "whatIf" || data.whatIf !== null;
+  return name !== "code" || data.pipeline !== null;
 }
 
 function openTab(name) {
@@ -18,7 +17,6 @@ function openTab(name) {
     tab.tabIndex = tab.id === `tab-${name}` ? 0 : -1;
   }
   TABS[name]();
-  strip = null;
   layOut();
   showDetails();
   rememberView();
@@ -60,16 +58,13 @@ function addressOf() {
   if (view.start > 0 || view.end < longest) Object.assign(parts, { from: short(view.start), to: short(view.end) });
   if (view.top) parts.top = Math.round(view.top);
   if (view.rows !== 1) parts.rows = +view.rows.toPrecision(4);
-  if (view.sort !== "rank") parts.sort = view.sort;
   const changed = Object.keys(shown).filter((name) => shown[name] !== (name === "messages"));
   if (changed.length) parts.flip = changed.join(",");
   if (byId("search").value) parts.q = byId("search").value;
   if (picked) parts.range = picked.map(short).join(",");
   if (selected && selected.index !== null && selected.kind !== "idle")
     parts.at = [selected.kind, selected.timeline.number, selected.rank, selected.index].join(",");
-  for (const name of ["pinned", "folded"]) if (lanesState[name].size) parts[name] = [...lanesState[name]].join(",");
   if (view.tab === "code") parts.code = [code.rank, code.instruction, code.stage, code.line].join(",");
-  if (choice.some(Boolean)) parts.choice = choice.join(",");
   return new URLSearchParams(parts).toString();
 }
 
@@ -79,16 +74,12 @@ function readAddress() {
   const numbers = (text) => (text ?? "").split(",").map(Number);
   if (parts.from !== undefined) show(+parts.from || 0, +parts.to || longest);
   view.rows = +parts.rows || 1;
-  view.sort = parts.sort in orders ? parts.sort : "rank";
-  byId("sort").value = view.sort;
   for (const name of Object.keys(shown)) {
     shown[name] = (name === "messages") !== (parts.flip ?? "").split(",").includes(name);
     byId(name).setAttribute("aria-pressed", String(shown[name]));
   }
-  for (const name of ["pinned", "folded"]) lanesState[name] = new Set((parts[name] ?? "").split(",").filter(Boolean));
   const [rank, instruction, stage, line] = numbers(parts.code);
   if (parts.code && data.pipeline?.sources[stage]) Object.assign(code, { rank, instruction, stage, line });
-  if (parts.choice && data.whatIf) choice = numbers(parts.choice).slice(0, data.whatIf.axes.length);
   if (parts.range) picked = numbers(parts.range);
   if (parts.at) {
     const [kind, timeline, lane, index] = parts.at.split(",");
@@ -139,16 +130,9 @@ async function start() {
   data = await unpack(byId("data").textContent);
   known = data.timelines;
   known.forEach(prepare);
-  if (data.pipeline)
-    data.pipeline.operators = data.pipeline.operators.map(/** @param {any} each */ (each, number) => {
-      const [stage, line, module, type, source, call, result, shape, inputs, weights] = each;
-      return { number, stage, line, module, type, source, call, result, shape, inputs, weights };
-    });
   showTimelines(known.filter(({ isRun }) => !isRun));
   compared.other = Math.min(1, known.length - 1);
   for (const name of Object.keys(TABS)) byId(`tab-${name}`).hidden = !hasTab(name);
-  byId("byRank").hidden = timelines.length === 1;
-  byId("memory").hidden = !hasTab("memory");
   canvas.setAttribute("aria-label", timelines.map(({ name, summary }) => `${name}: ${summary}`).join("; "));
   for (const media of ["(prefers-color-scheme: dark)", "print"])
     matchMedia(media).addEventListener("change", () => {
@@ -165,12 +149,6 @@ async function start() {
   document.body.dataset.ready = "true";
 }
 
-byId("sort").addEventListener("change", (event) => {
-  view.sort = event.target.value;
-  strip = null;
-  layOut();
-  redraw();
-});
 byId("openKeys").addEventListener("click", () => byId("keys").showModal());
 byId("closeKeys").addEventListener("click", () => byId("keys").close());
-const started = start();
+start();

@@ -55,7 +55,7 @@ function moduleWords(stage) {
   return modules.length ? `: ${modules.join(" to ")}` : "";
 }
 
-/** What the best plan that was tried and not taken would cost, and what recomputing costs. */
+/** What the best plan that was tried and not taken would cost. */
 function nextBestWords(timeline) {
   const found = [];
   const best = data.pipeline?.alternatives.find(({ rejected }) => !rejected.startsWith("needs"));
@@ -65,15 +65,8 @@ function nextBestWords(timeline) {
     const memory = !peak || Math.abs(more) < 0.01 * peak ? "" : `, ${bytes(Math.abs(more))} ${more > 0 ? "more" : "less"} at the peak`;
     found.push(`${words}: ${ratioWords(best.seconds / timeline.makespan)}${memory}`);
   }
-  const without = alternativeCell("recompute", "none");
-  if (without) {
-    const replayed = Math.max(...data.pipeline.stages.map(({ recomputed }, k) => recomputed * Math.max(...peaksOf(timeline, k))));
-    found.push(`without recomputing a step is ${ratioWords(without[1] / timeline.makespan)}, with up to ${bytes(replayed)} more on a rank`);
-  }
   return found;
 }
-
-const peaksOf = (timeline, stage) => (data.pipeline.stages[stage].ranks.map((rank) => timeline.peaks[rank] ?? 0));
 
 /** How each further step, or part of a step, compares with the first of the same. */
 function comparedWords(steps) {

@@ -66,77 +66,45 @@ function firstAbove(values, value, from = 0, to = values.length) {
 
 let GUTTER = 96;
 const GROUP = 12;
-const RIGHT = 18, STRIP = 30, AXIS = 24, TOP = STRIP + AXIS, HEADER = 30;
+const RIGHT = 18, TOP = 24, HEADER = 30;
 const LEAST_PITCH = 24, MOST_PITCH = 110, ALL_IN_VIEW = 100, LEAST_ROOMY = 14;
 
-const view = { start: 0, end: 1, top: 0, rows: 1, sort: "rank", tab: "summary" };
-const shown = { critical: false, messages: true, byRank: false, memory: false, picking: false };
+const view = { start: 0, end: 1, top: 0, rows: 1, tab: "summary" };
+const shown = { critical: false, messages: true };
 const LANE_TABS = ["summary", "timeline", "memory"];
-const lanesState = { pinned: new Set(), folded: new Set() };
-const page = { width: 0, height: 0, bottom: 0, pinnedBottom: 0, /** @type {Lane[]} */ lanes: [], headers: [] };
+const page = { width: 0, height: 0, bottom: 0, /** @type {Lane[]} */ lanes: [], headers: [] };
 
-const laneKey = ({ timeline, rank }) => `${timeline.number}.${rank}`;
 const laneWidth = () => Math.max(page.width - GUTTER - RIGHT, 1);
 const scale = () => laneWidth() / (view.end - view.start);
 const x = (time) => GUTTER + (time - view.start) * scale();
 const timeAt = (px) => view.start + (px - GUTTER) / scale();
 
-/** How lanes are ordered: each gives a number by which they ascend. */
-const orders = {
-  rank: () => 0,
-  idle: ({ timeline, rank }) => -idleOf(sumsOf(timeline)[rank]),
-  end: ({ timeline, rank }) => -(timeline.computes.end[timeline.first[rank + 1] - 1] ?? 0),
-};
-
-/** Give every lane its place: the timelines one below the other, or the lanes of each rank together. */
+/** Give every lane its place: the timelines one below the other, the ranks of other stages apart. */
 function layOut() {
-  const order = timelines.flatMap((timeline) => timeline.peaks.map((_, rank) => ({ timeline, rank, key: 0 })));
-  for (const lane of order) lane.key = orders[view.sort](lane);
-  const sorted = view.sort !== "rank";
-  const isApart = ({ timeline: { groups }, rank }) => !sorted && rank > 0 && groups[rank] !== groups[rank - 1];
-  if (shown.byRank) order.sort((one, other) => one.rank - other.rank);
-  if (sorted) order.sort((one, other) => (shown.byRank ? 0 : one.timeline.number - other.timeline.number) || one.key - other.key);
-  const pinned = order.filter((lane) => lanesState.pinned.has(laneKey(lane)));
-  const others = order.filter((lane) => !lanesState.pinned.has(laneKey(lane)));
-  const pitchOf = pitches(order.length, GROUP * order.filter(isApart).length);
+  const isApart = ({ groups }, rank) => rank > 0 && groups[rank] !== groups[rank - 1];
+  const gaps = total(timelines.map((timeline) => timeline.peaks.filter((_, rank) => isApart(timeline, rank)).length));
+  const pitch = pitchOf(total(timelines.map(({ peaks }) => peaks.length)), GROUP * gaps);
   page.headers = [];
   page.lanes = [];
-  let y = TOP + (pinned.length ? 4 : 0);
-  const addLane = (lane, top, isPinned) => {
-    const pitch = pitchOf(lane);
-    const placed = { ...lane, y: top, pitch, pinned: isPinned, ...parts(lane.timeline, top, pitch) };
-    page.lanes.push(placed);
-    lane.timeline.lanes[lane.rank] = placed;
-    return pitch;
-  };
-  const height = pinned.reduce((sum, lane) => sum + pitchOf(lane), 0);
-  view.top = Math.min(Math.max(view.top, 0), Math.max(page.bottom - page.height, 0));
-  for (const lane of pinned) y += addLane(lane, y + view.top, true);
-  page.pinnedBottom = height ? y : TOP;
-  const addHeader = (timeline) => {
+  let y = TOP;
+  for (const timeline of timelines) {
     page.headers.push({ timeline, y });
     y += HEADER;
-  };
-  if (shown.byRank) timelines.forEach(addHeader);
-  let before = null;
-  for (const lane of others) {
-    if (!shown.byRank && lane.timeline !== before) addHeader(lane.timeline);
-    before = lane.timeline;
-    if (isApart(lane)) y += GROUP;
-    y += addLane(lane, y, false);
+    timeline.peaks.forEach((_, rank) => {
+      if (isApart(timeline, rank)) y += GROUP;
+      page.lanes.push((timeline.lanes[rank] = { timeline, rank, y, pitch, ...parts(timeline, y, pitch) }));
+      y += pitch;
+    });
   }
-  const bottom = y + 8;
-  if (bottom === page.bottom) return;
-  page.bottom = bottom;
-  if (view.top > Math.max(bottom - page.height, 0)) layOut();
+  page.bottom = y + 8;
+  view.top = Math.min(Math.max(view.top, 0), Math.max(page.bottom - page.height, 0));
 }
 
 /** How high each lane is. Of very many lanes all are in view, however flat, until rows are made higher. */
-function pitches(count, gaps) {
+function pitchOf(count, gaps) {
   const room = page.height - TOP - timelines.length * HEADER - gaps - 8;
   const least = count > ALL_IN_VIEW ? 0.25 : LEAST_PITCH;
-  const pitch = Math.min(Math.min(Math.max(room / count, least), MOST_PITCH) * view.rows, 3 * MOST_PITCH);
-  return (lane) => (lanesState.folded.has(laneKey(lane)) ? Math.min(pitch, 10) : pitch);
+  return Math.min(Math.min(Math.max(room / count, least), MOST_PITCH) * view.rows, 3 * MOST_PITCH);
 }
 
 /** Where, in a lane of that pitch, its boxes end, and its collectives and its curve are. */
@@ -157,9 +125,8 @@ function show(start, end) {
 }
 
 /** Scroll until the lane is in view. */
-function scrollTo({ y, pitch, pinned }) {
-  if (pinned) return;
-  if (y < view.top + page.pinnedBottom) view.top = y - page.pinnedBottom - HEADER;
+function scrollTo({ y, pitch }) {
+  if (y < view.top + TOP) view.top = y - TOP - HEADER;
   else if (y + pitch > view.top + page.height) view.top = y + pitch + 8 - page.height;
   layOut();
 }
@@ -192,7 +159,7 @@ function membersOf({ collectives: { last } }, i) {
   return found;
 }
 
-const isMemory = (timeline) => (shown.memory || view.tab === "memory") && timeline.memory.length > 0;
+const isMemory = (timeline) => view.tab === "memory" && timeline.memory.length > 0;
 const curveOf = (timeline, rank) => (isMemory(timeline) ? timeline.memory : timeline.inFlight)[rank];
 const highest = ({ amount }) => largest(amount);
 const peakIndex = ({ amount }) => amount.indexOf(largest(amount));
