@@ -1,6 +1,7 @@
 """The front door: compile a model, and profile one."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pipec.capture.autocast import autocast, require_matching_autocast
 from pipec.capture.batch_inputs import positional_names, with_batch_axes
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import as_path
-from pipec.checkpoint import PretrainedWeights, read_pretrained
+from pipec.checkpoint import PretrainedWeights, read_pretrained, weights_for
 from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.compiler import Compiler, CompileSettings
@@ -74,7 +75,11 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
     """
     check_arguments({"model": MODEL}, {"model": model})
     options = Options.of({"devices": devices, **given})
-    return _pipeline(model, options, _ranks(options), None)
+    ranks, weights = _ranks(options), None
+    if options.weights is not None:
+        folder = options.weights
+        weights = _agreed_weights(ranks, folder, lambda: (model, weights_for(model, folder)))[1]
+    return _pipeline(model, options, ranks, weights)
 
 
 def from_pretrained(
@@ -110,22 +115,32 @@ def from_pretrained(
     options = Options.of({"devices": devices, **own})
     ranks = _ranks(options)
 
-    made: list[tuple[nn.Module, PretrainedWeights]] = []
-
-    def read() -> str:
+    def read() -> tuple[nn.Module, PretrainedWeights]:
         model, weights = read_pretrained(name, model_class, given)
-        made.append((model if peft_config is None else weights.with_adapter(model, peft_config), weights))
-        return weights.digest
+        return (model if peft_config is None else weights.with_adapter(model, peft_config)), weights
 
-    digests = call_on_all_ranks(ranks, f"reading the headers of {name}", read)
-    require_equal(digests, f"the weights of {name}", "let every rank see the same files")
-    ((model, weights),) = made
+    model, weights = _agreed_weights(ranks, name, read)
     return _pipeline(model, options, ranks, weights)
 
 
 def _ranks(options: Options) -> Ranks:
     devices = default_num_ranks(world()) if options.devices is None else options.devices
     return Ranks(devices, options.timeout, options.kernels)
+
+
+def _agreed_weights(
+    ranks: Ranks, name: str | Path, read: Callable[[], tuple[nn.Module, PretrainedWeights]]
+) -> tuple[nn.Module, PretrainedWeights]:
+    """A model and its weights, whose files are the same on every rank."""
+    made = list[tuple[nn.Module, PretrainedWeights]]()
+
+    def digest() -> str:
+        made.append(read())
+        return made[0][1].digest
+
+    digests = call_on_all_ranks(ranks, f"reading the headers of {name}", digest)
+    require_equal(digests, f"the weights of {name}", "let every rank see the same files")
+    return made[0]
 
 
 @functools.cache

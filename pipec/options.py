@@ -323,6 +323,13 @@ class Options:
         flag=Flag("Measured times, from `pipec profile`, to cut by.", Path),
         compared=False,
     )
+    weights: str | Path | None = option(
+        None,
+        instance("the path of a folder", str, Path) | NONE,
+        """for a model of transformers on meta, the folder of its weights, as ``save_pretrained`` writes it.
+        Each rank reads those of its own stages, in the first call. What the folder lacks is initialised as
+        transformers does.""",
+    )
     dynamic: bool = option(
         True,
         FLAG,

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipec.checkpoint.all_ranks import call_on_all_ranks
+from pipec.checkpoint.hugging_face import weight_files
 from pipec.errors import CheckpointError, InputError
 from pipec.runtime.absent_tensors import hold, is_unread
 from pipec.runtime.messages.call_description import format_names, values_digest
@@ -76,6 +77,40 @@ def read_pretrained(
     if not found:
         raise InputError(f"{model_class.__name__}.from_pretrained does not load a model of transformers")
     return model, found[0]
+
+
+def weights_for(model: Any, folder: str | Path) -> "PretrainedWeights":
+    """The weights in a folder, for a model on meta, which gets values where the folder has none.
+
+    Raises:
+        CheckpointError: the folder does not fit the model, or a file is damaged.
+        InputError: the model is not on meta, or not one of transformers.
+    """
+    transformers = _transformers()
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise InputError(
+            f"weights takes a model of transformers, and {type(model).__name__} is none. Compile it on meta, "
+            "call pipe.to_empty(device=...) and then pipe.load_checkpoint(folder, model_only=True)"
+        )
+    if real := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
+        raise InputError(
+            f"weights takes a model on meta, but {format_names(real)} has values; make the model inside of "
+            'torch.device("meta"), or leave out weights'
+        )
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    with _raising_checkpoint_errors(folder):
+        files = [str(Path(folder) / file) for file in sorted(weight_files(Path(folder)))]
+        config = LoadStateDictConfig(
+            pretrained_model_name_or_path=str(folder),
+            dtype=model.dtype,
+            dtype_plan=model._get_dtype_plan(model.dtype),
+            weight_mapping=get_model_conversion_mapping(model),
+        )
+        weights = PretrainedWeights(str(folder), model, files, config)
+        model._finalize_model_loading(model, config, weights.load_on_meta(model))
+    return weights
 
 
 class PretrainedWeights:
@@ -272,7 +307,7 @@ def _transformers() -> Any:
         import transformers.core_model_loading
     except ImportError as error:
         raise InputError(
-            "from_pretrained reads models of transformers, version 5: pip install "
+            "from_pretrained and weights=... read models of transformers, version 5: pip install "
             f"'transformers>=5' ({error})"
         ) from error
     return transformers

@@ -89,7 +89,7 @@ Calibrate = Annotated[
 ]
 Drawing = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="File to draw: .html, .svg or .txt."),
+    typer.Option("--output", "-o", help="File to draw: .html, .svg, .txt, or .json for Perfetto and Chrome."),
 ]
 Seed = Annotated[
     int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random inputs and tensors.")

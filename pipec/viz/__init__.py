@@ -1,10 +1,11 @@
 """Pictures of steps, simulated or recorded, drawn from their timelines.
 
-``draw_steps`` is what commands and scripts call; it chooses between ``html``, ``svg`` and ``terminal``, which
-draw. ``page_data``, ``pipeline_data`` and ``packed_data`` make the data of a page, which the scripts in
-``page/`` show. ``labels`` and ``bottleneck`` are what these share.
+``draw_steps`` is what commands and scripts call; it chooses between ``html``, ``svg``, ``chrome`` and
+``terminal``, which draw. ``page_data``, ``pipeline_data`` and ``packed_data`` make the data of a page, which
+the scripts in ``page/`` show. ``labels`` and ``bottleneck`` are what these share.
 """
 
+from pipec.viz.chrome import chrome_trace
 from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep, steps_text
 from pipec.viz.html import page_html
 from pipec.viz.notebook import DrawnText, page_in_cell

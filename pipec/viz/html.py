@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from pipec.errors import InputError
-from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep
+from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep, check_steps
 from pipec.viz.packed_data import pack
 from pipec.viz.page_data import steps_data, vocabulary
 from pipec.viz.pipeline_data import pipeline_data
@@ -38,16 +37,7 @@ def page_html(steps: Sequence[DrawnStep], title: str = "", pipeline: DrawnPipeli
     Raises:
         InputError: the steps have different units, or the memory of one does not fit it.
     """
-    units = {step.name: step.timeline.unit for step in steps}
-    if len({*units.values()}) > 1:
-        shown = ", ".join(f"{name!r} in {unit}" for name, unit in units.items())
-        raise InputError(f"timelines on one axis need one unit of time: {shown}; draw them apart")
-    for step in steps:
-        if step.memory and len(step.memory) != step.timeline.num_ranks:
-            raise InputError(
-                f"memory of {step.name!r} has {len(step.memory)} curves; expected one for each of its "
-                f"{step.timeline.num_ranks} ranks"
-            )
+    check_steps(steps)
     data = {
         "unit": steps[0].timeline.unit,
         **vocabulary(),

@@ -4,19 +4,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipec.errors import InputError
+from pipec.viz.chrome import chrome_trace
 from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep
 from pipec.viz.html import page_html
 from pipec.viz.svg import timeline_svg
 from pipec.viz.terminal import timeline_text
 
-SUFFIXES = (".html", ".svg", ".txt")
+SUFFIXES = (".html", ".json", ".svg", ".txt")
 
 
 def draw_steps(path: Path, steps: Sequence[DrawnStep], pipeline: DrawnPipeline | None = None) -> None:
     """Draw the steps in the format of the suffix of ``path``; the first has the number of microbatches.
 
-    ``.html`` is a page to explore, of all steps and the memory of each rank. ``.svg`` and ``.txt`` show one:
-    of the first two that are not of a run, such as the planned and the measured step, the second.
+    ``.html`` is a page to explore, and ``.json`` a trace for Perfetto or chrome://tracing. Both show all
+    steps, and the memory of each rank. ``.svg`` and ``.txt`` show one: of the first two that are not of a
+    run, such as the planned and the measured step, the second.
 
     Raises:
         InputError: the path has another ending, or cannot be written.
@@ -26,6 +28,8 @@ def draw_steps(path: Path, steps: Sequence[DrawnStep], pipeline: DrawnPipeline |
     match path.suffix:
         case ".html":
             drawn = page_html(steps, steps_title(steps), pipeline)
+        case ".json":
+            drawn = chrome_trace(steps)
         case ".svg":
             drawn = timeline_svg(last.timeline, steps_title(steps))
         case _:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from worker_processes import run_ranks
 
 import pipec
@@ -171,8 +171,9 @@ def test_adapters_that_begin_with_values_of_the_weights(options: dict[str, Any],
 
 def test_values_are_refused_until_they_are_read(tmp_path: Path) -> None:
     pretrained_script.write(tmp_path, "llama")
-    pipe = pipec.from_pretrained(tmp_path / "llama", 2, microbatches=2).train()
-    model = pipe.unsplit_model
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path / "llama"))
+    pipe = pipec.compile(model, 2, microbatches=2, weights=tmp_path / "llama")
     batch = pretrained_script.MODELS["llama"]()[1]
     calls: list[Callable[[], object]] = [
         pipe.state_dict,
@@ -194,3 +195,7 @@ def test_values_are_refused_until_they_are_read(tmp_path: Path) -> None:
     assert pipe.step(**batch).item() == pytest.approx(plain(**batch).loss.item(), abs=1e-6)
     assert other.step(**batch).item() == pytest.approx(plain.double()(**batch).loss.item(), abs=1e-6)
     assert other.get_parameter("lm_head.weight").dtype == torch.float64
+    with pytest.raises(InputError, match="takes a model on meta"):
+        pipec.compile(plain, 2, weights=tmp_path / "llama")
+    with pytest.raises(InputError, match="takes a model of transformers"):
+        pipec.compile(nn.Linear(2, 2, device="meta"), 2, weights=tmp_path / "llama")
