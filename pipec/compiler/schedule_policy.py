@@ -21,10 +21,10 @@ from pipec.schedules import (
     make_schedule,
     v_placement,
 )
-from pipec.schedules.asynchronous import asynchronous_1f1b
 from pipec.schedules.order_builder import looped_name
 from pipec.schedules.replicated import (
     consecutive_placement,
+    one_f_one_b_in_turns,
     replicate_placement,
     replicate_schedule,
     round_robin,
@@ -174,7 +174,7 @@ class SchedulePolicy:
     def forward_schedule(self, num_microbatches: int, placement: Placement) -> Schedule:
         """The schedule of evaluations. A searched schedule is about backwards: a simple one replaces it."""
         if self.is_asynchronous:
-            return forward_only(asynchronous_1f1b("1f1b", self.replicas_per_stage, num_microbatches))
+            return forward_only(one_f_one_b_in_turns("1f1b", self.replicas_per_stage, num_microbatches))
         if not (isinstance(self.source, str) and self.source in SEARCHED_SCHEDULES):
             return forward_only(self._fixed(num_microbatches))
         simple = (

@@ -18,7 +18,7 @@ from pipec.programs.tail_order import ordered_for_tail
 from pipec.programs.verify import verify_step
 from pipec.schedules.chain_simulation import simulate_schedule
 from pipec.schedules.named import SCHEDULES
-from pipec.schedules.search.workload import Workload
+from pipec.schedules.workload import Workload
 from pipec.timeline.events import Timeline
 from pipec.timeline.grid import Axis, Grid
 

@@ -13,6 +13,7 @@ from symbolic_steps import EQUAL, Step, check_meaning, make_step, schedules, ste
 
 from pipec.errors import InputError
 from pipec.ir import Link, Op, Phase, Program, Schedule, ShardingLevel, rank_of
+from pipec.ir.stream import window
 from pipec.ir.text_format import format_program, parse_program
 from pipec.passes.assignments.cut_for_replicas import balanced_starts
 from pipec.programs.lower import chain_links
@@ -144,14 +145,11 @@ def test_round_robin_on_equal_numbers_is_1f1b_lifted(stages: int, replicas: int,
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 12))
-def test_round_robin_keeps_no_more_in_flight_than_the_ranks_behind_need(
-    replicas: list[int], more: int
-) -> None:
+def test_round_robin_keeps_a_window_of_microbatches_in_flight(replicas: list[int], more: int) -> None:
     schedule = round_robin(max(replicas) + more, replicas)
     links = chain_links(len(replicas))
     programs = lower(schedule, links)
-    behind = [sum(replicas[stage:]) for stage in range(len(replicas))]
-    limits = [ceil(behind[s] / count) for s, count in enumerate(replicas) for _ in range(count)]
+    limits = [window(stage, replicas) for stage, number in enumerate(replicas) for _ in range(number)]
     count = schedule.num_microbatches
     verify_programs(programs, schedule.placement, links, count)
     assert all(found <= most for found, most in zip(map(peak_in_flight, programs), limits, strict=True))
