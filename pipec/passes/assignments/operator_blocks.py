@@ -28,7 +28,7 @@ from pipec.graph import (
 )
 from pipec.ir import Mode
 from pipec.passes.assignments.update_cost import UpdateCost
-from pipec.planner.operator_chain import OperatorChain, Transfer
+from pipec.planner.chain import OperatorChain, Transfer
 
 
 @dataclass(frozen=True)
