@@ -87,10 +87,6 @@ class Candidate:
             return []
         return [replace(self, policy=policy) for policy in self.policy.with_groups_of_layers()]
 
-    def on_topology(self, topology: Topology) -> "Candidate":
-        """The candidate on other devices."""
-        return replace(self, options=replace(self.options, topology=topology))
-
     def on_device_model(self, model: DeviceModel) -> "Candidate":
         """The candidate with the costs of this device model."""
         return replace(self, options=replace(self.options, device_model=model))

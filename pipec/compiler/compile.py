@@ -278,7 +278,7 @@ def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -
         found = search(step, candidate)
         best, chosen = found.best, found.candidate
         if candidate.cut is None:
-            require_memory(best, lambda devices: search(step, chosen.on_topology(devices)).best)
+            require_memory(best)
     decided = chosen.for_next_steps(best.schedule)
     if candidate.cut is None:
         decided = decided.on_stages_of(found.base, best.schedule.placement).gathering(best.plan)

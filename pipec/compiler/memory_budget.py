@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipec.compiler.pass_list import NO_OFFLOAD
-from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
+from pipec.compiler.staged_graph import NO_RECOMPUTE, PREDICTION_TOLERANCE, EvaluatedPlan
 from pipec.cost.formulas import node_bytes
 from pipec.ir import Op, Phase, Placement, StageMemory, stages_on
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
@@ -21,7 +21,6 @@ from pipec.planner.recompute_solver import (
     OffloadCost,
     RecomputeSolution,
     StageValues,
-    minimize_excess,
     minimize_seconds,
 )
 from pipec.programs.lower_periodic import steady_excerpt
@@ -52,18 +51,18 @@ def fit_into_memory(evaluated: EvaluatedPlan) -> EvaluatedPlan:
     faster, and so can offloading: if the step now takes clearly longer, what the options allow is tried, and
     the simulator decides.
 
-    If no choice fits, recomputing everything is tried too, because the temporary memory of a function is
-    known only after the choice. The result then lacks memory, the least of all that was tried.
+    If no choice fits, recomputing and offloading everything is tried too, because the temporary memory of a
+    function is known only after the choice. If this lacks memory, the result lacks the least of all.
     """
     options, recomputes = evaluated.staged.options, evaluated.staged.options.recompute == "auto"
-    tried = [_fitted(evaluated, _SEGMENTS, False)] if recomputes else [evaluated]
+    tried = [_fitted(evaluated, _SEGMENTS, False) if recomputes else evaluated]
     if recomputes and not _lacks(tried[0]) and _is_slower(tried[0], evaluated):
         tried.append(_fitted(evaluated, _SEGMENTS[1:], False))
     may_gain = all(_lacks(each) or _is_slower(each, evaluated) for each in tried)
     if options.may_offload and not evaluated.is_asynchronous and may_gain:
         tried.append(_fitted(evaluated, _SEGMENTS if recomputes else (1,), True))
-    if recomputes and all(map(_lacks, tried)):
-        tried.append(_marked(evaluated, MarkRecompute(None)))
+    if all(map(_lacks, tried)):
+        tried += _with_everything(evaluated)
     return min(tried, key=lambda each: each.score)
 
 
@@ -75,8 +74,19 @@ def _is_slower(evaluated: EvaluatedPlan, other: EvaluatedPlan) -> bool:
     return evaluated.seconds > (1 + PREDICTION_TOLERANCE) * other.seconds
 
 
+def _with_everything(evaluated: EvaluatedPlan) -> Iterator[EvaluatedPlan]:
+    """The schedule if everything is recomputed or offloaded that the options allow."""
+    options, every = evaluated.staged.options, range(len(evaluated.plan.stages))
+    recomputes = (MarkRecompute(None), MarkRecompute(None, frozenset(every)))
+    for again in recomputes if options.recompute == "auto" else ():
+        yield _marked(evaluated, again)
+    if options.may_offload and not evaluated.is_asynchronous:
+        values = evaluated.staged.forward_values(evaluated.plan.microbatch_size)
+        yield _marked(evaluated, NO_RECOMPUTE, MarkOffload(frozenset().union(*values)))
+
+
 def _fitted(evaluated: EvaluatedPlan, segments: Sequence[int], offloads: bool) -> EvaluatedPlan:
-    """The schedule within memory; what needs least memory if nothing is found to fit.
+    """The schedule within memory; the last that was tried, or as it is, if no choice fits.
 
     A stage recomputes in one of the numbers of ``segments``. Values may be copied to the host if it
     ``offloads``. The temporary memory of a phase function depends on what is recomputed, and is no sum over
@@ -85,7 +95,9 @@ def _fitted(evaluated: EvaluatedPlan, segments: Sequence[int], offloads: bool) -
     """
     groups = [group for group in _groups(evaluated, segments, offloads) if group.lacks(evaluated)]
     left = [group.choices() for group in groups]
-    chosen = [next(choices) for choices in left]
+    chosen = [choice for choices in left if (choice := next(choices, None))]
+    if len(chosen) < len(groups):
+        return evaluated
     while True:
         found = _marked(
             evaluated,
@@ -161,7 +173,7 @@ class _RankGroup:
         return self.lacked > 0
 
     def choices(self) -> Iterator[_Choice]:
-        """What to recompute and offload: the fastest that fits, in fewest segments, then what needs least.
+        """What to recompute and offload: the fastest that fits, in fewest segments.
 
         Each choice reserves what the one before has lacked.
         """
@@ -173,12 +185,6 @@ class _RankGroup:
                     break
                 yield self._choice(segments, solution)
                 reserved += math.ceil(self.lacked)
-        smallest = dict[float, _Choice]()
-        for segments in map(self._segments, self.segments):
-            problem = _problem(segments, self.needs, 0.0)
-            solution = minimize_excess(*problem, self.host)
-            smallest.setdefault(solution.excess_bytes(*problem), self._choice(segments, solution))
-        yield smallest[min(smallest)]
 
     def _choice(self, segments: Sequence["_RecomputeSegment"], solution: RecomputeSolution) -> _Choice:
         is_late = len(segments) > len(self.stages)

@@ -43,12 +43,10 @@ from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute, checkpointed_values, stage_values
 from pipec.passes.pass_dump import requested_pass_dumps
 from pipec.plan.buckets import segment_backwards
-from pipec.plan.build_plan import Names, build_plan, stage_cost
-from pipec.plan.memory_needs import plan_memory
+from pipec.plan.build_plan import Names, build_plan, stage_cost, with_offload_seconds
 from pipec.plan.node_values import plan_value
-from pipec.plan.offload_cost import with_offload_seconds
 from pipec.plan.optimizer_cost import with_training_state, with_update_costs
-from pipec.plan.predictions import simulate_plan, step_seconds
+from pipec.plan.predictions import plan_memory, simulate_plan, step_seconds
 from pipec.planner.recompute_solver import ForwardValue
 from pipec.programs.lower import lower
 from pipec.programs.lower_periodic import lower_periodic
@@ -370,10 +368,7 @@ class StagedGraph:
         topology, device = self.options.topology, self.options.device_model
         stages = self.stages(split)
         if not schedule.stream:
-            launch = device.launch_seconds
-            stages = segment_backwards(
-                self.graph, stages, split, schedule.placement, size, topology, launch, sync_spec
-            )
+            stages = segment_backwards(self.graph, stages, split, schedule.placement)
         plan = build_plan(self.graph, stages, self.names, schedule, size, topology, sync_spec)
         plan = with_offload_seconds(plan, device.host_link)
         plan = replace(

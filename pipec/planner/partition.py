@@ -191,7 +191,9 @@ class _Search:
     def _best(self, limit: float, communicates: bool) -> dict[Left, _Best]:
         """The best plans for what is left, within the limit; the fastest, unless communication counts."""
         spans = self._spans(limit)
-        best = {(): _Best(np.array([len(self.costs.seconds) - 1]), np.zeros(1), np.zeros(1))}
+        best: dict[Left, _Best] = {
+            (): _Best(np.array([len(self.costs.seconds) - 1]), np.zeros(1), np.zeros(1))
+        }
         for left in reversed(spans):
             first, last = spans[left]
             positions = np.arange(first, last + 1)
