@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import Replicas, SchedulePolicy
 from pipec.compiler.staged_graph import StagedGraph
-from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import Topology, equal_devices
 from pipec.ir import Placement, Plan, RankMemory, Schedule, ShardingLevel, count_ranks
 from pipec.passes import Pass
 from pipec.passes.assign_stages import Assign, AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.assignments.follow_placement import FollowPlacement, parameter_stages
-from pipec.passes.assignments.update_cost import UpdateCost
+from pipec.passes.assignments.operator_blocks import UpdateCost
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
 
 _OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
@@ -86,10 +85,6 @@ class Candidate:
         if self.options.sync_spec.shard is not ShardingLevel.PARAMETERS or self.policy.replicas == 1:
             return []
         return [replace(self, policy=policy) for policy in self.policy.with_groups_of_layers()]
-
-    def on_device_model(self, model: DeviceModel) -> "Candidate":
-        """The candidate with the costs of this device model."""
-        return replace(self, options=replace(self.options, device_model=model))
 
     def on_stages_of(self, staged: StagedGraph, placement: Placement) -> "Candidate":
         """The candidate with stages and parameters placed as in a cut graph."""

@@ -1,6 +1,7 @@
 """Chooses what ranks that lack memory recompute or offload, so that a schedule fits."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipec.compiler.pass_list import NO_OFFLOAD
-from pipec.compiler.staged_graph import NO_RECOMPUTE, PREDICTION_TOLERANCE, EvaluatedPlan
+from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
 from pipec.cost.formulas import node_bytes
 from pipec.ir import Op, Phase, Placement, StageMemory, stages_on
-from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
+from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.planner.recompute_segments import split_into_segments
 from pipec.planner.recompute_solver import (
     ForwardValue,
     MemoryConstraint,
@@ -51,8 +51,8 @@ def fit_into_memory(evaluated: EvaluatedPlan) -> EvaluatedPlan:
     faster, and so can offloading: if the step now takes clearly longer, what the options allow is tried, and
     the simulator decides.
 
-    If no choice fits, recomputing and offloading everything is tried too, because the temporary memory of a
-    function is known only after the choice. If this lacks memory, the result lacks the least of all.
+    If no choice fits, recomputing everything is tried too, because the temporary memory of a function is
+    known only after the choice. The result then lacks memory, the least of all that was tried.
     """
     options, recomputes = evaluated.staged.options, evaluated.staged.options.recompute == "auto"
     tried = [_fitted(evaluated, _SEGMENTS, False) if recomputes else evaluated]
@@ -61,8 +61,8 @@ def fit_into_memory(evaluated: EvaluatedPlan) -> EvaluatedPlan:
     may_gain = all(_lacks(each) or _is_slower(each, evaluated) for each in tried)
     if options.may_offload and not evaluated.is_asynchronous and may_gain:
         tried.append(_fitted(evaluated, _SEGMENTS if recomputes else (1,), True))
-    if all(map(_lacks, tried)):
-        tried += _with_everything(evaluated)
+    if recomputes and all(map(_lacks, tried)):
+        tried.append(_marked(evaluated, MarkRecompute(None)))
     return min(tried, key=lambda each: each.score)
 
 
@@ -74,19 +74,8 @@ def _is_slower(evaluated: EvaluatedPlan, other: EvaluatedPlan) -> bool:
     return evaluated.seconds > (1 + PREDICTION_TOLERANCE) * other.seconds
 
 
-def _with_everything(evaluated: EvaluatedPlan) -> Iterator[EvaluatedPlan]:
-    """The schedule if everything is recomputed or offloaded that the options allow."""
-    options, every = evaluated.staged.options, range(len(evaluated.plan.stages))
-    recomputes = (MarkRecompute(None), MarkRecompute(None, frozenset(every)))
-    for again in recomputes if options.recompute == "auto" else ():
-        yield _marked(evaluated, again)
-    if options.may_offload and not evaluated.is_asynchronous:
-        values = evaluated.staged.forward_values(evaluated.plan.microbatch_size)
-        yield _marked(evaluated, NO_RECOMPUTE, MarkOffload(frozenset().union(*values)))
-
-
 def _fitted(evaluated: EvaluatedPlan, segments: Sequence[int], offloads: bool) -> EvaluatedPlan:
-    """The schedule within memory; the last that was tried, or as it is, if no choice fits.
+    """The schedule within memory; the last one that was tried if nothing is found to fit.
 
     A stage recomputes in one of the numbers of ``segments``. Values may be copied to the host if it
     ``offloads``. The temporary memory of a phase function depends on what is recomputed, and is no sum over
@@ -95,9 +84,7 @@ def _fitted(evaluated: EvaluatedPlan, segments: Sequence[int], offloads: bool) -
     """
     groups = [group for group in _groups(evaluated, segments, offloads) if group.lacks(evaluated)]
     left = [group.choices() for group in groups]
-    chosen = [choice for choices in left if (choice := next(choices, None))]
-    if len(chosen) < len(groups):
-        return evaluated
+    chosen = [next(choices) for choices in left]
     while True:
         found = _marked(
             evaluated,
@@ -173,7 +160,7 @@ class _RankGroup:
         return self.lacked > 0
 
     def choices(self) -> Iterator[_Choice]:
-        """What to recompute and offload: the fastest that fits, in fewest segments.
+        """What to recompute and offload: the fastest that fits, in fewest segments, and at last everything.
 
         Each choice reserves what the one before has lacked.
         """
@@ -185,6 +172,11 @@ class _RankGroup:
                     break
                 yield self._choice(segments, solution)
                 reserved += math.ceil(self.lacked)
+        values = [(name, value) for own in self.values for name, value in own.items()]
+        recomputed = frozenset(name for name, value in values if value.is_recomputable)
+        offloaded = frozenset(name for name, value in values if value.may_offload and self.host)
+        for late_stages in ((), self.stages) if recomputed else ((),):
+            yield _Choice(recomputed, offloaded, frozenset(late_stages))
 
     def _choice(self, segments: Sequence["_RecomputeSegment"], solution: RecomputeSolution) -> _Choice:
         is_late = len(segments) > len(self.stages)
@@ -198,7 +190,7 @@ class _RankGroup:
         segments = []
         for number, (values, backward) in enumerate(zip(self.values, self.backwards, strict=True)):
             names = list(values)
-            for first, own in split_into_segments(tuple(values.values()), count):
+            for first, own in _split_into_segments(tuple(values.values()), count):
                 end = first + len(own)
                 segments.append(_RecomputeSegment(number, names[first:end], own, backward.growth(first, end)))
         return segments
@@ -395,3 +387,58 @@ def _counts(constraint: MemoryConstraint) -> Sequence[int]:
     """The microbatches that hold saved, saved but not offloaded, and recomputed values, by segment."""
     on_device = (saved - gone for saved, gone in zip(constraint.saved, constraint.offloaded, strict=True))
     return (*constraint.saved, *on_device, *constraint.recomputed)
+
+
+def _split_into_segments(stage: StageValues, count: int) -> list[tuple[int, StageValues]]:
+    """The stage in up to ``count`` consecutive segments of about as many bytes, each with its first position.
+
+    Values that a segment reads from earlier ones are always saved. So no segment needs another to be
+    recomputed, and boundaries are placed where few bytes cross.
+    """
+    firsts = _segment_boundaries(stage, count)
+    crosses = _values_across(stage, firsts)
+    pieces = itertools.pairwise([*firsts, len(stage)])
+    return [
+        (first, tuple(_of_segment(stage[v], first, v in crosses) for v in range(first, end)))
+        for first, end in pieces
+    ]
+
+
+def _segment_boundaries(stage: StageValues, count: int) -> list[int]:
+    """The first position of each segment of a stage."""
+    sizes = np.cumsum([value.num_bytes * value.is_needed for value in stage])
+    across, firsts = _crossing_bytes(stage), [0]
+    for number in range(1, count):
+        around = np.array([number - 0.5, number + 0.5]) / count * sizes[-1]
+        low, high = np.searchsorted(sizes, around).tolist()
+        within = range(max(low, firsts[-1] + 1), min(high, len(stage)))
+        best = min(within, key=lambda first: across[first], default=0)
+        if best and across[best] < math.inf:
+            firsts.append(best)
+    return firsts
+
+
+def _values_across(stage: StageValues, firsts: Sequence[int]) -> frozenset[int]:
+    """The values that a segment reads from earlier segments."""
+    return frozenset(
+        u
+        for first, end in itertools.pairwise([*firsts, len(stage)])
+        for v in range(first, end)
+        for u in stage[v].inputs
+        if u < first
+    )
+
+
+def _of_segment(value: ForwardValue, first: int, crosses: bool) -> ForwardValue:
+    if crosses:
+        return replace(value, inputs=(), is_needed=True, is_recomputable=False)
+    return replace(value, inputs=tuple(u - first for u in value.inputs if u >= first))
+
+
+def _crossing_bytes(stage: StageValues) -> Floats:
+    """The bytes that each position and later ones read of earlier ones; infinite if one may not be saved."""
+    last = {u: v for v, value in enumerate(stage) for u in value.inputs}
+    crossing = np.zeros(len(stage) + 1)
+    for u, v in last.items():
+        crossing[u + 1 : v + 1] += stage[u].num_bytes if stage[u].may_save else math.inf
+    return crossing

@@ -67,25 +67,13 @@ class OperatorChain:
 
 
 def check_operator_chain(chain: OperatorChain) -> None:
-    """Raise PlanError if a figure is negative or not finite, or a value is not read by a later block."""
+    """Raise PlanError if there are no blocks, or a figure is negative or not finite."""
     if not chain.names:
         raise PlanError("there are no operators to plan for")
     for column in COLUMNS:
         for name, figure in zip(chain.names, getattr(chain, column), strict=True):
             if not 0 <= figure < math.inf:
                 raise PlanError(f"{name} has {column} {figure}: expected a finite number, 0 or more")
-    for value in chain.transfers:
-        if not 0 <= value.first < value.last < len(chain.names):
-            raise PlanError(
-                f"block {value.last} reads a value of block {value.first}: expected a later one of "
-                f"{len(chain.names)} blocks"
-            )
-        for figure in (value.forward_bytes, value.backward_bytes):
-            if not 0 <= figure < math.inf:
-                raise PlanError(
-                    f"the value of {chain.names[value.first]} has {figure} bytes: expected a finite "
-                    f"number, 0 or more"
-                )
 
 
 Vector = NDArray[np.float64]

@@ -228,15 +228,6 @@ def test_a_plan_that_may_be_missed_is_not_called_impossible(monkeypatch: pytest.
         ({"seconds": [1.0, -1.0, 1.0]}, "op1 has seconds -1.0: expected a finite number, 0 or more"),
         ({"seconds": [1.0, math.nan, 1.0]}, "op1 has seconds nan"),
         ({"saved_bytes": [0.0, 0.0, math.inf]}, "op2 has saved_bytes inf"),
-        ({"transfers": [Transfer(0, 1, -1, 0)]}, "the value of op0 has -1 bytes"),
-        (
-            {"transfers": [Transfer(0, 5, 1, 0)]},
-            "block 5 reads a value of block 0: expected a later one of 3",
-        ),
-        (
-            {"transfers": [Transfer(1, 1, 1, 0)]},
-            "block 1 reads a value of block 1: expected a later one of 3",
-        ),
     ],
 )
 def test_a_malformed_chain_is_refused(changed: dict[str, object], message: str) -> None:

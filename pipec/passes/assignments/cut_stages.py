@@ -8,13 +8,13 @@ from pipec.graph import Assignment, TrainingGraph, permuted_ranks
 from pipec.hardware.topology import Topology
 from pipec.passes.assignments.operator_blocks import (
     Colocation,
+    UpdateCost,
     build_operator_chain,
     find_colocations,
     operator_blocks,
     operator_seconds,
     with_weight_versions,
 )
-from pipec.passes.assignments.update_cost import UpdateCost
 from pipec.planner.chain import CostModel, one_f_one_b
 from pipec.planner.partition import partition_chain
 
