@@ -29,6 +29,9 @@ from pipec.programs.offload_intervals import num_offloaded
 _ATTEMPTS = 3
 """How many choices are tried in a number of segments. Each attempt reserves what the last one lacked."""
 
+_BISECTIONS = 7
+"""How often the range of what may be reserved is halved, where attempts have found nothing that fits."""
+
 _SEGMENTS = (1, 2, 8)
 """The numbers of segments in which a stage may be recomputed, in the order in which they are tried."""
 
@@ -160,10 +163,12 @@ class _RankGroup:
         return self.lacked > 0
 
     def choices(self) -> Iterator[_Choice]:
-        """What to recompute and offload: the fastest that fits, in fewest segments, and at last everything.
+        """What to recompute and offload: the fastest that fits, in fewest segments; then what needs little.
 
-        Each choice reserves what the one before has lacked.
+        Each choice reserves what the one before has lacked. At last, nearly as much is reserved as leaves a
+        choice; then everything is recomputed and offloaded.
         """
+        low, high, least = -self.lacked, max((need.room for need in self.needs), default=0.0), None
         for number in self.segments:
             segments, reserved = self._segments(number), 0.0
             for _ in range(_ATTEMPTS):
@@ -172,6 +177,16 @@ class _RankGroup:
                     break
                 yield self._choice(segments, solution)
                 reserved += math.ceil(self.lacked)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            for segments in map(self._segments, self.segments):
+                if solution := minimize_seconds(*_problem(segments, self.needs, middle), self.host):
+                    low, least = middle, self._choice(segments, solution)
+                    break
+            else:
+                high = middle
+        if least:
+            yield least
         values = [(name, value) for own in self.values for name, value in own.items()]
         recomputed = frozenset(name for name, value in values if value.is_recomputable)
         offloaded = frozenset(name for name, value in values if value.may_offload and self.host)

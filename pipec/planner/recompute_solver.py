@@ -35,7 +35,7 @@ from pipec.ir.columns import Ints
 GAP = 1e-3
 """The relative tolerance: a solution may take longer than the best one by this share."""
 
-_GRAINS = 1 << 20
+_GRAINS = 1 << 15
 """The precision of bytes that are copied, in parts of all: a whole number, for HiGHS prints otherwise."""
 
 _MAX_NODES = 10_000
@@ -154,7 +154,7 @@ def minimize_seconds(
             for v in values
         ]
     ).T
-    grain = max(float(sizes.sum()), 1.0) / _GRAINS
+    movable = max(float((sizes * offloads).sum()), 1.0)
     memory = [
         np.concatenate(
             [again * sizes * needed - saved * sizes * saves, saved * sizes * saves, -away * sizes, [0]]
@@ -167,25 +167,28 @@ def minimize_seconds(
             for moment in moments
         )
     ]
-    copied = np.concatenate([np.zeros(2 * num), sizes / grain, [-1.0]])
+    copied = np.concatenate([np.zeros(2 * num), sizes * offloads / movable, [-1 / _GRAINS]])
     seconds = np.concatenate(
         [
-            [value.seconds for value in values],
+            [value.seconds * value.is_recomputable for value in values],
             np.zeros(num),
-            2 * cost.seconds_per_byte * HIDDEN * sizes,
-            [2 * cost.seconds_per_byte * grain],
+            2 * cost.seconds_per_byte * HIDDEN * sizes * offloads,
+            [2 * cost.seconds_per_byte * movable / _GRAINS],
         ]
     )
     unit = max(float(np.abs(rooms).max(initial=0)), float(sizes.max()), 1.0)
     rows = scipy.sparse.vstack(
-        [scipy.sparse.csr_array(np.array([*memory, copied]) / unit), _dependencies(stages, firsts)]
+        [
+            scipy.sparse.csr_array(np.array([*(row / unit for row in memory), copied])),
+            _dependencies(stages, firsts),
+        ]
     )
     bounds = scipy.optimize.Bounds(
         np.concatenate([np.zeros(num), needed, np.zeros(num + 1)]),
         np.concatenate([recomputes, np.ones(num), offloads, [_GRAINS]]),
     )
     for _ in range(_ATTEMPTS):
-        limits = np.concatenate([rooms, [cost.free_bytes / grain]]) / unit
+        limits = np.append(rooms / unit, cost.free_bytes / movable)
         found = scipy.optimize.milp(
             seconds / (seconds.max() or 1.0),
             integrality=np.ones(len(seconds)),
