@@ -134,6 +134,14 @@ class StageCosts:
         spent: Vector = self.crossing[at.level, first] / at.links + self._all_reduce(at, first, last)
         return spent
 
+    def furthest_in_memory(self, at: Placement, first: int) -> int:
+        """The last position at which a stage may end that begins at ``first``."""
+        if at.device.memory_bytes == np.inf:
+            return len(self.seconds) - 1
+        held = self.resident + self.model.in_flight(at.later_devices) * self.saved
+        most = (held[first] + at.device.memory_bytes) * (1 + 1e-12)
+        return int(held.searchsorted(most, side="right")) - 1
+
     def memory_bytes(self, at: Placement, first: Positions, last: Positions) -> Vector:
         saved = self.model.in_flight(at.later_devices) * (self.saved[last] - self.saved[first])
         held: Vector = self.resident[last] - self.resident[first] + saved
