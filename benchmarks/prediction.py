@@ -20,7 +20,6 @@ from step_time import BATCH, CASES, MICROBATCHES, RANKS, Case
 from torch import Tensor
 
 import pipec
-from pipec.compiler.calibration_cache import cached_calibration
 from pipec.hardware.devices import DEVICES
 from pipec.runtime import world
 
@@ -53,7 +52,7 @@ def lines(name: str, schedules: Sequence[str], rounds: int, repeats: int) -> Ite
     inputs, target = case.batch()
     costs: dict[str, dict[str, object]] = {
         "table": {"device_model": DEVICES["cpu"]},
-        "machine": {"device_model": cached_calibration()},
+        "machine": {"device_model": pipec.calibrate("cpu")},
         "profile": {"profile": profiled(case, repeats)},
     }
     pipes = {

@@ -201,7 +201,6 @@ def _pipeline(
         may_rearrange=options.batch != "local",
         dynamic=options.dynamic,
     )
-    costs_are_given = options.device_model is not None or profile is not None
     settings = CompileSettings(
         options.loss_fn,
         device,
@@ -210,7 +209,6 @@ def _pipeline(
         requires_proof=options.microbatch_weight == "proved",
         checks=options.check != "off",
         check_every=options.check if isinstance(options.check, int) else int(options.check == "always"),
-        calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",
         loss_path=as_path(options.loss_key),
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)

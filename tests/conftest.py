@@ -3,8 +3,6 @@
 import gc
 import logging
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +14,7 @@ import torch
 from golden_files import compare_golden
 
 from pipec import console
-from pipec.compiler.calibration_cache import store_calibration
 from pipec.errors import PipecWarning
-from pipec.hardware.devices import DEVICES
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -50,18 +46,6 @@ def said(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> I
     console.logger.addHandler(handler)
     yield messages
     console.logger.removeHandler(handler)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Give the processor figures for as long as the tests run."""
-    if not hasattr(config, "workerinput"):
-        os.environ["PIPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="pipec-tests-")
-        store_calibration(DEVICES["cpu"])  # what schedule="auto" takes would depend on the machine
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ["PIPEC_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

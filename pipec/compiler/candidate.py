@@ -6,16 +6,13 @@ from dataclasses import dataclass, replace
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import Replicas, SchedulePolicy
 from pipec.compiler.staged_graph import StagedGraph
-from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import Topology, equal_devices
 from pipec.ir import Placement, Plan, RankMemory, Schedule, ShardingLevel, count_ranks
 from pipec.passes import Pass
 from pipec.passes.assign_stages import Assign, AssignStages
-from pipec.passes.assignments.choose_replicas import ChooseReplicas
-from pipec.passes.assignments.cut_for_replicas import CutForReplicas
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.assignments.follow_placement import FollowPlacement, parameter_stages
-from pipec.passes.assignments.update_cost import UpdateCost
+from pipec.passes.assignments.operator_blocks import UpdateCost
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
 
 _OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
@@ -89,14 +86,6 @@ class Candidate:
             return []
         return [replace(self, policy=policy) for policy in self.policy.with_groups_of_layers()]
 
-    def on_topology(self, topology: Topology) -> "Candidate":
-        """The candidate on other devices."""
-        return replace(self, options=replace(self.options, topology=topology))
-
-    def on_device_model(self, model: DeviceModel) -> "Candidate":
-        """The candidate with the costs of this device model."""
-        return replace(self, options=replace(self.options, device_model=model))
-
     def on_stages_of(self, staged: StagedGraph, placement: Placement) -> "Candidate":
         """The candidate with stages and parameters placed as in a cut graph."""
         graph = staged.graph
@@ -152,10 +141,10 @@ class Candidate:
         """
         updates = self.updates(count)
         if self.plans_replicas:
-            devices = self.options.topology.single_level().without_memory_limits()
-            return AssignStages(ChooseReplicas(devices, count, size, updates))
+            return self._choosing_replicas(self.options.topology.without_memory_limits(), count, size)
         if not isinstance(self.policy.replicas, int):
-            return AssignStages(CutForReplicas(self.policy.replicas, size, updates))
+            devices = equal_devices(self.policy.total_ranks, self.options.topology.slowest_link)
+            return AssignStages(CutStages(devices, size, (), updates, self.policy.replicas, count))
         if not _is_straight(placement):
             devices = equal_devices(len(placement), self.options.topology.slowest_link)
             return self._for_replicas(CutStages(devices, size))
@@ -173,13 +162,11 @@ class Candidate:
 
         With ``in_flight``, what so many microbatches save on each rank of a pipeline must fit as well.
         """
-        updates = self.updates(count)
         if self.plans_replicas:
-            devices = self.options.topology.single_level().with_reserved_memory(reserved)
-            return AssignStages(ChooseReplicas(devices, count, size, updates))
+            return self._choosing_replicas(self.options.topology.with_reserved_memory(reserved), count, size)
         most = [max(reserved[rank] for rank in group) for group in self.replica_groups()]
         devices = self.pipeline_topology().with_reserved_memory(most)
-        return self._for_replicas(CutStages(devices, size, in_flight, updates))
+        return self._for_replicas(CutStages(devices, size, in_flight, self.updates(count)))
 
     def updates(self, count: int) -> UpdateCost | None:
         """The cost of the updates after each mini-batch of ``count`` microbatches; None if synchronous."""
@@ -202,6 +189,11 @@ class Candidate:
         updates = self.policy.may_be_asynchronous and self.options.optimizer is not None
         freed = frozenset[str]() if saves or self.plans_replicas else _OF_RECOMPUTE
         return need.excluding(_OF_OPERATORS | freed | (_OF_UPDATES if updates else frozenset()))
+
+    def _choosing_replicas(self, topology: Topology, count: int, size: int) -> Pass:
+        """The pass for which the planner chooses the replicas of each stage, on any devices."""
+        devices, most = topology.single_level(), self.policy.total_ranks
+        return AssignStages(CutStages(devices, size, None, self.updates(count), most, count))
 
     def _for_replicas(self, assign: Assign) -> Pass:
         """The pass that applies the cut of one pipeline to all its replicas."""

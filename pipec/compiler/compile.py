@@ -31,7 +31,6 @@ from pipec.compiler.batch_equivalence import (
     several_rounds_warning,
     single_row_warning,
 )
-from pipec.compiler.calibration_cache import cached_calibration
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.check import CheckRequest, CheckResult, check_call
 from pipec.compiler.compile_cache import CaptureKey, CompiledArtifact, CompiledGraphs, MicrobatchGroups
@@ -107,9 +106,6 @@ def compile_call(request: CompileRequest) -> CompiledCall:
         CaptureError, InputError, PlanError, InfeasibleError: the call cannot be compiled.
     """
     compiler, candidate = request.compiler, request.compiler.decided
-    if compiler.settings.calibrates_cpu and candidate.cut is None:
-        with compiler.stopwatch.timed("calibrate the CPU"):
-            candidate = candidate.on_device_model(cached_calibration())
     try:
         return _compile(request, candidate)
     except UnequalStepError as error:
@@ -278,7 +274,7 @@ def _search(request: CompileRequest, candidate: Candidate, step: CapturedStep) -
         found = search(step, candidate)
         best, chosen = found.best, found.candidate
         if candidate.cut is None:
-            require_memory(best, lambda devices: search(step, chosen.on_topology(devices)).best)
+            require_memory(best)
     decided = chosen.for_next_steps(best.schedule)
     if candidate.cut is None:
         decided = decided.on_stages_of(found.base, best.schedule.placement).gathering(best.plan)

@@ -1,6 +1,7 @@
 """Chooses what ranks that lack memory recompute or offload, so that a schedule fits."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,17 +12,15 @@ from pipec.compiler.pass_list import NO_OFFLOAD
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
 from pipec.cost.formulas import node_bytes
 from pipec.ir import Op, Phase, Placement, StageMemory, stages_on
-from pipec.ir.columns import OP_CODE, InstructionColumns, Ints
+from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.planner.recompute_segments import split_into_segments
 from pipec.planner.recompute_solver import (
     ForwardValue,
     MemoryConstraint,
     OffloadCost,
     RecomputeSolution,
     StageValues,
-    minimize_excess,
     minimize_seconds,
 )
 from pipec.programs.lower_periodic import steady_excerpt
@@ -29,6 +28,9 @@ from pipec.programs.offload_intervals import num_offloaded
 
 _ATTEMPTS = 3
 """How many choices are tried in a number of segments. Each attempt reserves what the last one lacked."""
+
+_BISECTIONS = 7
+"""How often the range of what may be reserved is halved, where attempts have found nothing that fits."""
 
 _SEGMENTS = (1, 2, 8)
 """The numbers of segments in which a stage may be recomputed, in the order in which they are tried."""
@@ -56,7 +58,7 @@ def fit_into_memory(evaluated: EvaluatedPlan) -> EvaluatedPlan:
     known only after the choice. The result then lacks memory, the least of all that was tried.
     """
     options, recomputes = evaluated.staged.options, evaluated.staged.options.recompute == "auto"
-    tried = [_fitted(evaluated, _SEGMENTS, False)] if recomputes else [evaluated]
+    tried = [_fitted(evaluated, _SEGMENTS, False) if recomputes else evaluated]
     if recomputes and not _lacks(tried[0]) and _is_slower(tried[0], evaluated):
         tried.append(_fitted(evaluated, _SEGMENTS[1:], False))
     may_gain = all(_lacks(each) or _is_slower(each, evaluated) for each in tried)
@@ -76,7 +78,7 @@ def _is_slower(evaluated: EvaluatedPlan, other: EvaluatedPlan) -> bool:
 
 
 def _fitted(evaluated: EvaluatedPlan, segments: Sequence[int], offloads: bool) -> EvaluatedPlan:
-    """The schedule within memory; what needs least memory if nothing is found to fit.
+    """The schedule within memory; the last one that was tried if nothing is found to fit.
 
     A stage recomputes in one of the numbers of ``segments``. Values may be copied to the host if it
     ``offloads``. The temporary memory of a phase function depends on what is recomputed, and is no sum over
@@ -161,10 +163,12 @@ class _RankGroup:
         return self.lacked > 0
 
     def choices(self) -> Iterator[_Choice]:
-        """What to recompute and offload: the fastest that fits, in fewest segments, then what needs least.
+        """What to recompute and offload: the fastest that fits, in fewest segments; then what needs little.
 
-        Each choice reserves what the one before has lacked.
+        Each choice reserves what the one before has lacked. At last, nearly as much is reserved as leaves a
+        choice; then everything is recomputed and offloaded.
         """
+        low, high, least = -self.lacked, max((need.room for need in self.needs), default=0.0), None
         for number in self.segments:
             segments, reserved = self._segments(number), 0.0
             for _ in range(_ATTEMPTS):
@@ -173,12 +177,21 @@ class _RankGroup:
                     break
                 yield self._choice(segments, solution)
                 reserved += math.ceil(self.lacked)
-        smallest = dict[float, _Choice]()
-        for segments in map(self._segments, self.segments):
-            problem = _problem(segments, self.needs, 0.0)
-            solution = minimize_excess(*problem, self.host)
-            smallest.setdefault(solution.excess_bytes(*problem), self._choice(segments, solution))
-        yield smallest[min(smallest)]
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            for segments in map(self._segments, self.segments):
+                if solution := minimize_seconds(*_problem(segments, self.needs, middle), self.host):
+                    low, least = middle, self._choice(segments, solution)
+                    break
+            else:
+                high = middle
+        if least:
+            yield least
+        values = [(name, value) for own in self.values for name, value in own.items()]
+        recomputed = frozenset(name for name, value in values if value.is_recomputable)
+        offloaded = frozenset(name for name, value in values if value.may_offload and self.host)
+        for late_stages in ((), self.stages) if recomputed else ((),):
+            yield _Choice(recomputed, offloaded, frozenset(late_stages))
 
     def _choice(self, segments: Sequence["_RecomputeSegment"], solution: RecomputeSolution) -> _Choice:
         is_late = len(segments) > len(self.stages)
@@ -192,7 +205,7 @@ class _RankGroup:
         segments = []
         for number, (values, backward) in enumerate(zip(self.values, self.backwards, strict=True)):
             names = list(values)
-            for first, own in split_into_segments(tuple(values.values()), count):
+            for first, own in _split_into_segments(tuple(values.values()), count):
                 end = first + len(own)
                 segments.append(_RecomputeSegment(number, names[first:end], own, backward.growth(first, end)))
         return segments
@@ -389,3 +402,58 @@ def _counts(constraint: MemoryConstraint) -> Sequence[int]:
     """The microbatches that hold saved, saved but not offloaded, and recomputed values, by segment."""
     on_device = (saved - gone for saved, gone in zip(constraint.saved, constraint.offloaded, strict=True))
     return (*constraint.saved, *on_device, *constraint.recomputed)
+
+
+def _split_into_segments(stage: StageValues, count: int) -> list[tuple[int, StageValues]]:
+    """The stage in up to ``count`` consecutive segments of about as many bytes, each with its first position.
+
+    Values that a segment reads from earlier ones are always saved. So no segment needs another to be
+    recomputed, and boundaries are placed where few bytes cross.
+    """
+    firsts = _segment_boundaries(stage, count)
+    crosses = _values_across(stage, firsts)
+    pieces = itertools.pairwise([*firsts, len(stage)])
+    return [
+        (first, tuple(_of_segment(stage[v], first, v in crosses) for v in range(first, end)))
+        for first, end in pieces
+    ]
+
+
+def _segment_boundaries(stage: StageValues, count: int) -> list[int]:
+    """The first position of each segment of a stage."""
+    sizes = np.cumsum([value.num_bytes * value.is_needed for value in stage])
+    across, firsts = _crossing_bytes(stage), [0]
+    for number in range(1, count):
+        around = np.array([number - 0.5, number + 0.5]) / count * sizes[-1]
+        low, high = np.searchsorted(sizes, around).tolist()
+        within = range(max(low, firsts[-1] + 1), min(high, len(stage)))
+        best = min(within, key=lambda first: across[first], default=0)
+        if best and across[best] < math.inf:
+            firsts.append(best)
+    return firsts
+
+
+def _values_across(stage: StageValues, firsts: Sequence[int]) -> frozenset[int]:
+    """The values that a segment reads from earlier segments."""
+    return frozenset(
+        u
+        for first, end in itertools.pairwise([*firsts, len(stage)])
+        for v in range(first, end)
+        for u in stage[v].inputs
+        if u < first
+    )
+
+
+def _of_segment(value: ForwardValue, first: int, crosses: bool) -> ForwardValue:
+    if crosses:
+        return replace(value, inputs=(), is_needed=True, is_recomputable=False)
+    return replace(value, inputs=tuple(u - first for u in value.inputs if u >= first))
+
+
+def _crossing_bytes(stage: StageValues) -> Floats:
+    """The bytes that each position and later ones read of earlier ones; infinite if one may not be saved."""
+    last = {u: v for v, value in enumerate(stage) for u in value.inputs}
+    crossing = np.zeros(len(stage) + 1)
+    for u, v in last.items():
+        crossing[u + 1 : v + 1] += stage[u].num_bytes if stage[u].may_save else math.inf
+    return crossing

@@ -1,12 +1,13 @@
 """The schedules that a compiled model may run, and their numbers of microbatches."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipec.errors import InputError, PlanError
+from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.ir import Placement, Schedule, Stream, VersionPolicy
 from pipec.programs.lower_periodic import num_microbatches_to_lower
 from pipec.schedules import (
@@ -21,10 +22,10 @@ from pipec.schedules import (
     make_schedule,
     v_placement,
 )
-from pipec.schedules.asynchronous import asynchronous_1f1b
 from pipec.schedules.order_builder import looped_name
 from pipec.schedules.replicated import (
     consecutive_placement,
+    one_f_one_b_in_turns,
     replicate_placement,
     replicate_schedule,
     round_robin,
@@ -148,20 +149,23 @@ class SchedulePolicy:
         return list(dict.fromkeys(self._fixed(count).placement for count in counts))
 
     def candidate_schedules(
-        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
+        self, num_microbatches: int, placement: Placement, work: Callable[[Schedule], Workload]
     ) -> list[Schedule]:
-        """The schedules to try with ``num_microbatches``. ``work`` returns the costs of the stages.
+        """The schedules to try with ``num_microbatches``. ``work`` has the costs of a schedule's stages.
 
         Raises:
             InputError: the schedule does not support this number of microbatches.
-            InfeasibleError: a searched schedule finds no order within the memory limit.
             PlanError: with this number of microbatches, the schedule places stages on other ranks.
         """
         if self.source == "auto":
             return self._named_schedules(num_microbatches, placement)
         if isinstance(self.source, str) and self.source in SEARCHED_SCHEDULES:
-            make = functools.partial(make_schedule, self.source, self.num_ranks, work=work())
-            return [self._replicated(make, num_microbatches)]
+            like = self._replicated(functools.partial(SCHEDULES["zb-h1"], self.num_ranks), num_microbatches)
+            costs = work(like)
+            try:
+                return [self._searched(num_microbatches, costs)]
+            except InfeasibleError:  # less may be saved than by these stages
+                return [self._searched(num_microbatches, replace(costs, memory_limit=math.inf))]
         schedule = self._fixed(num_microbatches)
         if schedule.placement != placement:
             raise PlanError(
@@ -174,7 +178,7 @@ class SchedulePolicy:
     def forward_schedule(self, num_microbatches: int, placement: Placement) -> Schedule:
         """The schedule of evaluations. A searched schedule is about backwards: a simple one replaces it."""
         if self.is_asynchronous:
-            return forward_only(asynchronous_1f1b("1f1b", self.replicas_per_stage, num_microbatches))
+            return forward_only(one_f_one_b_in_turns("1f1b", self.replicas_per_stage, num_microbatches))
         if not (isinstance(self.source, str) and self.source in SEARCHED_SCHEDULES):
             return forward_only(self._fixed(num_microbatches))
         simple = (
@@ -212,6 +216,11 @@ class SchedulePolicy:
         if isinstance(self.source, str):
             return make_schedule(self.source, self.num_ranks, num_microbatches)
         return custom_schedule(self.source, self.num_ranks, num_microbatches)
+
+    def _searched(self, num_microbatches: int, work: Workload) -> Schedule:
+        return self._replicated(
+            functools.partial(make_schedule, str(self.source), self.num_ranks, work=work), num_microbatches
+        )
 
     def _replicated(self, make: Callable[[int], Schedule], num_microbatches: int) -> Schedule:
         if not isinstance(self.replicas, int):

@@ -219,9 +219,10 @@ class _Tried:
         num_valid = len(list(takewhile(staged.graph.is_valid_for, sizes)))
         if num_valid != count and (num_valid == 0 or len(candidate.counts(self.batch)) > 1):
             return []
-        work = functools.partial(staged.workload, placement, sizes[0])
         try:
-            schedules = candidate.policy.candidate_schedules(num_valid, placement, work)
+            schedules = candidate.policy.candidate_schedules(
+                num_valid, placement, lambda schedule: staged.workload(schedule, sizes[0])
+            )
         except (InputError, PlanError) as error:
             self.first_error = self.first_error or error
             return []

@@ -5,7 +5,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from pipec.artifact.artifact import Artifact
@@ -19,21 +18,18 @@ from pipec.compiler.batch_equivalence import (
     require_full_rounds,
 )
 from pipec.compiler.pass_list import NO_OFFLOAD, CompilerOptions
-from pipec.cost.formulas import node_bytes
 from pipec.errors import PipecError
 from pipec.graph import Operator, TailGradient, TrainingGraph
 from pipec.graph.phase_functions import StageFunctions, stage_functions
 from pipec.ir import (
+    Payload,
     Phase,
-    Placement,
     Plan,
     Program,
     RankMemory,
     RepresentativeRanks,
     Schedule,
-    StageMemory,
     SyncSpec,
-    rank_of,
 )
 from pipec.ir.columns import PHASE_CODE, ComputeColumns
 from pipec.ir.text_format import value_bytes
@@ -43,12 +39,9 @@ from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute, checkpointed_values, stage_values
 from pipec.passes.pass_dump import requested_pass_dumps
 from pipec.plan.buckets import segment_backwards
-from pipec.plan.build_plan import Names, build_plan, stage_cost
-from pipec.plan.memory_needs import plan_memory
-from pipec.plan.node_values import plan_value
-from pipec.plan.offload_cost import with_offload_seconds
+from pipec.plan.build_plan import Names, build_plan, with_offload_seconds
 from pipec.plan.optimizer_cost import with_training_state, with_update_costs
-from pipec.plan.predictions import simulate_plan, step_seconds
+from pipec.plan.predictions import plan_memory, simulate_plan, step_seconds
 from pipec.planner.recompute_solver import ForwardValue
 from pipec.programs.lower import lower
 from pipec.programs.lower_periodic import lower_periodic
@@ -240,37 +233,41 @@ class StagedGraph:
             ("evaluated", *key), lambda: self._with_fewest_sums(schedule, microbatch_size, sync)
         )
 
-    def workload(self, placement: Placement, size: int) -> Workload:
-        """The cost of each stage for a microbatch of ``size`` rows, in seconds and bytes.
+    def workload(self, schedule: Schedule, size: int) -> Workload:
+        """The costs of stages on one rank each, for a microbatch of ``size`` rows, in seconds and bytes.
 
-        Each stage is represented by its first replica.
+        Memory is an upper bound: each microbatch in flight has buffers for all its messages.
         """
-        stages, devices = self.stages(True), self.options.topology.devices
-        mapped = self.graph.assignment.ranks or tuple(range(len(devices)))
-        ranks = [mapped[rank_of(placement, stage.index)] for stage in stages]
-        costs = [
-            stage_cost(self.graph, stage, size, devices[rank].speed)
-            for stage, rank in zip(stages, ranks, strict=True)
-        ]
-
-        def seconds(phase: Phase) -> tuple[float, ...]:
-            return tuple(cost.seconds.get(phase, 0.0) for cost in costs)
-
+        plan, _ = self._plan(self.ordered(schedule), size, self.options.sync_spec)
+        stages, devices = plan.stages, self.options.topology.devices
+        received, sent, messages = ([0.0] * len(stages) for _ in range(3))
+        for link, seconds in zip(plan.links, plan.link_seconds, strict=True):
+            if link.payload.per_microbatch and link.target >= 0:
+                num_bytes = sum(value_bytes(value, plan.sizes) for value in link.values)
+                received[link.target] += num_bytes
+                sent[link.source] += num_bytes
+                messages[link.source] += seconds * (link.payload is Payload.ACTIVATION)
+        memory = (
+            replace(
+                own,
+                saved=own.saved + arrived,
+                weight_gradient_saved=own.weight_gradient_saved + arrived,
+                in_transit=own.in_transit + NUM_SENDS_IN_TRANSIT * left,
+            )
+            for own, arrived, left in zip((each.cost.memory for each in stages), received, sent, strict=True)
+        )
+        phases = (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT, Phase.RECOMPUTE)
+        forward, backward_input, backward_weight, recompute = (
+            tuple(each.cost.seconds.get(phase, 0.0) for each in stages) for phase in phases
+        )
         return Workload(
-            forward=seconds(Phase.FORWARD),
-            backward_input=seconds(Phase.BACKWARD_INPUT),
-            backward_weight=seconds(Phase.BACKWARD_WEIGHT),
-            recompute=seconds(Phase.RECOMPUTE),
-            messages=tuple(
-                self._message_seconds(stage, size, *ends)
-                for stage, ends in zip(stages, pairwise(ranks), strict=False)
-            ),
-            memory=tuple(
-                _with_messages(cost.memory, stage, size) for cost, stage in zip(costs, stages, strict=True)
-            ),
-            memory_limit=tuple(
-                devices[mapped[rank]].memory_bytes for rank in sorted({ranks[0] for ranks in placement})
-            ),
+            forward,
+            backward_input,
+            backward_weight,
+            recompute,
+            messages=tuple(messages[:-1]),
+            memory=tuple(memory),
+            memory_limit=tuple(devices[ranks[0]].memory_bytes for ranks in plan.placement),
         )
 
     def stages(self, split_backward: bool) -> Sequence[StageFunctions]:
@@ -370,10 +367,7 @@ class StagedGraph:
         topology, device = self.options.topology, self.options.device_model
         stages = self.stages(split)
         if not schedule.stream:
-            launch = device.launch_seconds
-            stages = segment_backwards(
-                self.graph, stages, split, schedule.placement, size, topology, launch, sync_spec
-            )
+            stages = segment_backwards(self.graph, stages, split, schedule.placement)
         plan = build_plan(self.graph, stages, self.names, schedule, size, topology, sync_spec)
         plan = with_offload_seconds(plan, device.host_link)
         plan = replace(
@@ -390,15 +384,6 @@ class StagedGraph:
         if not plan.sync_spec.updates:
             return with_training_state(plan, self.options.sync_spec, self.options.optimizer)
         return with_update_costs(plan, self.options.optimizer, self.options.device_model)
-
-    def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
-        """The seconds that the messages of the stage's forward take from one rank to another."""
-        sent = [node for function in stage.phase_functions(Phase.FORWARD) for node in function.sent]
-        if source == target or not sent:
-            return 0.0
-        planned = {"b": size, **self.graph.planned_sizes}
-        sizes = [value_bytes(plan_value(self.graph, node, node.name), planned) for node in sent]
-        return self.options.topology.link_between(source, target).seconds(sum(sizes))
 
     @property
     def _repeated_cut(self) -> Pass:
@@ -417,20 +402,6 @@ def _every_program(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     programs = _lowered(schedule, plan)
     verify_parts(plan, programs)
     return programs
-
-
-def _with_messages(memory: StageMemory, stage: StageFunctions, size: int) -> StageMemory:
-    """An upper bound of a stage's memory with messages: each microbatch in flight has a buffer for them."""
-    received, sent = (
-        sum(node_bytes(node, size) for function in stage.functions for node in getattr(function, kind))
-        for kind in ("received", "sent")
-    )
-    return replace(
-        memory,
-        saved=memory.saved + received,
-        weight_gradient_saved=memory.weight_gradient_saved + received,
-        in_transit=memory.in_transit + NUM_SENDS_IN_TRANSIT * sent,
-    )
 
 
 def _splits_backward(schedule: Schedule) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipec.errors import DAMAGED_DATA_ERRORS, InputError
+from pipec.ir.json_form import read_plain
 
 VERSION = 1
 
@@ -78,7 +79,8 @@ def load_profile(path: str | Path) -> Profile:
             "make it again with `pipec profile`"
         )
     try:
-        profile = _parse(data)
+        data = {key: value for key, value in data.items() if key not in ("format", "version")}
+        profile = read_plain(Profile, data)
     except DAMAGED_DATA_ERRORS as error:
         raise InputError(
             f"{path} is a damaged profile: {type(error).__name__} {error}; make it again with `pipec profile`"
@@ -100,24 +102,3 @@ def _operator_text(operator: dict[str, Any]) -> str:
     nodes = ",\n".join(f"   {json.dumps(node)}" for node in operator["nodes"])
     named = json.dumps({"name": operator["name"], "module": operator["module"]}).removesuffix("}")
     return f'  {named}, "nodes": [\n{nodes}\n  ]}}'
-
-
-def _parse(data: dict[str, Any]) -> Profile:
-    operators = tuple(
-        ProfiledOperator(
-            str(operator["name"]),
-            str(operator["module"]),
-            tuple(
-                ProfiledNode(str(n["name"]), str(n["calls"]), str(n["phase"]), float(n["seconds"]))
-                for n in operator["nodes"]
-            ),
-        )
-        for operator in data["operators"]
-    )
-    return Profile(
-        str(data["fingerprint"]),
-        str(data["device"]),
-        str(data["torch"]),
-        int(data["microbatch_size"]),
-        operators,
-    )

@@ -7,10 +7,8 @@
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-from torch import fx
 
 from pipec.errors import PlanError, VerifyError
 from pipec.graph import (
@@ -19,11 +17,11 @@ from pipec.graph import (
     LoweringLevel,
     TrainingGraph,
     is_constant,
-    is_gradient_sum,
     permuted_ranks,
     stage_of,
 )
 from pipec.ir import Placement
+from pipec.passes.exclusive_gradients import gradient_terms
 from pipec.passes.split_operators import operator_steps, split_operators
 
 Assign = Callable[[TrainingGraph], Assignment]
@@ -79,7 +77,7 @@ def _check_sparse_gradients(graph: TrainingGraph) -> None:
     for role, node in graph.outputs:
         if not isinstance(role, Gradient):
             continue
-        terms = list(_terms(node))
+        terms = list(gradient_terms(node))
         stages = sorted({stage_of(term) for term in terms})
         if len(stages) > 1 and any(term.meta["val"].is_sparse for term in terms):
             raise PlanError(
@@ -87,12 +85,3 @@ def _check_sparse_gradients(graph: TrainingGraph) -> None:
                 "a sparse gradient cannot be sent between stages. "
                 "Make the embedding with sparse=False, or do not tie its weight."
             )
-
-
-def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
-    """The nodes whose sum is the gradient."""
-    if is_gradient_sum(gradient):
-        for term in gradient.all_input_nodes:
-            yield from _terms(term)
-    else:
-        yield gradient

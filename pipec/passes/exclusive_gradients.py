@@ -1,11 +1,11 @@
-"""Gradients that nothing but the sum of a parameter's gradients reads, so that their form may change."""
+"""The terms of gradients, and those gradients that nothing else reads, so that their form may change."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 from torch import fx
 
-from pipec.graph import Gradient, Parameter, TrainingGraph
+from pipec.graph import Gradient, Parameter, TrainingGraph, is_gradient_sum
 
 
 def exclusive_gradients(graph: TrainingGraph) -> Iterator[fx.Node]:
@@ -19,3 +19,12 @@ def exclusive_gradients(graph: TrainingGraph) -> Iterator[fx.Node]:
             and node.meta["val"].dtype == arguments[Parameter(role.fqn)].meta["val"].dtype
         ):
             yield node
+
+
+def gradient_terms(gradient: fx.Node) -> Iterator[fx.Node]:
+    """The nodes whose sum is the gradient, in autograd's order."""
+    if is_gradient_sum(gradient):
+        for term in gradient.all_input_nodes:
+            yield from gradient_terms(term)
+    else:
+        yield gradient

@@ -7,13 +7,13 @@
     g = add(a, b)              stage 0   -> gradient of wte
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from pipec.graph import Gradient, ResultRole, TrainingGraph, is_gradient_sum, stage_of
+from pipec.graph import Gradient, ResultRole, TrainingGraph, stage_of
+from pipec.passes.exclusive_gradients import gradient_terms
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,11 @@ class UntieGradients:
 
 def _per_stage(graph: TrainingGraph, gradient: fx.Node) -> list[fx.Node]:
     """The gradient as one sum per stage. Each sum adds its terms in autograd's order."""
-    terms = list(_terms(gradient))
+    terms = list(gradient_terms(gradient))
     stages = sorted({stage_of(term) for term in terms})
     if len(stages) == 1:
         return [gradient]
     return [_sum(graph, gradient, [t for t in terms if stage_of(t) == stage]) for stage in stages]
-
-
-def _terms(node: fx.Node) -> Iterator[fx.Node]:
-    if is_gradient_sum(node):
-        for term in node.all_input_nodes:
-            yield from _terms(term)
-    else:
-        yield node
 
 
 def _sum(graph: TrainingGraph, gradient: fx.Node, terms: list[fx.Node]) -> fx.Node:

@@ -6,9 +6,8 @@ from weakref import WeakKeyDictionary
 from pipec.artifact.artifact import Artifact
 from pipec.ir import Plan, Program
 from pipec.pipeline.pipeline import Pipeline
-from pipec.plan.memory_needs import plan_memory
 from pipec.plan.plan_table import bytes_of_step
-from pipec.plan.predictions import simulate_plan, step_seconds
+from pipec.plan.predictions import plan_memory, simulate_plan, step_seconds
 from pipec.plan.step_memory import StepMemory
 from pipec.programs.lower_periodic import steady_excerpt
 from pipec.timeline.trace import Trace

@@ -2,15 +2,18 @@
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
+from pipec import ops
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.graph import (
     ModelInput,
+    TailGradient,
+    TailInput,
     TrainingGraph,
     accumulates_in_place,
     depends_on_inputs_only,
@@ -18,6 +21,7 @@ from pipec.graph import (
     is_forward,
     is_view,
     recv,
+    source_parameters,
     stage_of,
     storage_owner,
 )
@@ -25,11 +29,15 @@ from pipec.graph.in_place import owns_new_storage
 from pipec.graph.lifetimes import BytesOf, FunctionMemory, storage_bytes, storage_owners
 from pipec.graph.phase_functions import PhaseFunction, StageFunctions, batch_count_nodes
 from pipec.graph.size_text import format_guard
+from pipec.hardware.collective_costs import all_reduce_seconds, unshard_seconds
+from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     SCHEDULED_PHASES,
     InputLeaf,
     Link,
+    ModelCollective,
+    Op,
     Payload,
     Phase,
     Placement,
@@ -41,15 +49,14 @@ from pipec.ir import (
     StageCost,
     StageMemory,
     SyncSpec,
+    Tail,
     Value,
 )
 from pipec.ir.batch_axis import LEADING, BatchAxis
 from pipec.ir.columns import ComputeColumns
 from pipec.ir.text_format import value_bytes
-from pipec.plan.model_collectives import model_collectives_of
 from pipec.plan.node_values import plan_value
 from pipec.plan.sync_spec import build_sync_spec
-from pipec.plan.tail import build_tail
 from pipec.programs.routes import routes
 from pipec.programs.shared_receives import runs_stages_in_order
 
@@ -236,12 +243,77 @@ def _stage(
         ),
         offloaded=tuple(k for k, node in enumerate(forwards[-1].saved_out) if node.meta.get("offload")),
         segments=_segment_fractions(stage, size),
-        model_collectives=tuple(model_collectives_of(graph, stage, names, ranks, topology, size)),
-        tail=build_tail(graph, stage, names, size, schedule.num_microbatches, ranks, topology)
-        if stage.tail
-        else None,
+        model_collectives=tuple(_model_collectives(graph, stage, names, ranks, topology, size)),
+        tail=_tail(graph, stage, names, size, schedule.num_microbatches, ranks, topology),
         cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),
     )
+
+
+def _tail(
+    graph: TrainingGraph,
+    stage: StageFunctions,
+    names: Mapping[fx.Node, str],
+    microbatch_size: int,
+    num_microbatches: int,
+    ranks: Sequence[int],
+    topology: Topology,
+) -> Tail | None:
+    """The tail of a stage, which computes with the rows of all microbatches; None if it has none."""
+    tail, num_rows = stage.tail, microbatch_size * num_microbatches
+    if tail is None:
+        return None
+
+    def bytes_of(node: fx.Node) -> int:
+        return node_bytes(node, num_rows)
+
+    inputs = [node for node in tail.inputs if isinstance(node.meta["role"], TailInput)]
+    gradients = [node for node in graph.arguments if isinstance(node.meta["role"], TailGradient)]
+    read = {fqn for node in tail.read_nodes for fqn in source_parameters(node)}
+    rows = [node for function in stage.functions for _, node in function.tail_values]
+    return Tail(
+        inputs=tuple(plan_value(graph, node, names[node]) for node in inputs),
+        gradients=tuple(plan_value(graph, node, names[node]) for node in gradients),
+        results=tuple(names[node] for node in tail.outputs),
+        parameters=tuple(fqn for node in stage.parameters if (fqn := node.meta["role"].fqn) in read),
+        updated_buffers=tuple(fqn for fqn, _ in tail.buffer_updates),
+        location=graph.findings.tail,
+        flops=sum(evaluate_cost(node.meta["cost"].flops, num_rows) for node in tail.body),
+        seconds=sum(node.meta["cost"].seconds(num_rows) for node in tail.body) / stage_speed(topology, ranks),
+        gather_seconds=unshard_seconds(topology, ranks, sum(map(bytes_of, inputs))),
+        transient_bytes=tail.lifetimes.memory(bytes_of).peak,
+        unsaved_bytes=sum(node_bytes(node, microbatch_size) for node in _kept(stage, rows)),
+    )
+
+
+def _kept(stage: StageFunctions, rows: Sequence[fx.Node]) -> Collection[fx.Node]:
+    """The values that each forward keeps for the tail alone."""
+    return storage_owners(rows) - storage_owners(stage.phase_functions(Phase.FORWARD)[-1].saved_out)
+
+
+_OPS = {
+    ops.ALL_REDUCE: Op.ALL_REDUCE,
+    ops.ALL_GATHER: Op.ALL_GATHER,
+    ops.REDUCE_SCATTER: Op.REDUCE_SCATTER,
+}
+
+
+def _model_collectives(
+    graph: TrainingGraph,
+    stage: StageFunctions,
+    names: Mapping[fx.Node, str],
+    ranks: Sequence[int],
+    topology: Topology,
+    size: int,
+) -> Iterator[ModelCollective]:
+    """The model collectives of a stage on ``ranks``, in the order in which a microbatch reaches them."""
+    for function in stage.functions:
+        for node in function.collectives:
+            op = _OPS[node.target]  # type: ignore[index]
+            num_bytes = node_bytes(node, size) * (len(ranks) if op is Op.REDUCE_SCATTER else 1)
+            seconds_of = all_reduce_seconds if op is Op.ALL_REDUCE else unshard_seconds
+            seconds = seconds_of(topology, ranks, num_bytes)
+            value = plan_value(graph, node, names[node])
+            yield ModelCollective(op, function.phase, function.segment + 1, value, seconds)
 
 
 def _unsaved(stage: StageFunctions) -> Iterator[fx.Node]:
@@ -473,3 +545,13 @@ def _inputs(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names
             yield InputLeaf(
                 role.position, role.path, role.batched, _batched(value) if role.batched else value
             )
+
+
+def with_offload_seconds(plan: Plan, link: LinkModel) -> Plan:
+    """The plan with the seconds of each stage's offloads and prefetches."""
+    stages = []
+    for stage in plan.stages:
+        num_bytes = stage.cost.memory.offloaded
+        seconds = len(stage.offloaded) * link.latency_seconds + num_bytes / link.bytes_per_second
+        stages.append(replace(stage, cost=replace(stage.cost, copy_seconds=seconds)))
+    return replace(plan, stages=tuple(stages))

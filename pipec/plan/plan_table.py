@@ -19,8 +19,7 @@ from pipec.ir.text_format import (
     text_as_html,
     value_bytes,
 )
-from pipec.plan.memory_needs import plan_memory
-from pipec.plan.predictions import simulate_plan
+from pipec.plan.predictions import plan_memory, simulate_plan
 from pipec.timeline.attribution import attribute_waits, critical_path, critical_path_times
 from pipec.timeline.events import Timeline
 from pipec.timeline.steady_state import steady_state

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipec.ir import Op, Plan, Program, RepresentativeRanks
-from pipec.plan.memory_needs import plan_memory
+from pipec.ir import Op, Plan, Program, RankMemory, RepresentativeRanks
 from pipec.programs.lower_periodic import steady_excerpt
+from pipec.programs.rank_memory import rank_memory
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.timeline.steady_state import steady_state
@@ -47,6 +47,21 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     )
     timeline = simulate(programs, costs)
     return replace(timeline, sync_spec=plan.sync_spec, representatives=representatives)
+
+
+def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
+    """The memory that each rank of a plan needs. Periodic programs are followed until their steady state.
+
+    ``programs`` are those of all ranks, or of ranks that represent all.
+    """
+    excerpt = steady_excerpt(programs, plan.sync_spec.stream, plan.placement)
+    needs = {program.rank: rank_memory(plan, program) for program in excerpt}
+    few = RepresentativeRanks.of(plan.placement, [*needs])
+    return (
+        [replace(needs[rank], rank=each) for each, rank in enumerate(few.represented_by)]
+        if few
+        else [*needs.values()]
+    )
 
 
 def step_seconds(plan: Plan, timeline: Timeline) -> float:

@@ -1,30 +1,41 @@
 """Plan a chain of blocks on a topology: which blocks form a stage, on how many replicas, on which devices.
 
-Every device has a stage. Each stage gets one to ``max_replicas`` members of one class (equal devices or equal
+Every device has a stage. Each stage gets one to ``replicas`` members of one class (equal devices or equal
 groups) of the group that it is in (``placements``). Over all such plans that fit in memory, the slowest stage
-is as fast as possible (``cost_model``). Of plans that are fast within a tolerance, the one that communicates
-least is taken; of these the fastest, to 0.1%; of these the one with the earliest cuts.
+is as fast as possible (``chain``). Of plans that are fast within a tolerance, the one that communicates least
+is taken; of these the fastest; of these the one with the earliest cuts.
 
 Memory: a replica holds the resident bytes of its stage once, and the saved bytes for each microbatch in
 flight. The more devices later stages are on, the more microbatches are in flight.
 
-Stages get their devices first (``structure``). This is exact for up to ``MOST_POSITIONS`` places to cut; of
-more, as many are looked at, where little crosses. With the devices known, the cuts are exact (``cuts``).
+This is PipeDream's recurrence (Narayanan et al., SOSP 2019, section 3.1), with classes of unequal devices.
+Say D are the devices that have no stage yet. The slowest stage of the best plan for the blocks from position
+k on takes, over all ends e of the next stage and all devices that it may take,
+
+    best(k, D) = least of max(seconds of a stage from k to e on the devices taken, best(e, D - taken))
+
+It is exact for chains of up to ``MOST_POSITIONS`` places to cut; of more, as many are looked at, where little
+crosses. With the devices of each stage known, the cuts are found among ``_MOST_CUTS`` places.
 """
 
-import math
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipec.errors import InfeasibleError, PlanError
 from pipec.hardware.topology import Topology
-from pipec.planner.cost_model import CostModel, Positions, StageCosts, stage_costs
-from pipec.planner.cuts import best_cuts
-from pipec.planner.operator_chain import OperatorChain, check_operator_chain
-from pipec.planner.placements import Placement, Placements
-from pipec.planner.structure import best_placements
+from pipec.planner.chain import (
+    CostModel,
+    OperatorChain,
+    Positions,
+    StageCosts,
+    Vector,
+    check_operator_chain,
+    stage_costs,
+)
+from pipec.planner.placements import Left, Option, Placement, Placements, devices_left
 
 TOLERANCE = 0.01
 """The costs of a model are not known better than by 1 or 2 percent.
@@ -39,7 +50,10 @@ _FEW_POSITIONS = 32
 MOST_POSITIONS = 256
 
 _MOST_CUTS = 4096
-"""The most positions among which cuts are chosen, however many there are."""
+"""The most positions among which cuts are chosen; a quarter of them if a stage may be twice the mean."""
+
+_ROUNDING = 1e-12
+"""The relative difference that sums of the same figures in another order may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,58 +85,173 @@ def partition_chain(
     chain: OperatorChain,
     topology: Topology,
     model: CostModel,
-    max_replicas: int,
+    replicas: int | Sequence[int],
     tolerance: float = TOLERANCE,
 ) -> tuple[PartitionStage, ...]:
     """The stages of the best plan, in the order the forward visits them.
 
-    A plan may take longer than the fastest one by the share ``tolerance`` in order to communicate less.
+    A stage has up to ``replicas``, or stage k has ``replicas[k]``, on devices of one level. A plan may take
+    longer than the fastest one by the share ``tolerance`` in order to communicate less.
 
     Raises:
         PlanError: the chain is malformed, or has too few blocks for every device.
         InfeasibleError: no plan fits in memory, or none was found that does.
     """
     check_operator_chain(chain)
-    stages = _stages(chain, topology, model, max_replicas, tolerance)
+    stages = _stages(chain, topology, model, replicas, tolerance)
     if not stages:
-        unlimited = _stages(chain, topology.without_memory_limits(), model, max_replicas, tolerance)
+        unlimited = _stages(chain, topology.without_memory_limits(), model, replicas, tolerance)
         if not unlimited:
+            each = "" if isinstance(replicas, int) else f", {tuple(replicas)} of them for the stages"
             raise PlanError(
                 f"{len(chain.names)} operators are too few for a stage on each of {len(topology.devices)} "
-                f"devices: a stage needs at least one operator that takes time. Use fewer devices"
+                f"devices{each}: a stage needs at least one operator that takes time. Use fewer devices"
             )
         raise _infeasible(unlimited, topology, is_certain=len(chain.names) < MOST_POSITIONS)
     return stages
 
 
 def _stages(
-    chain: OperatorChain, topology: Topology, model: CostModel, max_replicas: int, tolerance: float
+    chain: OperatorChain,
+    topology: Topology,
+    model: CostModel,
+    replicas: int | Sequence[int],
+    tolerance: float,
 ) -> tuple[PartitionStage, ...]:
     """The stages of the best plan; none if none fits in memory."""
-    if not _may_run_out(chain, topology, model):
-        topology = topology.without_memory_limits()
-    costs, num_devices = stage_costs(chain, topology.levels, model), len(topology.devices)
-    placements = Placements(topology, max_replicas)
-    options, fastest = placements.only_options(), math.inf
+    costs, placements = stage_costs(chain, topology, model), Placements(topology, replicas)
+    least = 2 * len(topology.devices) // (replicas if isinstance(replicas, int) else 1)
+    every = functools.cache(lambda left: tuple(placements.options(left)))
+    options, known, among = placements.only_options(), np.inf, np.array([], np.intp)
+    for most in (_FEW_POSITIONS, MOST_POSITIONS):
+        among = np.union1d(among, _promising(costs, max(most, least)))
+        search = _Search(costs.at(among), placements.start(), every, known)
+        known = min(known, search.fastest * (1 + _ROUNDING))
+    options = options or [option for option, _ in search.within(search.fastest * (1 + tolerance))]
     if not options:
-        some = costs.at(_promising(costs, max(MOST_POSITIONS, 2 * num_devices // max_replicas)))
-        known, _ = best_placements(some.at(_promising(some, _FEW_POSITIONS)), placements, tolerance=0.0)
-        fastest, options = best_placements(some, placements, tolerance, known)
-    places = [option.placement for option in options]
-    among = _promising(costs, max(_MOST_CUTS, 4 * len(places)))
-    cuts = best_cuts(costs.at(among), places, tolerance, fastest) if places else None
-    if cuts is None:
         return ()
-    ends = among[cuts]
-    stages = zip(places, ends[:-1], ends[1:], placements.devices(options), strict=True)
-    return tuple(_stage(costs, *stage) for stage in stages)
+    lefts = [placements.start(), *(option.left for option in options)]
+    chosen = {left: [option] for left, option in zip(lefts, options, strict=False)}
+    rate, work = sum(option.placement.rate for option in options), float(costs.seconds[-1])
+    loose = min(1.0, known * rate / work - 1) if work else 1.0
+    among = np.union1d(among, _promising(costs, max(int(_MOST_CUTS / max(1.0, 4 * loose)), 4 * len(options))))
+    search = _Search(costs.at(among), lefts[0], chosen.__getitem__, known * (1 + tolerance))
+    found = search.within(min(search.fastest, known) * (1 + tolerance))
+    if not found:
+        return ()
+    ends = among[[0, *(end for _, end in found)]]
+    stages = zip(options, ends[:-1], ends[1:], placements.devices(options), strict=True)
+    return tuple(_stage(costs, option.placement, *stage) for option, *stage in stages)
 
 
-def _may_run_out(chain: OperatorChain, topology: Topology, model: CostModel) -> bool:
-    """Whether any device could be too small for any stage."""
-    most_in_flight = model.in_flight(len(topology.devices))
-    most = sum(chain.resident_bytes) + most_in_flight * sum(chain.saved_bytes)
-    return most > min(device.memory_bytes for device in topology.devices)
+@dataclass(frozen=True)
+class _Best:
+    """Of plans for the blocks behind each of ``positions``: the least communication, and the slowest stage.
+
+    Both are infinite where there is no plan. Of plans that communicate equally, the fastest counts.
+    """
+
+    positions: Positions
+    spent: Vector
+    slowest: Vector
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search for plans of no more than the ``known`` seconds, among the ``options`` of what is left."""
+
+    costs: StageCosts
+    start: Left
+    options: Callable[[Left], Iterable[Option]]
+    known: float
+
+    @functools.cached_property
+    def fastest(self) -> float:
+        """The seconds of the slowest stage of the fastest plan; infinite if there is none."""
+        return float(self._best(self.known, False)[self.start].slowest[0])
+
+    def within(self, limit: float) -> list[tuple[Option, int]]:
+        """The option of each stage, and the position at which it ends; none if there is no plan.
+
+        Of plans within the limit of seconds, these are the stages that communicate least.
+        """
+        best = self._best(limit * (1 + _ROUNDING), True)
+        left, position, stages = self.start, 0, list[tuple[Option, int]]()
+        limit = float(best[left].slowest[0]) * (1 + _ROUNDING)
+        while left and limit < np.inf:
+            here = best[left]
+            least = here.spent[here.positions.searchsorted(position)] * (1 + _ROUNDING)
+            for option in self.options(left):
+                if behind := best.get(option.left):
+                    spent, _ = self._from(np.array([position]), option.placement, behind, limit, True)
+                    if len(ends := np.flatnonzero(spent[0] <= least)):
+                        left, position = option.left, int(behind.positions[ends[0]])
+                        stages.append((option, position))
+                        break
+            else:
+                raise AssertionError("the best plan is one of the options")
+        return stages
+
+    def _best(self, limit: float, communicates: bool) -> dict[Left, _Best]:
+        """The best plans for what is left, within the limit; the fastest, unless communication counts."""
+        spans = self._spans(limit)
+        best: dict[Left, _Best] = {
+            (): _Best(np.array([len(self.costs.seconds) - 1]), np.zeros(1), np.zeros(1))
+        }
+        for left in reversed(spans):
+            first, last = spans[left]
+            positions = np.arange(first, last + 1)
+            least = slowest = np.full(len(positions), np.inf)
+            for option in self.options(left):
+                if not (behind := best.get(option.left)):
+                    continue
+                spent, slow = self._from(positions, option.placement, behind, limit, communicates)
+                found = spent.min(axis=1)
+                slow = np.where(spent <= found[:, None] * (1 + _ROUNDING), slow, np.inf).min(axis=1)
+                is_less, is_equal = found < least * (1 - _ROUNDING), found <= least * (1 + _ROUNDING)
+                slowest = np.where(is_less, slow, np.where(is_equal, np.minimum(slow, slowest), slowest))
+                least = np.minimum(found, least)
+            best[left] = _Best(positions, least, slowest)
+        return best
+
+    def _from(
+        self, positions: Positions, at: Placement, behind: _Best, limit: float, communicates: bool
+    ) -> tuple[Vector, Vector]:
+        """The communication and the slowest stage with a stage from each position to each one behind it."""
+        span = positions[:, None], behind.positions[None, :]
+        slow = np.maximum(self.costs.stage_seconds(at, *span), behind.slowest)
+        spent = self.costs.communication_seconds(at, *span) + behind.spent if communicates else np.zeros(())
+        is_plan = slow <= limit
+        return np.where(is_plan, spent, np.inf), np.where(is_plan, slow, np.inf)
+
+    def _spans(self, limit: float) -> dict[Left, tuple[int, int]]:
+        """What may be left, with the first and last position where it may begin; most devices left first.
+
+        If the end cannot be reached, nothing is left but the start.
+        """
+        work, fastest = self.costs.seconds, self.costs.speed
+        rounding = _ROUNDING * work[-1]
+        waiting = {devices_left(self.start): {self.start: (0, 0)}}
+        spans, reaches_end = dict[Left, tuple[int, int]](), False
+        while waiting:
+            of_most = waiting.pop(max(waiting))
+            spans |= of_most
+            for left, (first, last) in of_most.items():
+                for option in self.options(left):
+                    seconds = limit * option.placement.rate + rounding
+                    end = int(work.searchsorted(work[last] + seconds, side="right")) - 1
+                    end = min(end, self.costs.furthest_in_memory(option.placement, last))
+                    if not option.left:
+                        reaches_end = reaches_end or end == len(work) - 1
+                        continue
+                    remaining = devices_left(option.left)
+                    nearest = work[-1] - remaining * limit * fastest - rounding
+                    begin = max(first + 1, int(work.searchsorted(nearest)))
+                    if begin <= end:
+                        others = waiting.setdefault(remaining, {})
+                        known = others.get(option.left, (begin, end))
+                        others[option.left] = min(known[0], begin), max(known[1], end)
+        return spans if reaches_end else {self.start: (0, 0)}
 
 
 def _promising(costs: StageCosts, count: int) -> Positions:

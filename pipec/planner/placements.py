@@ -14,7 +14,7 @@ earlier stages have opened::
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from pipec.hardware.topology import Device, Topology
@@ -85,17 +85,26 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Placements:
-    """The placements of stages on all devices, with up to ``most_replicas`` at each level."""
+    """The placements of stages on all devices.
+
+    A stage has up to ``replicas`` at each level; or stage k has ``replicas[k]``, on devices of one level.
+    """
 
     topology: Topology
-    most_replicas: int
+    replicas: int | Sequence[int]
 
     def start(self) -> Left:
         return (_opened(_outermost(self.topology), (), 0),)
 
     def options(self, left: Left) -> Iterator[Option]:
         """Every way to place the next stage."""
-        return self._inside(left[:-1], left[-1], left[-1].group.level, ())
+        if isinstance(self.replicas, int):
+            counts: Sequence[int] = range(1, self.replicas + 1)
+        else:
+            taken = len(self.topology.devices) - devices_left(left)
+            stage = list(accumulate(self.replicas, initial=0)).index(taken)
+            counts = self.replicas[stage : stage + 1]
+        return self._inside(left[:-1], left[-1], left[-1].group.level, (), counts)
 
     def only_options(self) -> list[Option]:
         """The options of all stages if each is the only one; none if there is a choice."""
@@ -109,18 +118,23 @@ class Placements:
         return options
 
     def _inside(
-        self, outer: Left, inner: OpenGroup, level: int, taken: tuple[tuple[int, int], ...]
+        self,
+        outer: Left,
+        inner: OpenGroup,
+        level: int,
+        taken: tuple[tuple[int, int], ...],
+        counts: Sequence[int],
     ) -> Iterator[Option]:
         group = inner.group
         for index, (kind, most) in enumerate(zip(group.classes, inner.left, strict=True)):
-            for count in range(1, min(most, self.most_replicas) + 1):
+            for count in (number for number in counts if number <= most):
                 rest = (*inner.left[:index], most - count, *inner.left[index + 1 :])
                 remaining = (*outer, inner._replace(left=rest))
                 members, now_taken = (*inner.members, count), (*taken, (index, count))
                 after = math.ceil((inner.after + group.num_devices(rest)) / count)
                 if isinstance(kind[0], DeviceGroup):
                     opened = _opened(kind[0], members, after)
-                    yield from self._inside(remaining, opened, level, now_taken)
+                    yield from self._inside(remaining, opened, level, now_taken, counts)
                 else:
                     links = math.prod(members[: len(self.topology.levels) - level])
                     device = self.topology.devices[kind[0]]

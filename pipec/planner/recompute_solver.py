@@ -13,11 +13,9 @@ HiGHS)::
                 at each moment: saved bytes of the microbatches in flight, without the offloaded ones, and
                                 recomputed bytes <= room
 
-Copies that overlap computes are free, so that the seconds of copies have a kink. It is solved on either
-side::
+Copies that overlap computes are free. So one more variable counts the bytes that are copied beyond these:
 
-    sum of bytes[v] * o[v] <= free      copies take next to nothing
-    sum of bytes[v] * o[v] >= free      the bytes above take their time, to the host and back
+    sum of bytes[v] * o[v] - e <= free bytes
 
 Without these and the rooms the matrix is that of a network, so that the relaxation is nearly integral: a
 stage of a thousand values takes about a tenth of a second. (Jain et al., "Checkmate", MLSys 2020, also solve
@@ -26,17 +24,19 @@ for when each value is recomputed, which takes hours.)
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import scipy
 
+from pipec.ir.columns import Ints
+
 GAP = 1e-3
 """The relative tolerance: a solution may take longer than the best one by this share."""
 
-_GRAIN = 1e-4
-"""The share of the room to which the least excess is found."""
+_GRAINS = 1 << 15
+"""The precision of bytes that are copied, in parts of all: a whole number, for HiGHS prints otherwise."""
 
 _MAX_NODES = 10_000
 """The most nodes of a search, hundreds of times what stages have needed."""
@@ -141,11 +141,67 @@ def minimize_seconds(
 
     Without a ``host`` nothing is offloaded.
     """
-    rooms, program = np.array([moment.room for moment in moments]), RecomputeProgram(stages, moments, host)
+    values = [value for stage in stages for value in stage]
+    firsts = [0, *itertools.accumulate(map(len, stages))]
+    rooms = np.array([moment.room for moment in moments])
+    num, cost = len(values), host or OffloadCost(0.0, 0.0)
+    if not num:
+        nothing = tuple(frozenset[int]() for _ in stages)
+        return RecomputeSolution(nothing, nothing, 0.0) if (rooms >= 0).all() else None
+    sizes, needed, saves, recomputes, offloads = np.array(
+        [
+            (v.num_bytes, v.is_needed, v.may_save, v.is_recomputable, v.may_offload and bool(host))
+            for v in values
+        ]
+    ).T
+    movable = max(float((sizes * offloads).sum()), 1.0)
+    memory = [
+        np.concatenate(
+            [again * sizes * needed - saved * sizes * saves, saved * sizes * saves, -away * sizes, [0]]
+        )
+        for saved, again, away in (
+            (
+                np.repeat(count, np.diff(firsts))
+                for count in (moment.saved, moment.recomputed, moment.offloaded)
+            )
+            for moment in moments
+        )
+    ]
+    copied = np.concatenate([np.zeros(2 * num), sizes * offloads / movable, [-1 / _GRAINS]])
+    seconds = np.concatenate(
+        [
+            [value.seconds * value.is_recomputable for value in values],
+            np.zeros(num),
+            2 * cost.seconds_per_byte * HIDDEN * sizes * offloads,
+            [2 * cost.seconds_per_byte * movable / _GRAINS],
+        ]
+    )
+    unit = max(float(np.abs(rooms).max(initial=0)), float(sizes.max()), 1.0)
+    rows = scipy.sparse.vstack(
+        [
+            scipy.sparse.csr_array(np.array([*(row / unit for row in memory), copied])),
+            _dependencies(stages, firsts),
+        ]
+    )
+    bounds = scipy.optimize.Bounds(
+        np.concatenate([np.zeros(num), needed, np.zeros(num + 1)]),
+        np.concatenate([recomputes, np.ones(num), offloads, [_GRAINS]]),
+    )
     for _ in range(_ATTEMPTS):
-        choice = program.fastest(rooms)
-        if choice is None:
+        limits = np.append(rooms / unit, cost.free_bytes / movable)
+        found = scipy.optimize.milp(
+            seconds / (seconds.max() or 1.0),
+            integrality=np.ones(len(seconds)),
+            bounds=bounds,
+            constraints=scipy.optimize.LinearConstraint(
+                rows, -np.inf, np.concatenate([limits, np.zeros(rows.shape[0] - len(limits))])
+            ),
+            options={"mip_rel_gap": GAP, "node_limit": _MAX_NODES},
+        )
+        if found.x is None:
             return None
+        again, _, moved = (np.flatnonzero(part > 0.5) for part in found.x[:-1].reshape(3, num))
+        choice = _choice(stages, firsts, again, moved, cost)
         over = np.array([choice.held_bytes(stages, moment) - moment.room for moment in moments])
         if not (over > 0).any():
             return choice
@@ -153,173 +209,36 @@ def minimize_seconds(
     return None
 
 
-@functools.lru_cache(maxsize=256)
-def minimize_excess(
-    stages: tuple[StageValues, ...], moments: tuple[MemoryConstraint, ...], host: OffloadCost | None = None
-) -> RecomputeSolution:
-    """The choice with the least excess over the rooms; of such choices, the fastest."""
-    choice = RecomputeProgram(stages, moments, host).smallest()
-    excess = max(choice.excess_bytes(stages, moments), 0.0)
-    eased = tuple(replace(moment, room=moment.room + excess) for moment in moments)
-    return minimize_seconds(stages, eased, host) or choice
+def _dependencies(stages: Sequence[StageValues], firsts: Sequence[int]) -> "scipy.sparse.csr_array":
+    """A row r[v] - d[u] <= 0 for v and each input u of v, and d[v] - r[v] <= 0 if v cannot be saved.
 
-
-class RecomputeProgram:
-    """The integer program over all stages of a rank.
-
-    Its variables are r of all values, d of all values, and o of those that may be offloaded. ``memory`` has a
-    row for each moment.
+    Then a row o[v] + r[v] - d[v] <= 0 for each value.
     """
+    num, columns, signs = firsts[-1], list[list[int]](), list[list[float]]()
+    for stage, first in zip(stages, firsts, strict=False):
+        for v, value in enumerate(stage, first):
+            columns += [[v, num + first + u] for u in {*value.inputs, v - first}]
+            columns += [] if value.may_save else [[num + v, v]]
+            signs += [[1.0, -1.0]] * (len(columns) - len(signs))
+            columns.append([2 * num + v, v, num + v])
+            signs.append([1.0, 1.0, -1.0])
+    numbers = np.repeat(np.arange(len(columns)), [*map(len, columns)])
+    entries = [*itertools.chain(*signs)], (numbers, [*itertools.chain(*columns)])
+    return scipy.sparse.csr_array(entries, (len(columns), 3 * num + 1))
 
-    def __init__(
-        self,
-        stages: Sequence[StageValues],
-        moments: Sequence[MemoryConstraint],
-        host: OffloadCost | None = None,
-    ) -> None:
-        self._stages, self._host = stages, host
-        self._firsts = [0, *itertools.accumulate(map(len, stages))]
-        self._values = [value for stage in stages for value in stage]
-        self._rooms = np.array([moment.room for moment in moments])
-        self._unit = max(float(np.abs(self._rooms).max(initial=0)), *self._sizes, 1.0)
-        self._able = [v for v, value in enumerate(self._values) if value.may_offload and host]
-        self._movable = np.array([self._values[v].num_bytes for v in self._able])
-        self._num_variables = 2 * len(self._values) + len(self._able)
-        self._memory = scipy.sparse.csr_array(
-            np.array([self._row(moment) for moment in moments]).reshape(-1, self._num_variables)
-        )
-        self._order = self._dependencies()
 
-    def fastest(self, rooms: np.ndarray) -> RecomputeSolution | None:
-        seconds = np.array([value.seconds for value in self._values])
-        objective, rooms = np.concatenate([seconds, np.zeros(len(self._values))]), rooms / self._unit
-        if not (self._host and self._able):
-            return self._solve(objective, self._memory, rooms, self._order)
-        copying = 2 * self._host.seconds_per_byte * self._movable
-        unit, nothing = self._movable.sum() or 1.0, np.zeros(len(objective))
-        copied, free = np.concatenate([nothing, self._movable / unit]), self._host.free_bytes / unit
-        found = [
-            self._solve(
-                np.concatenate([objective, price * copying]),
-                scipy.sparse.vstack([self._memory, scipy.sparse.csr_array([side * copied])]),
-                np.append(rooms, side * free),
-                self._order,
-            )
-            for side, price in ((1, HIDDEN), (-1, 1 + HIDDEN))
-        ]
-        return min(filter(None, found), key=lambda choice: choice.seconds, default=None)
-
-    def smallest(self) -> RecomputeSolution:
-        """Minimise one more variable, the largest excess in small units of memory.
-
-        It is an integer too: HiGHS prints to the process's output otherwise.
-        """
-        memory, order = (
-            scipy.sparse.hstack([rows, np.full((rows.shape[0], 1), coefficient)])
-            for rows, coefficient in ((self._memory, -_GRAIN), (self._order, 0.0))
-        )
-        objective = np.zeros(self._num_variables + 1)
-        objective[-1] = 1.0
-        found = self._solve(objective, memory, self._rooms / self._unit, order)
-        assert found is not None, "without a limit there is always a solution"
-        return found
-
-    def _solve(
-        self,
-        objective: np.ndarray,
-        memory: "scipy.sparse.csr_array",
-        rooms: np.ndarray,
-        order: "scipy.sparse.csr_array",
-    ) -> RecomputeSolution | None:
-        num_values = len(self._values)
-        if not num_values:
-            nothing = tuple(frozenset[int]() for _ in self._stages)
-            return RecomputeSolution(nothing, nothing, 0.0) if (rooms >= 0).all() else None
-        lower, upper = np.zeros(len(objective)), np.ones(len(objective))
-        upper[:num_values] = [value.is_recomputable for value in self._values]
-        lower[num_values : 2 * num_values] = [value.is_needed for value in self._values]
-        lower[self._num_variables :], upper[self._num_variables :] = -np.inf, np.inf
-        scale = np.abs(objective).max(initial=0.0) or 1.0
-        found = scipy.optimize.milp(
-            objective / scale,
-            integrality=np.ones(len(objective)),
-            bounds=scipy.optimize.Bounds(lower, upper),
-            constraints=scipy.optimize.LinearConstraint(
-                scipy.sparse.vstack([memory, order]),
-                -np.inf,
-                np.concatenate([rooms, np.zeros(order.shape[0])]),
-            ),
-            options={"mip_rel_gap": GAP, "node_limit": _MAX_NODES},
-        )
-        if found.x is None:
-            return None
-        moved = np.zeros(num_values, bool)
-        moved[self._able] = found.x[2 * num_values : self._num_variables] > 0.5
-        return self._choice(found.x[:num_values] > 0.5, moved)
-
-    def _choice(self, again: np.ndarray, moved: np.ndarray) -> RecomputeSolution:
-        """The solution, without values that are recomputed or ``moved`` but not needed."""
-
-        def of_stages(chosen: np.ndarray) -> list[frozenset[int]]:
-            return [
-                frozenset(np.flatnonzero(chosen[first:end]).tolist())
-                for first, end in itertools.pairwise(self._firsts)
-            ]
-
-        recomputed = tuple(map(needed_recomputes, self._stages, of_stages(again)))
-        saved = map(saved_values, self._stages, recomputed)
-        offloaded = tuple(chosen & own for chosen, own in zip(of_stages(moved), saved, strict=True))
-        return self._counted(recomputed, offloaded)
-
-    def _counted(
-        self, recomputed: tuple[frozenset[int], ...], offloaded: tuple[frozenset[int], ...]
-    ) -> RecomputeSolution:
-        def total(chosen: Sequence[frozenset[int]], amount: Callable[[ForwardValue], float]) -> float:
-            pairs = zip(self._stages, chosen, strict=True)
-            return sum(amount(stage[v]) for stage, values in pairs for v in sorted(values))
-
-        seconds = total(recomputed, lambda value: value.seconds)
-        if self._host:
-            seconds += self._host.seconds(total(offloaded, lambda value: value.num_bytes))
-        return RecomputeSolution(recomputed, offloaded, seconds)
-
-    @property
-    def _sizes(self) -> Iterator[float]:
-        return (value.num_bytes for value in self._values)
-
-    def _row(self, moment: MemoryConstraint) -> np.ndarray:
-        """The bytes that each variable adds: d is saved unless r is 1, and on the host if o is."""
-        sizes = np.array([value.num_bytes * value.may_save for value in self._values])
-        needed = np.array([value.num_bytes * value.is_needed for value in self._values])
-        saved, again, away = (
-            np.repeat(count, np.diff(self._firsts))
-            for count in (moment.saved, moment.recomputed, moment.offloaded)
-        )
-        moved = -away[self._able] * self._movable
-        return np.concatenate([again * needed - saved * sizes, saved * sizes, moved]) / self._unit
-
-    def _dependencies(self) -> "scipy.sparse.csr_array":
-        """A row r[v] - d[u] <= 0 for v and each input u of v, and d[v] - r[v] <= 0 if v cannot be saved.
-
-        Then a row o[v] + r[v] - d[v] <= 0 for each value that may be offloaded.
-        """
-        num_values = len(self._values)
-        pairs = [
-            (v, num_values + first + u)
-            for stage, first in zip(self._stages, self._firsts, strict=False)
-            for v, value in enumerate(stage, first)
-            for u in {*value.inputs, v - first}
-        ]
-        unsaved = [(num_values + v, v) for v, value in enumerate(self._values) if not value.may_save]
-        columns = np.array(pairs + unsaved, dtype=np.int64).reshape(-1)
-        num_rows = len(columns) // 2
-        signs, rows = np.tile([1.0, -1.0], num_rows), np.arange(num_rows).repeat(2)
-        able, count = np.array(self._able, np.int64), len(self._able)
-        moved = np.stack([2 * num_values + np.arange(count), able, able + num_values], axis=1).reshape(-1)
-        signs = np.concatenate([signs, np.tile([1.0, 1.0, -1.0], count)])
-        rows = np.concatenate([rows, (num_rows + np.arange(count)).repeat(3)])
-        shape = num_rows + count, self._num_variables
-        return scipy.sparse.csr_array((signs, (rows, np.concatenate([columns, moved]))), shape)
+def _choice(
+    stages: Sequence[StageValues], firsts: Sequence[int], again: Ints, moved: Ints, host: OffloadCost
+) -> RecomputeSolution:
+    """The solution, without values that are recomputed or ``moved`` but not needed."""
+    recomputed, offloaded, seconds, copied = list[frozenset[int]](), list[frozenset[int]](), 0.0, 0.0
+    for stage, first in zip(stages, firsts, strict=False):
+        own, away = ({int(v) - first for v in chosen} & {*range(len(stage))} for chosen in (again, moved))
+        recomputed.append(needed_recomputes(stage, frozenset(own)))
+        offloaded.append(frozenset(away & saved_values(stage, recomputed[-1])))
+        seconds += sum(stage[v].seconds for v in sorted(recomputed[-1]))
+        copied += sum(stage[v].num_bytes for v in sorted(offloaded[-1]))
+    return RecomputeSolution(tuple(recomputed), tuple(offloaded), seconds + host.seconds(copied))
 
 
 def needed_recomputes(stage: StageValues, chosen: frozenset[int]) -> frozenset[int]:

@@ -22,15 +22,15 @@ from pipec.schedules.named import (
     interleaved_1f1b,
     looped_bfs,
     one_f_one_b,
+    v_half,
+    v_min,
     zb_h1,
     zb_h2,
     zb_v,
 )
 from pipec.schedules.order_builder import linear_placement, loop_placement, remap_ranks, v_placement
-from pipec.schedules.search.auto import auto, candidate_schedules, fixed_schedules
-from pipec.schedules.search.workload import Workload
-from pipec.schedules.search.zero_bubble import zb_1p, zb_2p
-from pipec.schedules.v_half_min import v_half, v_min
+from pipec.schedules.search import auto, zb_1p, zb_2p
+from pipec.schedules.workload import Workload
 
 ENTRY_POINTS = "pipec.schedules"
 """The entry-point group in which a package registers functions under the names of its schedules."""

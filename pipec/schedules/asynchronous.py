@@ -5,14 +5,12 @@ after each mini-batch, or after one for each of its replicas. Mini-batches in fl
 version of the weights; ``pipec.ir.VersionPolicy`` defines which.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipec.errors import InputError
-from pipec.ir import Compute, Phase, Schedule, Stream, VersionPolicy
-from pipec.ir.columns import ComputeColumns
-from pipec.ir.stream import window
-from pipec.schedules.replicated import consecutive_placement
+from pipec.ir import Schedule, Stream, VersionPolicy
+from pipec.schedules.replicated import one_f_one_b_in_turns
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class AsynchronousSchedule:
             InputError: it cannot do with so many replicas or microbatches.
         """
         self._check(replicas, per_batch)
-        one = asynchronous_1f1b(self.name, replicas, per_batch * num_batches)
+        one = one_f_one_b_in_turns(self.name, replicas, per_batch * num_batches)
         return replace(one, stream=Stream(self.versions, per_batch))
 
     def _check(self, replicas: Sequence[int], per_batch: int) -> None:
@@ -84,27 +82,6 @@ class AsynchronousSchedule:
                 f"num_microbatches is {num_microbatches}; take a multiple of {minimum}"
             )
         return self.for_batches(replicas, minimum, num_microbatches // minimum)
-
-
-def asynchronous_1f1b(name: str, replicas: Sequence[int], num_microbatches: int) -> Schedule:
-    """1F1B on the ranks of each stage, which take microbatches in turn, with a window of them in flight."""
-    placement = consecutive_placement(replicas)
-    orders = (
-        _one_f_one_b(stage, range(first, num_microbatches, len(ranks)), window(stage, replicas))
-        for stage, ranks in enumerate(placement)
-        for first in range(len(ranks))
-    )
-    return Schedule(name, num_microbatches, placement, tuple(ComputeColumns.of([*order]) for order in orders))
-
-
-def _one_f_one_b(stage: int, microbatches: Sequence[int], max_in_flight: int) -> Iterator[Compute]:
-    """The computes of a rank: forwards up to ``max_in_flight`` microbatches in flight, then alternating."""
-    for number, microbatch in enumerate(microbatches):
-        yield Compute(Phase.FORWARD, stage, microbatch)
-        if number >= max_in_flight - 1:
-            yield Compute(Phase.BACKWARD, stage, microbatches[number - max_in_flight + 1])
-    for microbatch in microbatches[max(len(microbatches) - max_in_flight + 1, 0) :]:
-        yield Compute(Phase.BACKWARD, stage, microbatch)
 
 
 pipedream = AsynchronousSchedule("pipedream", VersionPolicy.STASHED)

@@ -18,7 +18,7 @@ from pipec.ir import (
 from pipec.programs.lower import bare_plan, chain_links, lower
 from pipec.programs.representative_replicas import representative_programs
 from pipec.programs.verify import verify_step
-from pipec.schedules.search.workload import Workload
+from pipec.schedules.workload import Workload
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import simulate
 

@@ -8,7 +8,8 @@ In docstrings p is the number of ranks, s a rank, m the number of microbatches, 
 of a forward, an input gradient and a weight gradient.
 """
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from pipec.errors import InputError
 from pipec.ir import Phase, Placement, Schedule, stages_on
 from pipec.ir.columns import PHASE_CODE, ComputeColumns, Ints
 from pipec.schedules.order_builder import (
+    PHASES,
     Pattern,
     linear_placement,
     loop_placement,
@@ -24,7 +26,6 @@ from pipec.schedules.order_builder import (
     schedule_from_orders,
     v_placement,
 )
-from pipec.schedules.v_half_min import v_half, v_min
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -192,6 +193,36 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     return _patterned("dualpipe-v", m, v_placement(p), pattern)
 
 
+def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
+    """V-Half: half of 1F1B's memory, on a V of two stages per rank (Qi et al., Controllable Memory, 2024).
+
+    At most 2 * ((p+2)//2) stage-microbatches are in flight: those of (p+2)//2 microbatches, where 1F1B has p.
+    Choose it when ZB-V does not fit. Warmup and cooldown are longer, and the steady state has no bubbles if
+    F, B and W of a stage all cost the same.
+    """
+    p, delta = num_ranks, 0 if num_ranks % 2 else 3
+
+    def slots(s: int) -> tuple[int, int, int, int]:
+        return 2 * s, 3 * p - s - 2, 3 * p + delta + 2 * s - 1, 6 * p + delta - s - 2
+
+    return _squeezed("v-half", p, num_microbatches, slots, 2 * ((p + 2) // 2))
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
+    """V-Min: a third of 1F1B's memory, on a V of two stages per rank (Qi et al., Controllable Memory, 2024).
+
+    At most 2 * ((p+4)//3) stage-microbatches are in flight: those of (p+4)//3 microbatches, where 1F1B has p.
+    No other schedule needs less memory without recomputing. When the phases of a stage differ in length,
+    bubbles return with every microbatch.
+    """
+    p, delta = num_ranks, 0 if num_ranks % 3 else 2
+
+    def slots(s: int) -> tuple[int, int, int, int]:
+        return s, 2 * p - s - 1, 2 * p + delta + s, 4 * p + delta - s - 1
+
+    return _squeezed("v-min", p, num_microbatches, slots, 2 * ((p + 4) // 3))
+
+
 def _patterned(
     name: str, num_microbatches: int, placement: Placement, pattern: Callable[[int], Pattern]
 ) -> Schedule:
@@ -208,6 +239,84 @@ def _checked_name(name: str, num_chunks: int) -> str:
     if num_chunks < 1:
         raise InputError(f"schedule {name!r} needs num_chunks of at least 1, got {num_chunks}")
     return name
+
+
+_REACHES = (0, 1, 2)
+
+
+def _squeezed(
+    name: str, p: int, m: int, slots: Callable[[int], tuple[int, int, int, int]], peak: int
+) -> Schedule:
+    """A V whose ranks follow a pattern that repeats every six slots, squeezed without raising the peak.
+
+    ``slots(s)`` are those of F down, F up, B up and B down of microbatch 0 on rank s; they determine how long
+    activations live. Of a few reaches, the fastest is taken for phases of equal length. Tasks are numbers:
+    ``stage * m + microbatch``, and 2pm more for an input gradient, 4pm more for a weight gradient.
+    """
+    num, patterns = 2 * p * m, list[list[int]]()
+    for s in range(p):
+        firsts = s * m, num - (s + 1) * m, 2 * num - (s + 1) * m, num + s * m
+        cells = zip(slots(s), firsts, strict=True)
+        tasks = sorted((6 * k + slot, first + k) for slot, first in cells for k in range(m))
+        patterns.append([task for _, task in tasks])
+    found = filter(None, (_followed(patterns, m, peak, reach) for reach in _REACHES))
+    _, orders = min(found, key=lambda each: each[0])
+    codes = np.array([PHASE_CODE[PHASES[letter]] for letter in "FIW"], np.int32)
+
+    def order(rank: int) -> ComputeColumns:
+        tasks = np.array(orders[rank], np.int32)
+        return ComputeColumns(np.stack([codes[tasks // num], tasks % num // m, tasks % m]))
+
+    return schedule_from_orders(name, m, v_placement(p), order)
+
+
+def _followed(
+    patterns: Sequence[Sequence[int]], m: int, peak: int, reach: int
+) -> tuple[int, list[list[int]]] | None:
+    """The slots that ranks need to follow patterns, and their orders; None if they stop for lack of memory.
+
+    Each rank runs the tasks of its pattern as early as it can, and a weight gradient where none can run. A
+    forward, or a backward once the forwards are done, may overtake up to ``reach`` tasks that cannot run yet,
+    if at most ``peak`` stage-microbatches are then in flight.
+    """
+    num, num_ranks = 2 * len(patterns) * m, len(patterns)
+    ahead, orders = [[*reversed(pattern)] for pattern in patterns], [list[int]() for _ in patterns]
+    in_flight, forwards, postponed = [0] * num_ranks, [2 * m] * num_ranks, [deque[int]() for _ in patterns]
+    ready, now = (
+        [0] * m + [3 * num] * (2 * num - m),
+        0,
+    )  # the slot from which a task can run, 3 * num if unknown
+
+    def choose(rank: int) -> int | None:
+        """The place of the next task in the rest of the pattern, from its end."""
+        highest, held = in_flight[rank], in_flight[rank] - len(postponed[rank])
+        for place, task in enumerate(ahead[rank][: -2 - reach : -1], 1):
+            if ready[task] <= now and (highest < peak if task < num else place == 1 or not forwards[rank]):
+                return -place
+            held += 1 if task < num else -1
+            highest = max(highest, held)
+        return None
+
+    while sum(map(len, orders)) < 3 * num:
+        num_before = sum(map(len, orders))
+        for rank, order in enumerate(orders):
+            if (place := choose(rank)) is None:
+                if postponed[rank]:
+                    order.append(postponed[rank].popleft())
+                    in_flight[rank] -= 1
+                continue
+            order.append(task := ahead[rank].pop(place))
+            if task < num:
+                in_flight[rank], forwards[rank] = in_flight[rank] + 1, forwards[rank] - 1
+                ready[task + m if task < num - m else task + num] = now + 1
+            else:
+                postponed[rank].append(task + num)
+                if task >= num + m:
+                    ready[task - m] = now + 1
+        if sum(map(len, orders)) == num_before:
+            return None
+        now += 1
+    return now, orders
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {

@@ -13,7 +13,7 @@ from pipec.ir.columns import PHASE_CODE, ComputeColumns, Ints
 Pattern = Sequence[tuple[int, str]]
 """How many times a rank runs which cells, such as ``(3, "F0 I1 W1")``."""
 
-_PHASES = {
+PHASES = {
     "F": Phase.FORWARD,
     "B": Phase.BACKWARD,
     "I": Phase.BACKWARD_INPUT,
@@ -112,7 +112,7 @@ def pattern_order(stages: Sequence[int], num_microbatches: int, pattern: Pattern
         cells, times = text.split(), max(times, 0)
         part, places, steps = np.empty((3, times, len(cells)), np.int32), Counter[str](), Counter(cells)
         for column, cell in enumerate(cells):
-            part[0, :, column] = PHASE_CODE[_PHASES[cell[0]]]
+            part[0, :, column] = PHASE_CODE[PHASES[cell[0]]]
             part[1, :, column] = stages[int(cell[1:] or 0)]
             part[2, :, column] = done[cell] + places[cell] + steps[cell] * np.arange(times)
             places[cell] += 1

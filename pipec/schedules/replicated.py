@@ -1,13 +1,11 @@
 """Schedules of stages with replicas: any schedule on several pipelines, and 1F1B on unequal numbers."""
 
-import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from math import ceil
+from collections.abc import Callable, Iterator, Sequence
 
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Placement, Schedule
 from pipec.ir.columns import ComputeColumns
+from pipec.ir.stream import window
 from pipec.schedules.order_builder import LazyOrders
 
 
@@ -64,12 +62,7 @@ def adjacent_pipelines(num_ranks: int, replicas: int) -> Placement:
 
 
 def round_robin(num_microbatches: int, replicas: Sequence[int]) -> Schedule:
-    """1F1B with ``replicas[s]`` ranks for stage s, which take the microbatches in turn.
-
-    It is 1F1B-RR (Narayanan et al., PipeDream, SOSP 2019, section 3.3), with a flush. Ranks are numbered from
-    stage to stage. A rank runs a backward as soon as one is ready, else a forward, unless enough microbatches
-    are in flight to keep all later ranks busy. A stage with r replicas is assumed to take r units of time for
-    a forward and 2r for a backward, so that all stages are equally fast.
+    """1F1B with ``replicas[s]`` ranks for stage s, which take the microbatches in turn, with a flush.
 
     Raises:
         InputError: there are fewer microbatches than replicas of a stage.
@@ -79,83 +72,35 @@ def round_robin(num_microbatches: int, replicas: Sequence[int]) -> Schedule:
             f"a stage has {max(replicas)} replicas, which need a microbatch each, but there are "
             f"{num_microbatches}; pass microbatches={max(replicas)} or more, with as many rows in the batch"
         )
+    return one_f_one_b_in_turns("1f1b", replicas, num_microbatches)
+
+
+def one_f_one_b_in_turns(name: str, replicas: Sequence[int], num_microbatches: int) -> Schedule:
+    """1F1B-RR (Narayanan et al., PipeDream, SOSP 2019, section 3.3), without a flush or with one at the end.
+
+    The ranks of a stage take the microbatches in turn. Each has a ``window`` of them in flight, with which no
+    rank idles in the steady state if a stage with r replicas takes r units of time for a microbatch.
+    """
     placement = consecutive_placement(replicas)
-    return replace(
-        Schedule("1f1b", num_microbatches, placement, ()),
-        orders=tuple(map(ComputeColumns.of, _Greedy(placement, num_microbatches).orders())),
+    orders = (
+        _one_f_one_b(stage, range(first, num_microbatches, len(ranks)), window(stage, replicas))
+        for stage, ranks in enumerate(placement)
+        for first in range(len(ranks))
     )
+    return Schedule(name, num_microbatches, placement, tuple(ComputeColumns.of([*order]) for order in orders))
+
+
+def _one_f_one_b(stage: int, microbatches: Sequence[int], max_in_flight: int) -> Iterator[Compute]:
+    """The computes of a rank: forwards up to ``max_in_flight`` microbatches in flight, then alternating."""
+    for number, microbatch in enumerate(microbatches):
+        yield Compute(Phase.FORWARD, stage, microbatch)
+        if number >= max_in_flight - 1:
+            yield Compute(Phase.BACKWARD, stage, microbatches[number - max_in_flight + 1])
+    for microbatch in microbatches[max(len(microbatches) - max_in_flight + 1, 0) :]:
+        yield Compute(Phase.BACKWARD, stage, microbatch)
 
 
 def consecutive_placement(replicas: Sequence[int]) -> Placement:
     """``replicas[s]`` ranks for stage s, numbered from stage to stage."""
     firsts = [sum(replicas[:stage]) for stage in range(len(replicas))]
     return tuple(tuple(range(first, first + count)) for first, count in zip(firsts, replicas, strict=True))
-
-
-class _Greedy:
-    """The state of ranks that run any compute as soon as they can."""
-
-    def __init__(self, placement: Placement, num_microbatches: int) -> None:
-        self._placement, self._num_microbatches = placement, num_microbatches
-        self._stage_of = {rank: stage for stage, ranks in enumerate(placement) for rank in ranks}
-        behind = [sum(map(len, placement[stage:])) for stage in range(len(placement))]
-        self._room = {
-            rank: ceil(behind[stage] / len(placement[stage])) for rank, stage in self._stage_of.items()
-        }
-        self._ready: dict[int, dict[Phase, list[int]]] = {
-            rank: {Phase.FORWARD: [], Phase.BACKWARD: []} for rank in self._stage_of
-        }
-        self._in_flight = dict.fromkeys(self._stage_of, 0)
-        self._busy = dict.fromkeys(self._stage_of, False)
-
-    def orders(self) -> list[list[Compute]]:
-        """The computes of each rank, in order."""
-        orders: list[list[Compute]] = [[] for _ in self._stage_of]
-        ended: list[tuple[int, int, Compute]] = []
-        for microbatch in range(self._num_microbatches):
-            self._arrive(Phase.FORWARD, 0, microbatch)
-        self._start_all(0, orders, ended)
-        while ended:
-            now = ended[0][0]
-            while ended and ended[0][0] == now:
-                _, rank, compute = heapq.heappop(ended)
-                self._busy[rank] = False
-                self._start_next(compute)
-            self._start_all(now, orders, ended)
-        return orders
-
-    def _start_all(
-        self, now: int, orders: list[list[Compute]], ended: list[tuple[int, int, Compute]]
-    ) -> None:
-        for rank, stage in self._stage_of.items():
-            phase = self._next_phase(rank)
-            if phase is None:
-                continue
-            compute = Compute(phase, stage, heapq.heappop(self._ready[rank][phase]))
-            self._in_flight[rank] += 1 if phase is Phase.FORWARD else -1
-            self._busy[rank] = True
-            orders[rank].append(compute)
-            units = len(self._placement[stage]) * (1 if phase is Phase.FORWARD else 2)
-            heapq.heappush(ended, (now + units, rank, compute))
-
-    def _next_phase(self, rank: int) -> Phase | None:
-        if self._busy[rank]:
-            return None
-        if self._ready[rank][Phase.BACKWARD]:
-            return Phase.BACKWARD
-        may_start = self._ready[rank][Phase.FORWARD] and self._in_flight[rank] < self._room[rank]
-        return Phase.FORWARD if may_start else None
-
-    def _start_next(self, compute: Compute) -> None:
-        """Make the next compute of a microbatch ready."""
-        last = len(self._placement) - 1
-        if compute.phase is Phase.FORWARD and compute.stage < last:
-            self._arrive(Phase.FORWARD, compute.stage + 1, compute.microbatch)
-        elif compute.phase is Phase.FORWARD:
-            self._arrive(Phase.BACKWARD, last, compute.microbatch)
-        elif compute.stage > 0:
-            self._arrive(Phase.BACKWARD, compute.stage - 1, compute.microbatch)
-
-    def _arrive(self, phase: Phase, stage: int, microbatch: int) -> None:
-        ranks = self._placement[stage]
-        heapq.heappush(self._ready[ranks[microbatch % len(ranks)]][phase], microbatch)

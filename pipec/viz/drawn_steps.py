@@ -76,7 +76,7 @@ def steps_text(steps: Sequence[DrawnStep]) -> str:
 
 
 def check_steps(steps: Sequence[DrawnStep]) -> None:
-    """Raise InputError unless there are steps, they share a unit of time, and memory has a curve for each rank."""
+    """Raise InputError unless there are steps of one unit of time, and memory has a curve for each rank."""
     if not steps:
         raise InputError("no step is given; expected at least one")
     units = {step.name: step.timeline.unit for step in steps}

@@ -15,7 +15,7 @@ from pipec.compiler.memory_budget import fit_into_memory
 from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
-from pipec.plan.memory_needs import plan_memory
+from pipec.plan.predictions import plan_memory
 from pipec.timeline.curves import rank_memory_over_time
 
 
@@ -60,7 +60,7 @@ def test_auto_recomputes_only_on_ranks_that_would_not_fit() -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_that_is_too_small_names_one_that_is_enough() -> None:
+def test_a_limit_that_is_too_small_names_what_the_nearest_plan_needs() -> None:
     with pytest.raises(InfeasibleError, match="nothing that was tried fits") as caught:
         prepared("1kB")
     message = str(caught.value)
@@ -69,20 +69,20 @@ def test_a_limit_that_is_too_small_names_one_that_is_enough() -> None:
     assert "of 1 kB, " in message
     assert "too many" in message
     assert "Use more devices" in message
-    limit = enough(message)
+    limit = needed(message)
     pipe = prepared(limit)
     assert max(peaks(pipe)) <= limit
     assert any(stage.has_recompute for stage in pipe.plan.stages)
 
 
-def enough(message: str) -> int:
-    found = re.search(r"A limit that is enough.* is memory_limit=(\d+) ", message)
+def needed(message: str) -> int:
+    found = re.search(r"This plan.* needs memory_limit=(\d+) ", message)
     assert found is not None
     return int(found[1])
 
 
 @pytest.mark.slow
-def test_a_later_call_that_does_not_fit_names_the_limit_that_is_enough_for_it() -> None:
+def test_a_later_call_that_does_not_fit_names_what_it_needs() -> None:
     """Stages stay where the first call has put them, whether microbatches grow or an evaluation comes."""
     x, target = (torch.cat([each] * 4) for each in batch())
     pipe = prepared(max(peaks(prepared(None))))
@@ -90,12 +90,12 @@ def test_a_later_call_that_does_not_fit_names_the_limit_that_is_enough_for_it() 
     with pytest.raises(InfeasibleError, match="on the stages that the first call has fixed") as caught:
         pipe.prepare(x, target=target)
     assert peaks(pipe) == before
-    limit = enough(str(caught.value))
+    limit = needed(str(caught.value))
     again = prepared(limit).prepare(x, target=target)
     assert max(peaks(again)) <= limit
     with pytest.raises(InfeasibleError, match="on the stages that the first call has fixed") as caught:
         pipe.eval_step(torch.cat([x] * 64), target=torch.cat([target] * 64))
-    assert enough(str(caught.value)) > limit
+    assert needed(str(caught.value)) > limit
 
 
 @pytest.mark.slow
@@ -106,11 +106,11 @@ def test_other_cuts_are_tried_for_a_smaller_limit(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("pipec.compiler.search._MEMORY_ATTEMPTS", 0)
     with pytest.raises(InfeasibleError) as caught:
         prepared(limit, "none", devices=3)
-    assert enough(str(caught.value)) > limit
+    assert needed(str(caught.value)) > limit
 
 
 @pytest.mark.slow
-def test_what_replaying_everything_needs_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_replaying_everything_needs_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the integer program makes of the limit: here, nothing that fits."""
     limit = max(peaks(prepared(None, recompute="full")))
     monkeypatch.setattr("pipec.compiler.memory_budget._fitted", lambda trial, *_: trial)
@@ -164,7 +164,7 @@ def test_where_memory_is_short_few_choices_are_made(
     pipe = pipec.compile(wide_mlp(), 2, loss_fn=nn.functional.mse_loss, schedule=schedule, memory_limit=limit)
     x, target = batch()
     if too_little:
-        with pytest.raises(InfeasibleError, match="A limit that is enough"):
+        with pytest.raises(InfeasibleError, match="This plan needs memory_limit="):
             pipe.prepare(x, target=target)
     else:
         assert max(peaks(pipe.prepare(x, target=target))) <= limit

@@ -15,7 +15,7 @@ from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Device, Level, Topology, equal_devices
 from pipec.ir import Placement, Plan
 from pipec.pipeline import Pipeline
-from pipec.plan.memory_needs import plan_memory
+from pipec.plan.predictions import plan_memory
 
 ROWS, MICROBATCHES = 16, 8
 

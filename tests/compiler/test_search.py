@@ -24,7 +24,7 @@ from pipec.errors import InfeasibleError, InputError
 from pipec.hardware.devices import DEVICES
 from pipec.ir import Alternative, HostCost, Plan
 from pipec.pipeline import Pipeline
-from pipec.plan.memory_needs import plan_memory
+from pipec.plan.predictions import plan_memory
 
 pytestmark = pytest.mark.slow
 

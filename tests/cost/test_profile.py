@@ -168,7 +168,7 @@ def damage(key: str, value: object) -> Callable[[dict[str, object]], None]:
         (
             damage("operators", [{"name": "a", "module": "", "nodes": [
                 {"name": "mm", "calls": "mm", "phase": "forward", "seconds": -1}]}]),
-            "node mm took -1.0 seconds; expected 0 or more",
+            "node mm took -1 seconds; expected 0 or more",
         ),
         (
             damage("operators", [{"name": "a", "module": "", "nodes": [

@@ -25,7 +25,6 @@ from pipec.graph import send
 from pipec.graph.invariants import verify_graph
 from pipec.graph.phase_functions import stage_functions
 from pipec.graph.phase_segments import split_into_segments
-from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import equal_devices
 from pipec.ir import GRADIENT_PHASES, Phase, Schedule, ShardingLevel
 from pipec.passes.assign_stages import AssignStages
@@ -91,20 +90,16 @@ def test_parts_have_the_bits_of_whole_functions(factory: Factory, name: str) -> 
         assert same_bits(outcome(artifact, model), wanted)
 
 
-SLOW, FAST = LinkModel(1e5, 1e-7), LinkModel(1e15, 0.0)
-"""Links on which sums of gradients take so long that they begin before the backward is over, or no time.
-
-A part more takes next to nothing of a device that is quick to launch.
-"""
+DIVIDED, WHOLE = 1, 1 << 40
+"""The least bytes of a bucket: so few that every backward is divided, and so many that none is."""
 
 
 @functools.cache
-def over_links(model: Captured, name: str, link: LinkModel) -> Artifact:
+def in_buckets(model: Captured, name: str, least_bytes: int) -> Artifact:
     graph, how, options, recompute = staged_with(model, SCHEDULES[name])
-    links = equal_devices(SCHEDULES[name].num_ranks, link)
-    quick = replace(options.device_model, launch_seconds=1e-6)  # type: ignore[attr-defined]
-    options = replace(options, topology=links, device_model=quick)  # type: ignore[type-var]
-    return StagedGraph(graph, how, options, recompute).evaluate(SCHEDULES[name], 3).artifact()  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipec.plan.buckets.LEAST_BYTES", least_bytes)
+        return StagedGraph(graph, how, options, recompute).evaluate(SCHEDULES[name], 3).artifact()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +112,7 @@ def over_links(model: Captured, name: str, link: LinkModel) -> Artifact:
 )
 def test_sums_that_overlap_the_backward_change_no_bit(factory: Factory, name: str) -> None:
     model = captured(factory)
-    whole, divided = (over_links(model, name, link) for link in (FAST, SLOW))
+    whole, divided = (in_buckets(model, name, least) for least in (WHOLE, DIVIDED))
     assert not whole.plan.segments
     assert divided.plan.segments
     run = [each.segment for each in divided.programs[0].instructions if each.op.phase in GRADIENT_PHASES]
@@ -129,7 +124,7 @@ def test_sums_that_overlap_the_backward_change_no_bit(factory: Factory, name: st
 def test_processes_sum_while_their_backward_runs(tmp_path: Path) -> None:
     """One process per rank, over gloo."""
     model = captured(resnet)
-    artifact = over_links(model, "1x2", SLOW)
+    artifact = in_buckets(model, "1x2", DIVIDED)
     assert artifact.plan.segments
     directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
     assert train([directory] * 2, model.inputs, tmp_path) == [""] * 2
@@ -157,7 +152,8 @@ def test_updates_of_shares_are_the_same_in_parts(
     """The sums of each round, too."""
     monkeypatch.setattr(StagedGraph, "_with_fewest_sums", StagedGraph._evaluate)
     found = []
-    for link in (FAST, SLOW):
+    for least_bytes in (WHOLE, DIVIDED):
+        monkeypatch.setattr("pipec.plan.buckets.LEAST_BYTES", least_bytes)
         model, inputs = perceptron()
         pipe = pipec.compile(
             model,
@@ -166,11 +162,9 @@ def test_updates_of_shares_are_the_same_in_parts(
             microbatches=4,
             optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
             shard=shard,
-            topology=equal_devices(2, link),
-            device_model=DeviceModel("test", {"float32": 2e5}, 1e15, 1e-6, 2**40, link, "made up"),
         )
         losses = [pipe.step(**inputs) for _ in range(3)]
-        assert bool(pipe.plan.segments) == (link is SLOW)
+        assert bool(pipe.plan.segments) == (least_bytes == DIVIDED)
         found.append([*losses, *pipe.full_state_dict().values()])
     assert all(map(torch.equal, *found))
 

@@ -24,7 +24,7 @@ from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Device, Level, Topology, equal_devices, read_topology, uniform_topology
 from pipec.ir import Phase, one_rank_per_stage, rank_of
 from pipec.pipeline import Pipeline
-from pipec.plan.memory_needs import plan_memory
+from pipec.plan.predictions import plan_memory
 
 MODELS = Path(__file__).parents[1] / "helpers" / "cli_models.py"
 FAST = 1e15

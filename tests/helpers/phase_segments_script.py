@@ -7,13 +7,11 @@ import torch.distributed as dist
 from huggingface_models import perceptron
 
 import pipec
-from pipec.hardware.devices import DeviceModel, LinkModel
-from pipec.hardware.topology import equal_devices
-
-SLOW = LinkModel(1e5, 1e-7)
+from pipec.plan import buckets
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    buckets.LEAST_BYTES = 1
     model, inputs = perceptron()
     plain, _ = perceptron()
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -26,8 +24,6 @@ if __name__ == "__main__":
         recompute="none",
         optimizer=sgd,
         shard="parameters",
-        topology=equal_devices(2, SLOW),
-        device_model=DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, SLOW, "made up"),
     )
     optimizer = sgd(plain.parameters())
     for _ in range(2):

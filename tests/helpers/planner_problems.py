@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeAlias
 from hypothesis import strategies as st
 
 from pipec.hardware.topology import Device, Level, Topology
-from pipec.planner.cost_model import CostModel
-from pipec.planner.operator_chain import OperatorChain, Transfer
+from pipec.planner.chain import CostModel, OperatorChain, Transfer
 
 Member: TypeAlias = "Device | tuple[Member, ...]"
 """A device, or a group: its members, sorted, so that groups which are alike are equal."""
@@ -98,9 +97,9 @@ class _EveryPlan:
             return math.inf
         parameters = sum(chain.parameter_bytes[k] for k in blocks)
         reduced = 0.0
-        for rate, count in zip(self.problem.rates[::-1], around.replicas, strict=True):
-            if parameters:
-                reduced += 2 * (count - 1) * (parameters / count / rate + self.problem.latency_seconds)
+        rates = [r for r, n in zip(self.problem.rates[::-1], around.replicas, strict=True) if n > 1]
+        if parameters and rates:
+            reduced = 2 * (replicas - 1) * (parameters / replicas / min(rates) + self.problem.latency_seconds)
         busy = sum(chain.seconds[k] for k in blocks) / member.speed / replicas
         return max(
             busy + reduced / (model.step_microbatches or replicas),

@@ -17,7 +17,7 @@ from pipec.passes import run_passes
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
-from pipec.passes.assignments.update_cost import UpdateCost
+from pipec.passes.assignments.operator_blocks import UpdateCost
 from pipec.passes.extract_tail import ExtractTail
 from pipec.passes.simplify import Simplify
 

@@ -13,7 +13,7 @@ import pipec
 from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches
 from pipec.errors import InfeasibleError, InputError, VerifyError
 from pipec.ir.text_format import parse_program
-from pipec.plan.memory_needs import plan_memory
+from pipec.plan.predictions import plan_memory
 from pipec.programs.verify import verify
 from pipec.timeline.curves import rank_memory_over_time
 from pipec.viz import DrawnStep, page_html

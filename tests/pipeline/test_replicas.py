@@ -22,7 +22,6 @@ from pipec.ir import Payload, Schedule
 from pipec.ir.batch_split import split_sizes
 from pipec.passes import Pass
 from pipec.passes.assign_stages import AssignStages
-from pipec.passes.assignments.cut_for_replicas import CutForReplicas
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
@@ -70,7 +69,8 @@ def artifact_of(model: Captured, name: str) -> Artifact:
     numbers = tuple(map(len, schedule.placement))
     how: Pass = AssignStages(CutStages(equal_devices(stages, OPTIONS.device_model.link), rows))
     if len({*numbers}) > 1:
-        how = AssignStages(CutForReplicas(numbers, rows))
+        devices = equal_devices(schedule.num_ranks, OPTIONS.device_model.link)
+        how = AssignStages(CutStages(devices, rows, replicas=numbers))
     options = replace(OPTIONS, topology=equal_devices(schedule.num_ranks, OPTIONS.device_model.link))
     return StagedGraph(model.graph, how, options).evaluate(schedule, rows).artifact()
 

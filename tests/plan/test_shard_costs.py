@@ -16,7 +16,7 @@ from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import LinkModel, equal_devices
 from pipec.ir import Op, ShardingLevel
 from pipec.pipeline import Pipeline
-from pipec.plan.memory_needs import plan_memory
+from pipec.plan.predictions import plan_memory
 
 ADAM = functools.partial(optim.AdamW, lr=1e-2)
 

@@ -16,7 +16,7 @@ import pipec
 from pipec.errors import InfeasibleError
 from pipec.hardware.devices import DEVICES
 from pipec.pipeline import Pipeline
-from pipec.plan.memory_needs import plan_memory
+from pipec.plan.predictions import plan_memory
 
 P = 3 * (128 * 128 + 128) * 4
 """The bytes of the model's parameters."""

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pipec.errors import PlanError
 from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Device, Level, Topology, equal_devices
-from pipec.planner.cost_model import CostModel
-from pipec.planner.operator_chain import OperatorChain, Transfer
+from pipec.planner.chain import CostModel, OperatorChain, Transfer
 from pipec.planner.partition import TOLERANCE, PartitionStage, partition_chain
 
 
@@ -34,7 +33,7 @@ class Line:
 
     def cut(self, num_stages: int, tolerance: float = 0.0) -> tuple[PartitionStage, ...]:
         devices = equal_devices(num_stages, LinkModel(self.bytes_per_second, self.latency_seconds))
-        return partition_chain(self.chain, devices, CostModel(), max_replicas=1, tolerance=tolerance)
+        return partition_chain(self.chain, devices, CostModel(), replicas=1, tolerance=tolerance)
 
     def crossing(self, cut: int) -> float:
         """Seconds of the values that cross a cut, there and back at the same time."""
@@ -141,6 +140,23 @@ def test_scaling_all_times_scales_the_answer(line: Line, num_stages: int, factor
     assert slowest(found) == factor * slowest(expected)
 
 
+@settings(max_examples=50, deadline=None)
+@given(lines(st.integers(0, 5).map(float)), st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_given_numbers_of_replicas_share_the_work_of_their_stages(line: Line, numbers: list[int]) -> None:
+    if len(line.seconds) < len(numbers):
+        return
+    line = replace(line, transfers=[])
+    devices = equal_devices(sum(numbers), LinkModel(1.0, 0.0))
+    found = partition_chain(line.chain, devices, CostModel(), numbers, tolerance=0.0)
+    assert [stage.replicas for stage in found] == numbers
+    best = min(
+        max(sum(line.seconds[i:j]) / number for (i, j), number in zip(pairwise(ends), numbers, strict=True))
+        for cuts in combinations(range(1, len(line.seconds)), len(numbers) - 1)
+        for ends in [(0, *cuts, len(line.seconds))]
+    )
+    assert slowest(found) == pytest.approx(best)
+
+
 def test_a_balanced_chain() -> None:
     found = chain([1, 1, 2, 2, 1, 1]).cut(4)
     assert cuts_of(found) == (2, 3, 4)
@@ -200,7 +216,7 @@ def test_a_link_that_is_slower_between_groups_is_crossed_where_little_does() -> 
     """Devices alike, but not their links: the stages still visit them in order."""
     line = Line([4.0] * 4, [Transfer(k, k + 1, size, 0) for k, size in enumerate((8, 2, 8))])
     topology = Topology((Device(),) * 4, (Level(2, 2.0), Level(2, 0.5)))
-    found = partition_chain(line.chain, topology, CostModel(), max_replicas=1)
+    found = partition_chain(line.chain, topology, CostModel(), replicas=1)
     assert [stage.devices for stage in found] == [(0,), (1,), (2,), (3,)]
     assert [stage.seconds for stage in found] == [4, 4, 4, 4]
 

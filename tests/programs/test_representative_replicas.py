@@ -30,8 +30,7 @@ from pipec.ir import (
     Value,
 )
 from pipec.ir.columns import InstructionColumns
-from pipec.plan.memory_needs import plan_memory
-from pipec.plan.predictions import simulate_plan
+from pipec.plan.predictions import plan_memory, simulate_plan
 from pipec.programs.lower import chain_links
 from pipec.programs.representative_replicas import RepresentativeReplicas, representative_replicas
 from pipec.schedules import make_schedule, remap_ranks

@@ -18,7 +18,7 @@ from pipec.programs.lower import chain_links
 from pipec.programs.program_computes import ProgramComputes
 from pipec.programs.task_times import AVAILABLE_AT_START, Deadlock, TaskInputs, run_tasks
 from pipec.schedules import make_schedule
-from pipec.schedules.search.workload import Workload
+from pipec.schedules.workload import Workload
 from pipec.timeline.simulate import simulate
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "v-min")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipec.ir.stream as stream_module
-import pipec.schedules.asynchronous as pipedream_module
+import pipec.schedules.replicated as replicated_module
 from pipec.errors import InputError, VerifyError
 from pipec.ir import (
     Instruction,
@@ -233,7 +233,7 @@ def test_smaller_windows_make_ranks_idle(replicas: tuple[int, ...], monkeypatch:
     right = [window(stage, replicas) for stage in range(len(replicas))]
     for stage in range(len(replicas) - 1):
         fewer = [each - (number == stage) for number, each in enumerate(right)]
-        for module in (stream_module, pipedream_module):
+        for module in (stream_module, replicated_module):
             monkeypatch.setattr(module, "window", lambda stage, _, fewer=fewer: fewer[stage])
         schedule = pipedream.for_batches(replicas, 1, 40 * sum(replicas))
         links, sync_spec = chain_links(len(replicas)), ending_of(schedule)

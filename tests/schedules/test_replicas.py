@@ -13,8 +13,8 @@ from symbolic_steps import EQUAL, Step, check_meaning, make_step, schedules, ste
 
 from pipec.errors import InputError
 from pipec.ir import Link, Op, Phase, Program, Schedule, ShardingLevel, rank_of
+from pipec.ir.stream import window
 from pipec.ir.text_format import format_program, parse_program
-from pipec.passes.assignments.cut_for_replicas import balanced_starts
 from pipec.programs.lower import chain_links
 from pipec.programs.rank_memory import in_flight, peak_in_flight
 from pipec.schedules import make_schedule
@@ -144,14 +144,11 @@ def test_round_robin_on_equal_numbers_is_1f1b_lifted(stages: int, replicas: int,
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 12))
-def test_round_robin_keeps_no_more_in_flight_than_the_ranks_behind_need(
-    replicas: list[int], more: int
-) -> None:
+def test_round_robin_keeps_a_window_of_microbatches_in_flight(replicas: list[int], more: int) -> None:
     schedule = round_robin(max(replicas) + more, replicas)
     links = chain_links(len(replicas))
     programs = lower(schedule, links)
-    behind = [sum(replicas[stage:]) for stage in range(len(replicas))]
-    limits = [ceil(behind[s] / count) for s, count in enumerate(replicas) for _ in range(count)]
+    limits = [window(stage, replicas) for stage, number in enumerate(replicas) for _ in range(number)]
     count = schedule.num_microbatches
     verify_programs(programs, schedule.placement, links, count)
     assert all(found <= most for found, most in zip(map(peak_in_flight, programs), limits, strict=True))
@@ -227,36 +224,6 @@ rank 1: 13 instructions
 12  wait_average_buffers  stage 0
 """
     )
-
-
-works = st.lists(st.integers(0, 9), min_size=1, max_size=7)
-shares_of = st.lists(st.integers(1, 4), min_size=1, max_size=4)
-
-
-@settings(max_examples=75)
-@given(works, shares_of)
-def test_work_is_balanced_as_well_as_any_other_cut(work: list[int], shares: list[int]) -> None:
-    if len(work) < len(shares):
-        return
-    firsts = balanced_starts([float(each) for each in work], shares)
-    assert firsts == sorted({*firsts})
-    assert firsts[0] == 0
-    assert len(firsts) == len(shares)
-    assert slowest(work, shares, firsts) == min(
-        slowest(work, shares, each) for each in cuts(len(work), len(shares))
-    )
-
-
-def slowest(work: Sequence[int], shares: Sequence[int], firsts: Sequence[int]) -> float:
-    ends = [*firsts[1:], len(work)]
-    return max(sum(work[first:end]) / share for first, end, share in zip(firsts, ends, shares, strict=True))
-
-
-def cuts(items: int, parts: int) -> list[list[int]]:
-    """Every way to cut items into consecutive parts, none of them empty."""
-    if parts == 1:
-        return [[0]]
-    return [[*head, last] for last in range(parts - 1, items) for head in cuts(last, parts - 1)]
 
 
 def test_links_of_a_replicated_stage_lead_to_the_replica_of_the_microbatch() -> None:

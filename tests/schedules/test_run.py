@@ -32,7 +32,7 @@ from pipec.errors import VerifyError
 from pipec.hardware.devices import DEVICES
 from pipec.ir import Compute, HostCost, Phase, Plan, Program, Schedule, one_rank_per_stage
 from pipec.ir.batch_split import split_sizes
-from pipec.plan.memory_needs import plan_memory
+from pipec.plan.predictions import plan_memory
 from pipec.schedules import SCHEDULES, SEARCHED_SCHEDULES, make_schedule
 from pipec.schedules.named import LOOPED_SCHEDULES
 

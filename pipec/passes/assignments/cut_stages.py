@@ -1,54 +1,66 @@
-"""One stage for each device, the slowest as fast as possible."""
+"""The stages of each device, the slowest as fast as possible."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipec.errors import PlanError
 from pipec.graph import Assignment, TrainingGraph, permuted_ranks
 from pipec.hardware.topology import Topology
 from pipec.passes.assignments.operator_blocks import (
     Colocation,
+    UpdateCost,
     build_operator_chain,
     find_colocations,
     operator_blocks,
     operator_seconds,
     with_weight_versions,
 )
-from pipec.passes.assignments.update_cost import UpdateCost
-from pipec.planner.cost_model import CostModel
-from pipec.planner.partition import PartitionStage, partition_chain
+from pipec.planner.chain import CostModel, one_f_one_b
+from pipec.planner.partition import partition_chain
 
 
 @dataclass(frozen=True)
 class CutStages:
     """Cut so that the slowest stage is as fast as possible, within the tolerance of ``planner.partition``.
 
-    Each device of the topology has one stage. Device d is rank d, and stages are placed on ranks in the best
-    order, which is their own order if devices and links are equal. Costs are for microbatches of
-    ``microbatch_size`` rows, with the ``updates`` of an asynchronous schedule after each mini-batch. Where
-    memory is limited, rank k of a schedule has ``in_flight[k]`` microbatches in flight.
+    Each device of the topology has one stage; or stage k has ``replicas[k]`` devices; or the planner chooses
+    stages with up to ``replicas`` devices. Device d is rank d, and stages are placed on ranks in the best
+    order, which is their own order if devices and links are equal. Costs are for steps of
+    ``num_microbatches`` microbatches of ``microbatch_size`` rows, with the ``updates`` of an asynchronous
+    schedule after each mini-batch. Where memory is limited, rank k of a schedule has ``in_flight[k]``
+    microbatches in flight, or as many as under 1F1B if it is None.
 
     Raises:
-        PlanError: there are fewer operators than devices.
+        PlanError: there are fewer operators than stages.
         InfeasibleError: no cut fits into the memory of the devices.
     """
 
     topology: Topology
     microbatch_size: int
-    in_flight: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] | None = ()
     updates: UpdateCost | None = None
+    replicas: int | tuple[int, ...] = 1
+    num_microbatches: int | None = None
 
     def __call__(self, graph: TrainingGraph) -> Assignment:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
-        colocations = find_colocations(graph)
+        colocations, num_devices = find_colocations(graph), len(self.topology.devices)
         blocks = operator_blocks(seconds, colocations)
-        self._check_enough(graph, blocks[-1] + 1 if blocks else 0, colocations)
+        if self.replicas == 1:
+            self._check_enough(graph, blocks[-1] + 1 if blocks else 0, colocations)
         chain = build_operator_chain(graph, blocks, seconds, self.microbatch_size)
         if self.updates:
-            num_stages = len(self.topology.devices)
-            chain = with_weight_versions(chain, graph, blocks, self.updates, num_stages)
-        stages = partition_chain(chain, self.topology, CostModel(self._in_flight), max_replicas=1)
-        return assign_blocks(stages, blocks)
+            chain = with_weight_versions(chain, graph, blocks, self.updates, num_devices)
+        step = None if self.updates else self.num_microbatches
+        in_flight = one_f_one_b if self.in_flight is None else self._in_flight
+        most = self.replicas if isinstance(self.replicas, tuple) else min(self.replicas, step or num_devices)
+        stages = partition_chain(chain, self.topology, CostModel(in_flight, step), most)
+        stage_of = {block: k for k, stage in enumerate(stages) for block in stage.blocks}
+        ranks = permuted_ranks(tuple(device for stage in stages for device in stage.devices))
+        assigned = Assignment(tuple(stage_of[block] for block in blocks), len(stages), ranks)
+        if self.replicas == 1 or isinstance(self.replicas, tuple):
+            return assigned
+        return replace(assigned, replicas=tuple(stage.replicas for stage in stages))
 
     def _check_enough(self, graph: TrainingGraph, num_blocks: int, colocations: Sequence[Colocation]) -> None:
         """Raise if colocations leave fewer blocks than devices."""
@@ -68,11 +80,4 @@ class CutStages:
 
         The planner requires a number that does not fall as ``later_devices`` grows.
         """
-        return max(self.in_flight[-1 - later_devices :], default=0)
-
-
-def assign_blocks(stages: Sequence[PartitionStage], blocks: Sequence[int]) -> Assignment:
-    """The assignment of a partition of blocks, where operator k is in block ``blocks[k]``."""
-    stage_of = {block: k for k, stage in enumerate(stages) for block in stage.blocks}
-    ranks = tuple(device for stage in stages for device in stage.devices)
-    return Assignment(tuple(stage_of[block] for block in blocks), len(stages), permuted_ranks(ranks))
+        return max((self.in_flight or ())[-1 - later_devices :], default=0)

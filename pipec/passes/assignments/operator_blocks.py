@@ -1,8 +1,8 @@
 """The costs of operators, and the blocks of operators that are never divided between stages."""
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,9 +26,47 @@ from pipec.graph import (
     source_parameters,
     storage_owner,
 )
-from pipec.ir import Mode
-from pipec.passes.assignments.update_cost import UpdateCost
-from pipec.planner.operator_chain import OperatorChain, Transfer
+from pipec.ir import Mode, VersionPolicy
+from pipec.planner.chain import OperatorChain, Transfer
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """Costs of an asynchronous schedule: a stage updates after each mini-batch and holds weight versions.
+
+    ``state_bytes`` has the bytes of optimizer state of each parameter. A device moves ``bytes_per_second``. A
+    mini-batch has ``num_microbatches``. ``versions`` is None if the policy is not decided yet.
+    """
+
+    state_bytes: Mapping[str, int] = field(repr=False)
+    bytes_per_second: float
+    versions: VersionPolicy | None
+    num_microbatches: int = 1
+
+    def seconds(self, fqn: str, num_bytes: float) -> float:
+        """The seconds of a parameter's update, divided by the microbatches of a mini-batch.
+
+        An update reads the parameter, gradient and state, and writes the parameter and state.
+        """
+        moved = 3 * num_bytes + 2 * self.state_bytes.get(fqn, 0)
+        return moved / self.bytes_per_second / self.num_microbatches
+
+    def resident_bytes(self, fqn: str, num_bytes: float, num_stages: int) -> float:
+        """The bytes of a parameter's state and versions on a stage, besides ``bytes_in_flight``."""
+        match self.versions:
+            case VersionPolicy.STASHED:
+                others = -1.0  # the microbatch that began last uses the latest version
+            case VersionPolicy.VERTICAL:
+                others = num_stages - 1
+            case VersionPolicy.DOUBLE:
+                others = 1.0
+            case None:
+                others = 0.0
+        return self.state_bytes.get(fqn, 0) + others * num_bytes
+
+    def bytes_in_flight(self, num_bytes: float) -> float:
+        """The bytes of a parameter for each microbatch in flight: one version, if versions are stashed."""
+        return num_bytes if self.versions is VersionPolicy.STASHED else 0.0
 
 
 @dataclass(frozen=True)

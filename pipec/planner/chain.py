@@ -1,4 +1,4 @@
-"""The seconds of a stage for a microbatch, from its operators, its replicas and its links.
+"""The input of the planner, and the seconds of a stage for a microbatch.
 
 Sends are asynchronous and receives are posted one compute ahead, so communication overlaps compute. In the
 steady state a stage is therefore as slow as the slower of two things:
@@ -11,24 +11,70 @@ steady state a stage is therefore as slow as the slower of two things:
 For example, a stage that computes for 5 ms, behind a value of which 3 ms go forward and 2 ms come back,
 takes 5 ms; behind one of 7 ms and 2 ms it takes 7 ms.
 
-A stage on m replicas handles m microbatches at a time, so its operators and its link take 1/m of the seconds
-for each microbatch. Gradients are summed within each group first, then between groups: at every level of the
-topology, r members sum P bytes over a link of B bytes per second in ``2 (r - 1) (P / (r B) + latency)``
-seconds, once a step or, without a flush, once for a microbatch of every replica.
+A stage on r replicas handles r microbatches at a time, so its operators and its link take 1/r of the seconds
+for each microbatch. Its gradients of P bytes are summed in one ring, as slow as the slowest level between its
+replicas: ``2 (r - 1) (P / (r B) + latency)`` seconds, once a step or, without a flush, once for a microbatch
+of every replica.
 
 A group of devices that is replicated holds a pipeline, and its replicas hold the same one. The groups share
 the link to the stage before.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.hardware.topology import Level
-from pipec.planner.operator_chain import OperatorChain
+from pipec.errors import PlanError
+from pipec.hardware.topology import Level, Topology
 from pipec.planner.placements import Placement
+
+COLUMNS = ("seconds", "parameter_bytes", "resident_bytes", "saved_bytes")
+"""The figures that a chain has for each block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A value that block ``first`` makes and that later blocks read, the last of them ``last``.
+
+    If it crosses stages, ``forward_bytes`` of activation travel to the reader and ``backward_bytes`` of
+    gradient travel back (0 for a value without gradient).
+    """
+
+    first: int
+    last: int
+    forward_bytes: float
+    backward_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorChain:
+    """A training step as numbers. Each column has one entry for each block.
+
+    ``seconds`` is the forward and backward of one microbatch on a device of speed 1. ``parameter_bytes`` is
+    what replicas all-reduce. A device holds ``resident_bytes`` once and ``saved_bytes`` for every microbatch
+    in flight. ``names`` serve messages.
+    """
+
+    names: Sequence[str]
+    seconds: Sequence[float]
+    parameter_bytes: Sequence[float]
+    resident_bytes: Sequence[float]
+    saved_bytes: Sequence[float]
+    transfers: Sequence[Transfer]
+
+
+def check_operator_chain(chain: OperatorChain) -> None:
+    """Raise PlanError if there are no blocks, or a figure is negative or not finite."""
+    if not chain.names:
+        raise PlanError("there are no operators to plan for")
+    for column in COLUMNS:
+        for name, figure in zip(chain.names, getattr(chain, column), strict=True):
+            if not 0 <= figure < math.inf:
+                raise PlanError(f"{name} has {column} {figure}: expected a finite number, 0 or more")
+
 
 Vector = NDArray[np.float64]
 Positions = NDArray[np.intp]
@@ -60,12 +106,14 @@ class CostModel:
 class StageCosts:
     """The costs of stages of a chain. Columns are sums over the blocks before each position.
 
-    ``crossing[level, k]``: the seconds that the values across position k occupy a link of the level. The
-    methods take positions where stages begin and end, of shapes that numpy broadcasts.
+    ``speed`` is that of the fastest device. ``crossing[level, k]``: the seconds that the values across
+    position k occupy a link of the level. The methods take positions where stages begin and end, of shapes
+    that numpy broadcasts.
     """
 
     model: CostModel
     levels: Sequence[Level]
+    speed: float
     seconds: Vector
     parameters: Vector
     resident: Vector
@@ -86,20 +134,30 @@ class StageCosts:
         spent: Vector = self.crossing[at.level, first] / at.links + self._all_reduce(at, first, last)
         return spent
 
+    def furthest_in_memory(self, at: Placement, first: int) -> int:
+        """The last position at which a stage may end that begins at ``first``."""
+        if at.device.memory_bytes == np.inf:
+            return len(self.seconds) - 1
+        held = self.resident + self.model.in_flight(at.later_devices) * self.saved
+        most = (held[first] + at.device.memory_bytes) * (1 + 1e-12)
+        return int(held.searchsorted(most, side="right")) - 1
+
     def memory_bytes(self, at: Placement, first: Positions, last: Positions) -> Vector:
         saved = self.model.in_flight(at.later_devices) * (self.saved[last] - self.saved[first])
         held: Vector = self.resident[last] - self.resident[first] + saved
         return held
 
     def _all_reduce(self, at: Placement, first: Positions, last: Positions) -> Vector:
+        parameters = self.parameters[last] - self.parameters[first]
         if at.replicas == 1:
             return np.zeros(())
-        parameters, each, latency = self.parameters[last] - self.parameters[first], 0.0, 0.0
-        for level, members in zip(self.levels, at.members, strict=True):
-            each += 2 * (members - 1) / (members * level.bytes_per_second)
-            latency += 2 * (members - 1) * level.latency_seconds
+        shards = [
+            level.link.latency_seconds + parameters / at.replicas / level.link.bytes_per_second
+            for level, members in zip(self.levels, at.members, strict=True)
+            if members > 1
+        ]
         together = self.model.step_microbatches or at.replicas
-        seconds: Vector = (parameters * each + (parameters > 0) * latency) / together
+        seconds: Vector = (parameters > 0) * np.maximum.reduce(shards) * (2 * (at.replicas - 1) / together)
         return seconds
 
     def at(self, positions: Positions) -> "StageCosts":
@@ -114,10 +172,11 @@ class StageCosts:
         )
 
 
-def stage_costs(chain: OperatorChain, levels: Sequence[Level], model: CostModel) -> StageCosts:
+def stage_costs(chain: OperatorChain, topology: Topology, model: CostModel) -> StageCosts:
     def until(figures: Sequence[float]) -> Vector:
         return np.concatenate([[0.0], np.cumsum(figures, dtype=np.float64)])
 
+    levels = topology.levels
     crossing = np.zeros((len(levels), len(chain.names) + 1))
     for value in chain.transfers:
         sizes = [size for size in (value.forward_bytes, value.backward_bytes) if size]
@@ -127,6 +186,7 @@ def stage_costs(chain: OperatorChain, levels: Sequence[Level], model: CostModel)
     return StageCosts(
         model,
         levels,
+        max(device.speed for device in topology.devices),
         until(chain.seconds),
         until(chain.parameter_bytes),
         until(chain.resident_bytes),

@@ -74,10 +74,6 @@ class Workload:
     def num_stages(self) -> int:
         return len(self.forward)
 
-    def has_costs_of(self, placement: Placement) -> bool:
-        """Whether ``for_placement`` can give the costs of every stage of this placement."""
-        return self.num_stages in (len(placement), count_ranks(placement))
-
     def for_placement(self, placement: Placement) -> "Workload":
         """The workload of the stages of ``placement``.
 
@@ -87,9 +83,7 @@ class Workload:
         """
         if len(placement) == self.num_stages:
             return self
-        assert self.has_costs_of(placement), (
-            f"costs of {self.num_stages} stages do not fit placement {placement}"
-        )
+        assert self.num_stages == count_ranks(placement), "a workload is of stages, or of ranks"
         ranks = [rank_of(placement, stage) for stage in range(len(placement))]
         num_stages = Counter(ranks)
 
