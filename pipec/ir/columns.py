@@ -11,6 +11,7 @@ of stage 2 are::
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property
 from sys import byteorder
 from typing import Any, TypeVar, overload
@@ -28,8 +29,10 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
-NUM_COLUMNS, SEGMENT_COLUMN = 10, 7
-"""The number of columns of instructions, and the column of segments."""
+FIELDS = tuple(field.name for field in fields(Instruction))
+"""The fields of instructions, in the order of their columns."""
+
+NUM_COLUMNS, SEGMENT_COLUMN = len(FIELDS), FIELDS.index("segment")
 
 
 def _having(trait: Callable[[OpTraits], bool]) -> NDArray[np.bool_]:

@@ -50,7 +50,7 @@ from pipec.plan.model_collectives import model_collectives_of
 from pipec.plan.node_values import plan_value
 from pipec.plan.sync_spec import build_sync_spec
 from pipec.plan.tail import build_tail
-from pipec.programs.routes import routes
+from pipec.programs.messages import routes
 from pipec.programs.shared_receives import runs_stages_in_order
 
 Names = Mapping[fx.Node, str]

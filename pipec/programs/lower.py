@@ -64,9 +64,9 @@ from pipec.programs import update_boundaries
 from pipec.programs.buffer_slots import with_slots
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.due import with_due
+from pipec.programs.messages import Route, routes
 from pipec.programs.offload_intervals import OffloadIntervals, offload_intervals
 from pipec.programs.program_index import ProgramIndex
-from pipec.programs.routes import Route, routes
 from pipec.programs.schedule_index import ScheduleIndex
 from pipec.programs.shared_receives import holding_stages
 from pipec.programs.sync_order import SyncOp, SyncOrder

@@ -9,6 +9,7 @@ import numpy as np
 from pipec.ir import Op
 from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, concatenate_instructions, one_of
 from pipec.programs.awaited_starts import IS_WAIT, awaited_starts
+from pipec.programs.messages import Transfers
 
 _HOLDS_RANK = IS_WAIT | one_of(Op.WAIT_RECV, Op.GRAD_NORM)
 
@@ -61,28 +62,11 @@ class StepEvents:
             awaited.append(before[started] - 1)
             following.append(before[own])
         self.awaited, self.next_events = np.concatenate(awaited), np.concatenate(following)
-        self._pair_messages(
-            concatenate_instructions([each.taken(own) for each, own in zip(programs, sites, strict=True)])
-        )
-
-    def _pair_messages(self, waits: InstructionColumns) -> None:
-        """Replicas may send the same link to one rank, once a step."""
-        own = np.flatnonzero(waits.ops == OP_CODE[Op.WAIT_RECV])
-        if not own.size:
-            return
-        sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND]).astype(np.int32)
-        sent, received = self.events.taken(sends), waits.taken(own)
-        num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (sent, received)) + 1
-        found = np.full((len(waits.links), num_microbatches + 1), -1, np.int32)
-        found[sent.link_numbers, sent.microbatches] = sends
-        self.awaited[own] = found[received.link_numbers, received.microbatches]
-        once, at_once = np.flatnonzero(sent.microbatches < 0), np.flatnonzero(received.microbatches < 0)
-        keys = sent.link_numbers[once], self.ranks[sends[once]], sent.peers[once]
-        by_key = dict(zip(zip(*map(np.ndarray.tolist, keys), strict=True), sends[once].tolist(), strict=True))
-        own = own[at_once]
-        keys = received.link_numbers[at_once], received.peers[at_once], self.wait_ranks[own]
-        wanted = zip(*map(np.ndarray.tolist, keys), strict=True)
-        self.awaited[own] = [by_key.get(key, -1) for key in wanted]
+        waits = np.concatenate([each.ops[own] for each, own in zip(programs, sites, strict=True)])
+        if (messages := np.flatnonzero(waits == OP_CODE[Op.WAIT_RECV])).size:
+            sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND]).astype(np.int32)
+            found = Transfers.of(programs, Op.SEND).sends_of(Transfers.of(programs, Op.WAIT_RECV))
+            self.awaited[messages] = np.append(sends, np.int32(-1))[found]
 
     @cached_property
     def next_blocking(self) -> Ints:
