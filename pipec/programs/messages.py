@@ -1,33 +1,67 @@
-"""The messages of links: their ranks and microbatches, and which send and receive belong together."""
+"""Messages of links, and the instructions of several ranks that belong to one message or collective."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
 from typing import Self
 
 import numpy as np
 
 from pipec.ir import Link, Op, Payload, Placement, count_ranks
-from pipec.ir.columns import InstructionColumns, Ints, concatenate_instructions
+from pipec.ir.columns import InstructionColumns, Ints, concatenate_instructions, ranks_by_microbatch
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The messages of link ``number`` from rank ``source`` to rank ``target``.
+@dataclass(frozen=True)
+class Messages:
+    """Messages, entry by entry: the number of the link, the microbatch or -1, and the ranks at both ends."""
 
-    ``microbatches`` has an entry for each message: -1 alone for a link that moves once per step.
-    """
-
-    number: int
-    link: Link
-    source: int
-    target: int
+    links: Ints
     microbatches: Ints
+    sources: Ints
+    targets: Ints
 
-    @property
-    def crosses_ranks(self) -> bool:
-        return self.source != self.target
+
+def messages(links: Sequence[Link], placement: Placement, num_microbatches: int) -> Messages:
+    """The messages of every link, in the order of ``links``, microbatches and targets.
+
+    A message from a rank to itself is a move.
+    """
+    ranks = ranks_by_microbatch(placement, num_microbatches)
+    every = np.arange(num_microbatches, dtype=np.int32)
+    parts = [(np.empty(0, np.int32),) * 4]
+    for number, link in enumerate(links):
+        if link.payload.feeds_compute:
+            sent, sources, targets = every, ranks[link.source], ranks[link.target]
+        elif link.payload is Payload.MICROBATCH_RESULT:
+            sent, sources, targets = _to_others(every, ranks[link.source], placement)
+        elif link.payload is Payload.RESULT:
+            made = np.array(placement[link.source][:num_microbatches], np.int32)
+            sent, sources, targets = _to_others(np.full_like(made, -1), made, placement)
+        else:
+            sources, targets = np.array(_lent_to(link, placement), np.int32).reshape(-1, 2).T
+            sent = np.full_like(sources, -1)
+        parts.append((np.full_like(sent, number), sent, sources, targets))
+    return Messages(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _to_others(sent: Ints, sources: Ints, placement: Placement) -> tuple[Ints, Ints, Ints]:
+    """Results, each from the rank that made it to every other rank."""
+    num_ranks = count_ranks(placement)
+    targets = np.tile(np.arange(num_ranks, dtype=np.int32), sources.size)
+    sent, sources = sent.repeat(num_ranks), sources.repeat(num_ranks)
+    others = sources != targets
+    return sent[others], sources[others], targets[others]
+
+
+def _lent_to(link: Link, placement: Placement) -> Sequence[tuple[int, int]]:
+    """The sending and receiving ranks of tied weights, or of their gradients.
+
+    The k-th replica of a stage that borrows weights borrows from replica k mod r of the owner's r replicas,
+    and sends gradients back to it.
+    """
+    sources, targets = placement[link.source], placement[link.target]
+    if link.payload is Payload.WEIGHT:
+        return [(sources[k % len(sources)], target) for k, target in enumerate(targets)]
+    return [(source, targets[k % len(targets)]) for k, source in enumerate(sources)]
 
 
 @dataclass(frozen=True)
@@ -110,45 +144,21 @@ def once_peers(link: Link, placement: Placement, num_microbatches: int, rank: in
         made = np.array(placement[link.source][:num_microbatches], np.int32)
         every = np.arange(count_ranks(placement), dtype=np.int32)
         return every[every != rank] if rank in made else every[:0], made[made != rank]
-    pairs = np.array(rank_pairs(link, placement, num_microbatches), np.int32).reshape(-1, 2)
+    pairs = np.array(_lent_to(link, placement), np.int32).reshape(-1, 2)
     return pairs[pairs[:, 0] == rank, 1], pairs[pairs[:, 1] == rank, 0]
 
 
-def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -> Iterator[Route]:
-    """The routes of every link, in the order of ``links``."""
+def collective_numbers(started: InstructionColumns, ranks: Ints) -> Ints:
+    """For each of these instructions, by rank in order, the number of its collective.
 
-    def every(period: int, first: int) -> Ints:
-        return np.arange(first, num_microbatches, period, dtype=np.int32)
-
-    for number, link in enumerate(links):
-        sources = placement[link.source]
-        if link.payload is Payload.MICROBATCH_RESULT:
-            for source, target in rank_pairs(link, placement, num_microbatches):
-                yield Route(number, link, source, target, every(len(sources), sources.index(source)))
-        elif link.payload.per_microbatch:
-            targets = placement[link.target]
-            period = math.lcm(len(sources), len(targets))
-            pairs = zip(islice(cycle(sources), period), islice(cycle(targets), period), strict=True)
-            for (source, target), first in sorted(zip(pairs, range(num_microbatches), strict=False)):
-                yield Route(number, link, source, target, every(period, first))
-        else:
-            for source, target in rank_pairs(link, placement, num_microbatches):
-                yield Route(number, link, source, target, np.array([-1], np.int32))
-
-
-def rank_pairs(link: Link, placement: Placement, num_microbatches: int) -> Sequence[tuple[int, int]]:
-    """The pairs of sending and receiving ranks of a link that moves once per step or is a result.
-
-    A result goes from every replica that made a part of it to every other rank. The k-th replica of a stage
-    that borrows weights borrows from replica k mod r of the owner's r replicas, and sends gradients back to
-    it.
+    Of several equal ones on a rank, the k-th belongs to the k-th on every other rank.
     """
-    sources = placement[link.source]
-    if link.payload.is_result:
-        every = range(count_ranks(placement))
-        made = sources[:num_microbatches]
-        return [(source, target) for source in made for target in every if target != source]
-    targets = placement[link.target]
-    if link.payload is Payload.WEIGHT:
-        return [(sources[k % len(sources)], target) for k, target in enumerate(targets)]
-    return [(source, targets[k % len(targets)]) for k, source in enumerate(sources)]
+    keys = np.stack([started.ops, started.stages, started.buckets, started.model_collectives])
+    kinds = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+    order = np.lexsort((kinds, ranks))
+    is_first = np.append(True, (np.diff(kinds[order]) != 0) | (np.diff(ranks[order]) != 0))[: kinds.size]
+    places = np.arange(kinds.size)
+    occurrences = np.empty_like(places)
+    occurrences[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    found: Ints = np.unique(np.stack([kinds, occurrences]), axis=1, return_inverse=True)[1].reshape(-1)
+    return found

@@ -30,7 +30,6 @@ from pipec.ir.columns import (
     taken,
 )
 from pipec.ir.text_format import format_link, instruction_lines
-from pipec.programs.deadlock import InstructionSite
 from pipec.programs.messages import Delivered
 from pipec.programs.program_computes import ProgramComputes
 from pipec.programs.shared_receives import holding_stages
@@ -40,6 +39,10 @@ COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 """In the order in which a microbatch runs them."""
 
 _NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in (*COMPUTES, Op.FREE))
+
+
+InstructionSite = tuple[int, int]
+"""A rank and the number of an instruction in its program."""
 
 
 @dataclass(frozen=True, slots=True)

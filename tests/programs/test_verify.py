@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
 from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, one_rank_per_stage
-from pipec.programs.deadlock import InstructionSite, WaitEdges, stalled_ranks, wait_cycle
 from pipec.programs.lower import chain_links
+from pipec.programs.program_index import InstructionSite
+from pipec.programs.rules.deadlock_rules import stalled_ranks, wait_cycle
 from pipec.programs.verify import RULES
 from pipec.schedules import forward_only, gpipe, make_schedule, zb_h1
 from pipec.schedules.replicated import round_robin
@@ -598,7 +599,7 @@ def test_programs_stall_exactly_where_the_waits_form_a_cycle(
     for (rank, number), other in waits:
         graph.add_edge((rank, number + 1), other)
     columns = np.array([[*site, *other] for site, other in waits], np.int32).reshape(-1, 4).T
-    stalled = stalled_ranks([5] * 4, WaitEdges(*columns))
+    stalled = stalled_ranks([5] * 4, columns)
     assert bool(stalled) == (not networkx.is_directed_acyclic_graph(graph))
     if stalled:
         ring = wait_cycle(stalled)

@@ -1,10 +1,12 @@
 """The rule that no rank waits forever."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from pipec.programs.collective_waits import collective_waits
-from pipec.programs.deadlock import WaitEdges, stalled_ranks, wait_cycle
-from pipec.programs.program_index import ProgramIndex, Violation
+import numpy as np
+
+from pipec.ir.columns import COLLECTIVES, Ints, concatenate_instructions
+from pipec.programs.messages import collective_numbers
+from pipec.programs.program_index import InstructionSite, ProgramIndex, Violation
 
 
 def finishes(step: ProgramIndex) -> Iterator[Violation]:
@@ -13,11 +15,11 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
     rank 0: ... send a to rank 1, recv b from rank 1
     rank 1: ... send b to rank 0, recv a from rank 0
     """
-    of_collectives, num_collectives = collective_waits(step)
     each, num_ranks = step.delivered, len(step.columns)
-    of_sends = WaitEdges(each.sources, each.sends, each.targets, each.receives)
-    of_waits = WaitEdges(each.targets, each.waits, each.sources, each.sends)
-    waits = WaitEdges.concatenated([of_sends, of_waits, of_collectives])
+    of_sends = np.stack([each.sources, each.sends, each.targets, each.receives])
+    of_waits = np.stack([each.targets, each.waits, each.sources, each.sends])
+    of_collectives, num_collectives = _collective_waits(step)
+    waits = np.concatenate([of_sends, of_waits, of_collectives], axis=1)
     stalled = stalled_ranks([*map(len, step.columns), *[1] * num_collectives], waits)
     if stalled:  # a rank that waits for a collective waits for a member that has not reached it
         ring = wait_cycle(
@@ -33,3 +35,64 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
         ]
         message = "\n".join(["deadlock if sends wait for their receives:", *lines])
         yield Violation(ring[0][0], message, tuple(site for site, _ in ring[1:]))
+
+
+def _collective_waits(step: ProgramIndex) -> tuple[Ints, int]:
+    """Each collective waits for all its ranks, and all of them wait for it; and the number of collectives.
+
+    A collective is modelled as a rank of its own with one instruction, numbered after the ranks. It passes
+    when every member has reached the collective, and all members wait for it.
+    """
+    own = [columns.numbers_of(*COLLECTIVES) for columns in step.columns]
+    started = [columns.taken(numbers) for columns, numbers in zip(step.columns, own, strict=True)]
+    ranks = np.repeat(np.arange(len(own)), [numbers.size for numbers in own])
+    sites, found = np.concatenate(own), collective_numbers(concatenate_instructions(started), ranks)
+    first, hubs = np.zeros_like(sites), len(own) + found
+    waits = np.stack([[hubs, first, ranks, sites], [ranks, sites, hubs, first + 1]], axis=1)
+    return waits.reshape(4, -1).astype(np.int32), int(found.max(initial=-1)) + 1
+
+
+def stalled_ranks(lengths: Sequence[int], waits: Ints) -> dict[int, tuple[InstructionSite, InstructionSite]]:
+    """For each rank that cannot finish, its stalled instruction and the instruction that this waits for.
+
+    ``lengths`` are the numbers of instructions of the programs. Each column of ``waits`` has a rank, the
+    number of an instruction, and the rank and number of the one that it waits for. An instruction passes
+    when its rank has reached it and everything that it waits for has passed. The result does not depend on
+    the order in which ranks run. The loop moves every rank past one wait at a time.
+    """
+    order = np.argsort(waits[0].astype(np.int64) * max(lengths, default=0) + waits[1], kind="stable")
+    ranks, numbers, others, awaited = waits[:, order]
+    bounds = np.searchsorted(ranks, np.arange(len(lengths) + 1))
+    entry, last = bounds[:-1].copy(), bounds[1:]
+    reached = np.array(lengths, np.int64)
+    unfinished = np.flatnonzero(entry < last)
+    reached[unfinished] = numbers[entry[unfinished]]
+    while unfinished.size:
+        at = entry[unfinished]
+        passing = unfinished[reached[others[at]] >= awaited[at]]
+        if not passing.size:
+            break
+        entry[passing] += 1
+        finishing = entry[passing] == last[passing]
+        advancing = passing[~finishing]
+        reached[advancing] = numbers[entry[advancing]]
+        if finishing.any():
+            done = passing[finishing]
+            reached[done] = np.array(lengths)[done]
+            unfinished = unfinished[entry[unfinished] < last[unfinished]]
+    return {
+        rank: ((rank, int(numbers[at])), (int(others[at]), int(awaited[at])))
+        for rank, at in zip(unfinished.tolist(), entry[unfinished].tolist(), strict=True)
+    }
+
+
+def wait_cycle(
+    stalled: Mapping[int, tuple[InstructionSite, InstructionSite]],
+) -> list[tuple[InstructionSite, InstructionSite]]:
+    """A cycle of ``stalled_ranks``: each rank waits for the next one."""
+    rank = min(stalled)
+    visited: list[int] = []
+    while rank not in visited:
+        visited.append(rank)
+        rank = stalled[rank][1][0]
+    return [stalled[rank] for rank in visited[visited.index(rank) :]]
