@@ -19,7 +19,19 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Compute, Instruction, Link, Op, OpKind, OpTraits, Phase, Placement, Program
+from pipec.ir import (
+    Compute,
+    Instruction,
+    Link,
+    Op,
+    OpKind,
+    OpTraits,
+    Phase,
+    Placement,
+    Program,
+    Stream,
+    replica_counts,
+)
 
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
@@ -45,11 +57,6 @@ def one_of(*ops: Op) -> NDArray[np.bool_]:
     return np.array([op in ops for op in OPS])
 
 
-def one_of_phases(*phases: Phase) -> NDArray[np.bool_]:
-    """For each code of a phase, whether it is one of these."""
-    return np.array([phase in phases for phase in PHASES])
-
-
 COLLECTIVES = [op for op in OPS if op.traits.kind is OpKind.COLLECTIVE]
 _COMPUTES = [op for op in OPS if op.traits.kind is OpKind.COMPUTE]
 _IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)
@@ -65,6 +72,17 @@ def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
     found = np.empty((len(placement), num_microbatches), np.int32)
     for row, ranks in zip(found, placement, strict=True):
         row[:] = np.array(ranks)[np.arange(num_microbatches) % len(ranks)]
+    return found
+
+
+def read_versions(stream: Stream | None, placement: Placement, num_microbatches: int) -> Ints:
+    """At [stage, microbatch], the version of the weights that computes read; -1 without a stream."""
+    found, replicas = np.full((len(placement), num_microbatches), -1, np.int32), replica_counts(placement)
+    if stream:
+        found[:] = [
+            [stream.version(each, stage, replicas) for each in range(num_microbatches)]
+            for stage in range(len(placement))
+        ]
     return found
 
 

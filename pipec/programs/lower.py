@@ -55,9 +55,10 @@ from pipec.ir.columns import (
     InstructionColumns,
     Ints,
     compact,
+    concatenate_instructions,
     constant,
     entries,
-    one_of_phases,
+    read_versions,
     stable_order,
     taken,
 )
@@ -129,7 +130,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
         collectives = SyncOrder(index, order.ends, plan).all()
     buffered = np.array([*(link.payload.feeds_compute for link in links), False])
     stages_of_link = holding_stages(links)
-    versions = update_boundaries.read_versions(schedule)
+    versions = read_versions(schedule.stream, schedule.placement, schedule.num_microbatches)
     programs = []
     for rank in range(schedule.num_ranks):
         copies = offload_intervals(index.computes[rank], offload)
@@ -271,69 +272,47 @@ def _units(index: ScheduleIndex) -> Floats:
     return units
 
 
-_Field = Ints | int
-"""A column of a block: a number for each instruction, or the same number for all of them."""
+_Block = tuple[Ints, InstructionColumns]
+"""Instructions of one kind, and the positions that they belong to."""
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Instructions of one kind: the positions they belong to, and their columns."""
-
-    positions: Ints
-    columns: Sequence[_Field]
-
-    def taken(self, order: Ints) -> "_Block":
-        """The instructions in another order."""
-        columns = [each if isinstance(each, int) else each.take(order) for each in self.columns]
-        return _Block(self.positions.take(order), columns)
+def _block(positions: Ints, *fields: Ints | int) -> _Block:
+    """Instructions with these first fields: a number for each, or the same for all; the others are -1."""
+    every = (*fields, *(-1,) * (NUM_COLUMNS - len(fields)))
+    columns = (
+        constant(each, positions.size) if isinstance(each, int) else np.asarray(each, np.int32)
+        for each in every
+    )
+    return positions, InstructionColumns(columns, ())
 
 
-def _block(positions: Ints, *columns: _Field) -> _Block:
-    return _Block(positions, (*columns, *(-1,) * (NUM_COLUMNS - len(columns))))
+def _phases_with(effect: str) -> Bools:
+    """For each code of a phase, whether its op has an effect."""
+    return np.array([effect in Op(phase).traits.effects.split() for phase in Phase])
 
 
-_MAKES_GRADIENTS = one_of_phases(Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
-_NEEDS_FORWARD = one_of_phases(Phase.BACKWARD, Phase.BACKWARD_INPUT)
+_MAKES_GRADIENTS, _NEEDS_FORWARD = _phases_with("gradients.make"), _phases_with("recomputed.read")
 _AFTER_UNSHARD = 3
 """The positions from the end of the computes to the wait for results: weights are gathered before it."""
 
 _NOTHING = _block(np.empty(0, np.int32))
 
 
-def _concatenated(blocks: Sequence[_Block]) -> _Block:
-    filled = [each for each in blocks if each.positions.size]
-    if not filled:
-        return _NOTHING
-    positions = np.concatenate([each.positions for each in filled])
-    return _Block(positions, [_concatenated_column(filled, k) for k in range(NUM_COLUMNS)])
-
-
-def _concatenated_column(blocks: Sequence[_Block], number: int) -> _Field:
-    first = blocks[0].columns[number]
-    if isinstance(first, int) and all(each.columns[number] is first for each in blocks):
-        return first
-    column = np.empty(sum(each.positions.size for each in blocks), np.int32)
-    begin = 0
-    for each in blocks:
-        end = begin + each.positions.size
-        column[begin:end] = each.columns[number]
-        begin = end
-    return column
+def _joined(blocks: Sequence[_Block]) -> _Block:
+    positions, columns = zip(*blocks, strict=True)
+    return np.concatenate(positions), concatenate_instructions(columns)
 
 
 def _in_order(kinds: Sequence[Iterable[_Block]]) -> list[Ints]:
     """The columns of all blocks, sorted by position and then by kind. The sort is stable."""
     blocks = [
-        replace(block, positions=block.positions * len(kinds) + number)
+        (positions * len(kinds) + number, columns)
         for number, kind in enumerate(kinds)
-        for block in kind
+        for positions, columns in kind
     ]
-    joined = _concatenated(blocks)
-    order = np.argsort(joined.positions, kind="stable")
-    return [
-        constant(column, order.size) if isinstance(column, int) else taken(compact(column), order)
-        for column in joined.columns
-    ]
+    positions, joined = _joined(blocks)
+    order = np.argsort(positions, kind="stable")
+    return [taken(compact(column), order) for column in joined.columns]
 
 
 def _receives(
@@ -367,11 +346,13 @@ def _receives(
     channel = sources * np.int64(len(order.ends[rank]) + 1)
     posts = np.minimum.accumulate((posts + channel)[::-1])[::-1] - channel  # in the order of the sends
     targets = np.array([link.target for link in traffic.links], np.int32)
-    columns = OP_CODE[Op.RECV], targets[links], found.microbatches[own], links, sources
+    fields = OP_CODE[Op.RECV], targets[links], found.microbatches[own], links, sources
     within = [(time, each) for time, each in sums if rank in each.positions]
-    blocks = [_sync_ops([each for _, each in within], rank), _block(posts.astype(np.int32), *columns)]
+    blocks = [_sync_ops([each for _, each in within], rank), _block(posts.astype(np.int32), *fields)]
     times = np.concatenate([np.array([time for time, _ in within], float), sent])
-    return _concatenated(blocks).taken(np.argsort(times, kind="stable"))
+    order_of_sends = np.argsort(times, kind="stable")
+    positions, columns = _joined(blocks)
+    return positions[order_of_sends], columns.taken(order_of_sends)
 
 
 def _sends(traffic: _Traffic, leaving: Ints) -> _Block:

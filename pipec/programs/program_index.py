@@ -19,13 +19,13 @@ from pipec.ir import (
     Plan,
     Program,
     SegmentCounts,
-    replica_counts,
 )
 from pipec.ir.columns import (
     OP_CODE,
     InstructionColumns,
     Ints,
     ranks_by_microbatch,
+    read_versions,
     set_entries,
     taken,
 )
@@ -178,11 +178,8 @@ class ProgramIndex:
     @cached_property
     def read_versions(self) -> Ints:
         """At [stage, microbatch], the version of the weights that the stream of the plan specifies."""
-        stream, replicas = self.plan.sync_spec.stream, replica_counts(self.plan.placement)
-        assert stream is not None
-        every = range(self.plan.num_microbatches)
-        rows = [[stream.version(each, stage, replicas) for each in every] for stage in range(len(replicas))]
-        return np.array(rows, np.int32)
+        plan = self.plan
+        return read_versions(plan.sync_spec.stream, plan.placement, plan.num_microbatches)
 
     @cached_property
     def delivered(self) -> Delivered:

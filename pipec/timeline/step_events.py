@@ -6,12 +6,24 @@ from functools import cached_property
 
 import numpy as np
 
-from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, concatenate_instructions, one_of
-from pipec.programs.awaited_starts import IS_WAIT, awaited_starts
+from pipec.ir import WAIT_OF, Op
+from pipec.ir.columns import (
+    FIELDS,
+    OP_CODE,
+    OPS,
+    Floats,
+    InstructionColumns,
+    Ints,
+    concatenate_instructions,
+    one_of,
+    taken,
+)
 from pipec.programs.messages import Transfers
 
-_HOLDS_RANK = IS_WAIT | one_of(Op.WAIT_RECV, Op.GRAD_NORM)
+_STARTED_OP = np.array([OP_CODE[op.traits.awaits or op] for op in OPS], np.int32)
+_STARTING = [op for op in WAIT_OF if op is not Op.RECV]
+_IS_WAIT = one_of(*(WAIT_OF[op] for op in _STARTING))
+_HOLDS_RANK = _IS_WAIT | one_of(Op.WAIT_RECV, Op.GRAD_NORM)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +92,16 @@ class StepEvents:
         following = self.next_blocking[self.next_events]
         found = np.where(following < self.first_events[self.wait_ranks + 1], following, -1)
         return Waits(self.wait_ranks, self.awaited, found, starts, ends)
+
+
+def awaited_starts(columns: InstructionColumns) -> tuple[Ints, Ints]:
+    """The numbers of the waits for collectives and copies, and of the instruction that started each.
+
+    A wait is for the last start with the same fields before it.
+    """
+    involved = columns.numbers_of(*_STARTING, *(WAIT_OF[op] for op in _STARTING))
+    names = ("stage", "microbatch", "bucket", "model_collective")
+    fields = [taken(columns.columns[FIELDS.index(name)], involved) for name in names]
+    ordered = involved[np.lexsort([involved, *fields, _STARTED_OP[columns.ops[involved]]])]
+    waits = np.flatnonzero(_IS_WAIT[columns.ops[ordered]])
+    return ordered[waits], ordered[waits - 1]

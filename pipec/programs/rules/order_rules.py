@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 
 from pipec.ir import Link, Op
-from pipec.ir.columns import COLLECTIVES, OPS, InstructionColumns, Ints, stable_order, taken
+from pipec.ir.columns import COLLECTIVES, OPS, InstructionColumns, equal_groups, stable_order, taken
 from pipec.ir.text_format import format_link
 from pipec.programs.program_index import ProgramIndex, Violation, describe
 from pipec.programs.shared_receives import runs_stages_in_order
@@ -19,7 +19,11 @@ def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
     backward stage 0 mb 0 segment 1, backward stage 0 mb 0 segment 0
     """
     for rank, columns in enumerate(step.columns):
-        for own in _split_computes(columns):
+        split = columns.compute_numbers
+        split = split[taken(columns.segments, split) >= 0]
+        fields = (columns.ops, columns.stages, columns.microbatches)
+        for group in equal_groups(*(taken(column, split) for column in fields)):
+            own = split[group]
             op, stage = OPS[columns.ops[own[0]]], int(columns.stages[own[0]])
             found, expected = columns.segments[own].tolist(), list(range(step.num_segments(op, stage)))
             if found != expected:
@@ -28,17 +32,6 @@ def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
                 message = f"{op} {where} runs its segments in the order {found}; expected {expected}"
                 yield Violation((rank, int(own[wrong])), message)
         yield from _undivided_forwards(rank, columns)
-
-
-def _split_computes(columns: InstructionColumns) -> list[Ints]:
-    """The instruction numbers of each compute that runs segment by segment."""
-    own = columns.compute_numbers
-    own = own[taken(columns.segments, own) >= 0]
-    fields = (columns.microbatches, columns.stages, columns.ops)
-    computes = np.stack([taken(column, own) for column in fields])
-    order = np.lexsort(computes)
-    bounds = np.flatnonzero(np.diff(computes[:, order], axis=1).any(axis=0)) + 1
-    return np.split(own[order], bounds) if own.size else []
 
 
 def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Violation]:
