@@ -93,15 +93,15 @@ class Delivered:
 
 @dataclass(frozen=True)
 class Transfers:
-    """The instructions of one op in several programs, with the rank and the number of each."""
+    """The instructions of some ops in several programs, with the rank and the number of each."""
 
     ranks: Ints
     numbers: Ints
     columns: InstructionColumns
 
     @classmethod
-    def of(cls, programs: Sequence[InstructionColumns], op: Op) -> Self:
-        own = [columns.numbers_of(op) for columns in programs]
+    def of(cls, programs: Sequence[InstructionColumns], *ops: Op) -> Self:
+        own = [columns.numbers_of(*ops) for columns in programs]
         ranks = np.arange(len(own), dtype=np.int32).repeat([numbers.size for numbers in own])
         return cls(
             ranks,

@@ -128,7 +128,7 @@ RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     field_rules.fits_plan,
     order_rules.segments_in_order,
     cell_rules.lives_are_complete,
-    order_rules.collectives_in_one_order,
+    order_rules.collectives_meet,
     order_rules.each_value_received_once,
     order_rules.channels_in_order,
     deadlock_rules.finishes,

@@ -627,7 +627,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "fits_plan",
         "segments_in_order",
         "lives_are_complete",
-        "collectives_in_one_order",
+        "collectives_meet",
         "each_value_received_once",
         "channels_in_order",
         "finishes",

@@ -146,8 +146,9 @@ def test_the_message_shows_lines_and_cells_of_the_ranks_that_do_not_meet() -> No
     assert (
         fault(step, late)
         == """\
-rank 0, instruction 4: reduce_grad of stage 0, bucket 0 meets average_buffers of stage 0 of rank 1; \
-ranks start collectives in one order
+rank 0, instruction 4: deadlock in the order of collectives:
+  rank 0 at '4 reduce_grad stage 0 bucket 0' waits for rank 1 to reach '5 reduce_grad stage 0 bucket 0'
+  rank 1 at '1 average_buffers stage 0' waits for rank 0 to reach '5 average_buffers stage 0'
   1  backward              stage 0  mb 0
   2  accumulate            stage 0  mb 0
   3  free                  stage 0  mb 0
@@ -487,8 +488,8 @@ def test_two_collectives_swapped_on_one_member_are_refused() -> None:
 
     message = fault(TWO_BUCKETS, {1: swap})
     assert message.startswith(
-        "rank 0, instruction 9: reduce_grad of stage 0, bucket 0 meets reduce_grad of stage 0, bucket 1 of "
-        "rank 1; ranks start collectives in one order\n"
+        "rank 0, instruction 9: deadlock in the order of collectives:\n"
+        "  rank 0 at '9 reduce_grad stage 0 bucket 0' waits for rank 1 to reach"
     )
     assert "rank 0      F0  F2  B0 [B2]\n  rank 1      F1  F3  B1 [B3]" in message
     both = list(TWO_BUCKETS.programs())

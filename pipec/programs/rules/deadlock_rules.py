@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pipec.ir.columns import COLLECTIVES, Ints, concatenate_instructions
-from pipec.programs.messages import collective_numbers
+from pipec.ir.columns import COLLECTIVES, Ints
+from pipec.programs.messages import Transfers, collective_numbers
 from pipec.programs.program_index import InstructionSite, ProgramIndex, Violation
 
 
@@ -33,7 +33,9 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
             f"  rank {site[0]} at '{step.show(site)}' waits for rank {ahead[0]} to reach '{step.show(ahead)}'"
             for site, ahead in ring
         ]
-        message = "\n".join(["deadlock if sends wait for their receives:", *lines])
+        among = all(step.columns[rank].is_collective[number] for (rank, number), _ in ring)
+        heading = "if sends wait for their receives" if not among else "in the order of collectives"
+        message = "\n".join([f"deadlock {heading}:", *lines])
         yield Violation(ring[0][0], message, tuple(site for site, _ in ring[1:]))
 
 
@@ -43,11 +45,9 @@ def _collective_waits(step: ProgramIndex) -> tuple[Ints, int]:
     A collective is modelled as a rank of its own with one instruction, numbered after the ranks. It passes
     when every member has reached the collective, and all members wait for it.
     """
-    own = [columns.numbers_of(*COLLECTIVES) for columns in step.columns]
-    started = [columns.taken(numbers) for columns, numbers in zip(step.columns, own, strict=True)]
-    ranks = np.repeat(np.arange(len(own)), [numbers.size for numbers in own])
-    sites, found = np.concatenate(own), collective_numbers(concatenate_instructions(started), ranks)
-    first, hubs = np.zeros_like(sites), len(own) + found
+    started = Transfers.of(step.columns, *COLLECTIVES)
+    ranks, sites, found = started.ranks, started.numbers, collective_numbers(started.columns, started.ranks)
+    first, hubs = np.zeros_like(sites), len(step.columns) + found
     waits = np.stack([[hubs, first, ranks, sites], [ranks, sites, hubs, first + 1]], axis=1)
     return waits.reshape(4, -1).astype(np.int32), int(found.max(initial=-1)) + 1
 

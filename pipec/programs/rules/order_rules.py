@@ -1,14 +1,13 @@
 """The rules of order that no single cell has: of segments, channels and collectives."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import combinations
+from collections.abc import Iterator
 
 import numpy as np
 
 from pipec.ir import Link, Op
 from pipec.ir.columns import COLLECTIVES, OPS, InstructionColumns, equal_groups, stable_order, taken
 from pipec.ir.text_format import format_link
+from pipec.programs.messages import Transfers, collective_numbers
 from pipec.programs.program_index import ProgramIndex, Violation, describe
 from pipec.programs.shared_receives import runs_stages_in_order
 
@@ -54,72 +53,32 @@ def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Viol
             yield Violation((rank, int(own[place])), message)
 
 
-def collectives_in_one_order(step: ProgramIndex) -> Iterator[Violation]:
-    """The ranks of a collective start it in the same order as all that they have in common. Refused::
+def collectives_meet(step: ProgramIndex) -> Iterator[Violation]:
+    """All ranks of a collective start it, in the same round; deadlocks show whether in one order. Refused::
 
-    rank 0: ... reduce_grad stage 0 bucket 0, reduce_grad stage 0 bucket 1
-    rank 1: ... reduce_grad stage 0 bucket 1, reduce_grad stage 0 bucket 0
-
-    Ranks with the same stages have all collectives in common, and are compared with the first of them. Of
-    others, those of one stage are compared pair by pair, each pair of lists of stages once.
+    rank 0: ... unshard stage 0 bucket 0, ... unshard stage 0 bucket 0
+    rank 1: ... unshard stage 0 bucket 0
     """
-    stages = [set[int]() for _ in step.columns]
-    for stage, ranks in enumerate(step.plan.placement):
-        for rank in ranks:
-            stages[rank].add(stage)
-    groups = defaultdict[frozenset[int], list[int]](list)
-    for rank, own in enumerate(stages):
-        groups[frozenset(own)].append(rank)
-    pairs = [(alike[0], other) for alike in groups.values() for other in alike[1:]]
-    neighbours = {
-        pair
-        for ranks in step.plan.placement
-        for pair in combinations(sorted({groups[frozenset(stages[rank])][0] for rank in ranks}), 2)
-    }
-    sequences = [_collectives(step, rank) for rank in range(len(step.columns))]
-    for one, other in sorted([*pairs, *neighbours]):
-        yield from _compared(step, sequences, (one, other), stages[one] & stages[other])
-
-
-_Sequence = Sequence[tuple[tuple[int, ...], int]]
-"""Collectives in order: op, stage, bucket, model collective and round, and the number of the instruction."""
-
-
-def _compared(
-    step: ProgramIndex, sequences: Sequence[_Sequence], pair: tuple[int, int], common: set[int]
-) -> Iterator[Violation]:
-    """Two ranks that start the collectives of the stages that they have in ``common`` in another order."""
-
-    def name(rank: int, number: int) -> str:
-        return describe(step.columns[rank][number])
-
-    one, other = pair
-    mine, theirs = (
-        [(key, number) for key, number in sequences[rank] if key[1] < 0 or key[1] in common] for rank in pair
-    )
-    for (key, number), (another, at) in zip(mine, theirs, strict=False):
-        if key != another:
-            both = f"{name(one, number)} meets {name(other, at)} of rank {other}"
-            yield Violation((one, number), f"{both}; ranks start collectives in one order", ((other, at),))
-    if len(mine) != len(theirs):
-        longer, rank = (mine, one) if len(mine) > len(theirs) else (theirs, other)
-        _, number = longer[min(len(mine), len(theirs))]
-        message = f"{name(rank, number)} waits for rank {one + other - rank}, which has no such"
-        yield Violation((rank, number), message)
-
-
-def _collectives(step: ProgramIndex, rank: int) -> _Sequence:
-    """The collectives of a rank in order, each with its number."""
-    columns = step.columns[rank]
-    numbers = columns.numbers_of(*COLLECTIVES)
-    if not numbers.size:
-        return []
-    replicas = np.array([len(ranks) for ranks in step.plan.placement])[columns.stages[numbers]]
-    microbatches = columns.microbatches[numbers]
-    rounds = np.where(columns.model_collectives[numbers] < 0, microbatches, microbatches // replicas)
-    fields = columns.ops, columns.stages, columns.buckets, columns.model_collectives
-    rows = np.stack([*(each[numbers] for each in fields), rounds]).T.tolist()
-    return [(tuple(row), at) for row, at in zip(rows, numbers.tolist(), strict=True)]
+    started, placement = Transfers.of(step.columns, *COLLECTIVES), step.plan.placement
+    columns, found = started.columns, collective_numbers(started.columns, started.ranks)
+    counts = np.array([*map(len, placement), len(step.columns)])[columns.stages]
+    is_of_model = columns.model_collectives >= 0
+    rounds = np.where(is_of_model, columns.microbatches // counts, columns.microbatches)
+    order, begins = stable_order(found)
+    firsts = order[begins]
+    for place in np.flatnonzero(np.bincount(found) != counts[firsts]).tolist():
+        first, members = int(firsts[place]), {*started.ranks[found == place].tolist()}
+        stage = int(columns.stages[first])
+        absent = min({*(placement[stage] if stage >= 0 else range(len(step.columns)))} - members)
+        site = int(started.ranks[first]), int(started.numbers[first])
+        message = f"{describe(columns[first])} waits for rank {absent}, which has no such"
+        yield Violation(site, message)
+    for other in np.flatnonzero(rounds != rounds[firsts][found]).tolist():
+        sites = [
+            (int(started.ranks[each]), int(started.numbers[each])) for each in (firsts[found[other]], other)
+        ]
+        both = " meets ".join(describe(step.columns[rank][number]) for rank, number in sites)
+        yield Violation(sites[0], f"{both} of rank {sites[1][0]}; expected the same round", (sites[1],))
 
 
 def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
