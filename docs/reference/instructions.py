@@ -18,12 +18,15 @@ TEXT = """\
 What does an instruction read, change and wait for? Each line of a rank's program is one op on *cells*. A cell
 has a life: the events that it has, in order. `a?` is at most once, `a*` any number of times, `a+` once or
 more, `a | b` one of both. The verifier refuses a program in which an event comes before what it needs, twice,
-or never. [Architecture](../architecture.md) says how. This page is printed from `pipec/ir/program.py`.
+or never, or one that names a field that it has not. [Architecture](../architecture.md) says how. This page is
+printed from `pipec/ir/program.py`.
 
 ## Cells
 
-| cell | one for each | life |
-|---|---|---|
+The plan demands the event *due* of each cell that it has.
+
+| cell | one for each | life | due |
+|---|---|---|---|
 {cells}
 
 ## Ops
@@ -31,8 +34,8 @@ or never. [Architecture](../architecture.md) says how. This page is printed from
 `message.read` is the event `read` of the cells `message` that an instruction is about: the cells of its own
 fields, or all of its stage or rank where it names none. `:result` means only instructions with such a link.
 
-| op | kind | effects |
-|---|---|---|
+| op | kind | fields | effects |
+|---|---|---|---|
 {ops}
 """
 
@@ -40,12 +43,12 @@ fields, or all of its stage or rank where it names none. `:result` means only in
 def page() -> str:
     """The page: a table of cells, and one of ops."""
     cells, ops = list[str](), list[str]()
-    for cell, (fields, life) in CELLS.items():
+    for cell, (fields, life, due) in CELLS.items():
         escaped = life.replace("|", "\\|")
-        cells.append(f"| {cell} | {fields or 'step'} | `{escaped}` |")
+        cells.append(f"| {cell} | {fields or 'step'} | `{escaped}` | {due.replace(' ', ' or ')} |")
     for op in Op:
         effects = " ".join(f"`{effect}`" for effect in op.traits.effects.split())
-        ops.append(f"| `{op}` | {op.traits.kind.value} | {effects} |")
+        ops.append(f"| `{op}` | {op.traits.kind.value} | {op.traits.fields} | {effects} |")
     return TEXT.format(cells="\n".join(cells), ops="\n".join(ops))
 
 

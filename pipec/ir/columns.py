@@ -11,6 +11,7 @@ of stage 2 are::
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property
 from sys import byteorder
 from typing import Any, TypeVar, overload
@@ -18,7 +19,19 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Compute, Instruction, Link, Op, OpKind, OpTraits, Phase, Placement, Program
+from pipec.ir import (
+    Compute,
+    Instruction,
+    Link,
+    Op,
+    OpKind,
+    OpTraits,
+    Phase,
+    Placement,
+    Program,
+    Stream,
+    replica_counts,
+)
 
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
@@ -28,8 +41,10 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
-NUM_COLUMNS, SEGMENT_COLUMN = 10, 7
-"""The number of columns of instructions, and the column of segments."""
+FIELDS = tuple(field.name for field in fields(Instruction))
+"""The fields of instructions, in the order of their columns."""
+
+NUM_COLUMNS, SEGMENT_COLUMN = len(FIELDS), FIELDS.index("segment")
 
 
 def _having(trait: Callable[[OpTraits], bool]) -> NDArray[np.bool_]:
@@ -40,11 +55,6 @@ def _having(trait: Callable[[OpTraits], bool]) -> NDArray[np.bool_]:
 def one_of(*ops: Op) -> NDArray[np.bool_]:
     """For each code of an op, whether it is one of these. As an index, many times as fast as ``np.isin``."""
     return np.array([op in ops for op in OPS])
-
-
-def one_of_phases(*phases: Phase) -> NDArray[np.bool_]:
-    """For each code of a phase, whether it is one of these."""
-    return np.array([phase in phases for phase in PHASES])
 
 
 COLLECTIVES = [op for op in OPS if op.traits.kind is OpKind.COLLECTIVE]
@@ -62,6 +72,17 @@ def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
     found = np.empty((len(placement), num_microbatches), np.int32)
     for row, ranks in zip(found, placement, strict=True):
         row[:] = np.array(ranks)[np.arange(num_microbatches) % len(ranks)]
+    return found
+
+
+def read_versions(stream: Stream | None, placement: Placement, num_microbatches: int) -> Ints:
+    """At [stage, microbatch], the version of the weights that computes read; -1 without a stream."""
+    found, replicas = np.full((len(placement), num_microbatches), -1, np.int32), replica_counts(placement)
+    if stream:
+        found[:] = [
+            [stream.version(each, stage, replicas) for each in range(num_microbatches)]
+            for stage in range(len(placement))
+        ]
     return found
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 from pipec.ir.values import Link, Phase, Value
@@ -81,23 +81,28 @@ class OpKind(Enum):
 class OpTraits:
     """The row of an op: all that is said of it, for code that treats ops equally.
 
-    ``effects`` are the events in the life of cells that an instruction causes, such as ``message.recv``; see
-    ``CELLS``. ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is
-    an event of a timeline, and one that is ``per_microbatch`` works on a microbatch. An op that
-    ``carries_link`` moves the values of a link. If it ``has_peer``, another rank takes part. If it
-    ``fills_slot``, it puts what a microbatch receives into a buffer slot. A wait ``awaits`` the end of what
-    another op has started.
+    ``fields`` are those that an instruction names, with a ``?`` where it may: "stage microbatch segment?".
+    ``effects`` are the events in the life of cells that it causes, such as ``message.recv``; see ``CELLS``.
+    ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is an event of
+    a timeline. A wait ``awaits`` the end of what another op has started.
     """
 
     kind: OpKind
-    effects: str = ""
+    fields: str
+    effects: str
     phase: Phase | None = None
     timed: bool = False
-    per_microbatch: bool = False
-    carries_link: bool = False
-    has_peer: bool = False
-    fills_slot: bool = False
     awaits: Op | None = None
+
+    @property
+    def per_microbatch(self) -> bool:
+        """Whether it works on a microbatch."""
+        return "microbatch" in self.fields.split() and "link" not in self.fields
+
+    @property
+    def carries_link(self) -> bool:
+        """Whether it moves the values of a link."""
+        return "link" in self.fields.split()
 
     @property
     def effect_parts(self) -> Sequence[tuple[str, str, str]]:
@@ -111,42 +116,45 @@ def _effect_parts(effects: str) -> Sequence[tuple[str, str, str]]:
     return [(*what.split("."), kind) for what, _, kind in parts]  # type: ignore[misc]
 
 
-CELLS: Mapping[str, tuple[str, str]] = {
-    "forward": ("stage microbatch", "make read* free"),
-    "recomputed": ("stage microbatch", "make read*"),
-    "input_gradient": ("stage microbatch", "make read* free"),
-    "weight_gradient": ("stage microbatch", "make"),
-    "message": ("link microbatch peer", "(recv wait | move) read*"),
-    "returned": ("link microbatch peer", "recv wait accumulate | move"),
-    "sent": ("link microbatch peer", "send"),
-    "microbatch": ("stage microbatch", "use* free"),
-    "slot": ("link slot", "(fill free)+"),
-    "collective": ("stage microbatch model_collective", "make start wait read"),
-    "offloaded": ("stage microbatch", "(offload away prefetch back)? read*"),
-    "precomputed": ("stage version", "make read+"),
-    "counts": ("stage", "sum wait read*"),
-    "forwards": ("stage", "make* close*"),
-    "rows": ("stage", "gather wait read"),
-    "tail": ("stage", "run read*"),
-    "tail_gradients": ("stage", "run read*"),
-    "averaged": ("stage", "average read*"),
-    "buffers": ("stage", "average wait"),
-    "sum": ("stage", "add* close*"),
-    "returned_sum": ("stage", "add* close*"),
-    "bucket_sum": ("bucket", "(add* reduce)+"),
-    "reduction": ("bucket", "(reduce wait)+ read*"),
-    "norm": ("", "norm read*"),
-    "verdict": ("", "check read*"),
-    "updated": ("stage", "update read*"),
-    "gathered": ("bucket", "(unshard wait read* reshard)+"),
-    "shards": ("bucket", "unshard wait"),
-    "round": ("round bucket", "open add* (reduce wait)? check? norm? stash? update next?"),
-    "version": ("stage version", "make read* replace?"),
-    "stashed": ("stage version", "stash read*"),
-    "results": ("mini-batch", "have* close*"),
-    "request": ("mini-batch", "pause read*"),
+CELLS: Mapping[str, tuple[str, str, str]] = {
+    "forward": ("stage microbatch", "make read* free", "make"),
+    "recomputed": ("stage microbatch", "make read*", "make"),
+    "input_gradient": ("stage microbatch", "make read* free", "make"),
+    "weight_gradient": ("stage microbatch", "make", "make"),
+    "gradients": ("stage microbatch segment", "(make add)+", ""),
+    "unadded": ("", "(make add | use)*", ""),
+    "message": ("link microbatch peer", "(recv wait | move) read*", "recv move"),
+    "returned": ("link microbatch peer", "recv wait accumulate | move", "recv move"),
+    "sent": ("link microbatch peer", "send", "send"),
+    "microbatch": ("stage microbatch", "use* free", "free"),
+    "slot": ("link slot", "(fill free)+", ""),
+    "collective": ("stage microbatch model_collective", "make start wait read", "read"),
+    "offloaded": ("stage microbatch", "(offload away prefetch back)? read*", ""),
+    "precomputed": ("stage version", "make read+", ""),
+    "counts": ("stage", "sum wait read*", "sum"),
+    "forwards": ("stage", "make* close*", ""),
+    "rows": ("stage", "gather wait read", "gather"),
+    "tail": ("stage", "run read*", "run"),
+    "tail_gradients": ("stage", "run read*", "run"),
+    "averaged": ("stage", "average read*", "average"),
+    "buffers": ("stage", "average wait", "average"),
+    "sum": ("stage", "add* close*", ""),
+    "returned_sum": ("stage", "add* close*", ""),
+    "bucket_sum": ("bucket", "(add* reduce)+", ""),
+    "reduction": ("bucket", "(reduce wait)+ read*", "reduce"),
+    "norm": ("", "norm read*", "norm"),
+    "verdict": ("", "check read*", "check"),
+    "updated": ("stage", "update read*", "update"),
+    "gathered": ("bucket", "(unshard wait read* reshard)+", ""),
+    "shards": ("bucket", "unshard wait", "unshard"),
+    "round": ("round bucket", "open add* (reduce wait)? check? norm? stash? update next?", "update"),
+    "version": ("stage version", "make read* replace?", ""),
+    "stashed": ("stage version", "stash read*", ""),
+    "results": ("mini-batch", "have* close*", ""),
+    "request": ("mini-batch", "pause read*", ""),
 }
-"""The cells that instructions of a rank read and change: the fields that name one, and its life.
+"""The cells that instructions of a rank read and change: the fields that name one, its life, and the event
+that each of them has once that the plan demands; of a reduction, once a round where replicas sum each round.
 
 A life is a regular expression of events, each of which it has once: so it says which event may follow which,
 and the verifier looks nothing else up (``programs/lives.py``). An op that does not name a field of a cell
@@ -158,74 +166,80 @@ after the last, and adds after each. What a move reads is of the source of its l
 A ``message`` is received or moved, then read; one that brings gradients of a tied weight is ``returned``, and
 accumulated. ``forwards`` are all forwards of a stage, and ``sum`` all its gradients: what reads them comes
 after the last. A ``version`` of the weights that is read after the next update is ``stashed`` before. A
-``round`` has the gradients of one update of a stream; what it does not need is left out of its life.
+``round`` has the gradients of one update of a stream; what it does not need is left out of its life. A
+compute makes ``gradients`` that are ``unadded`` until they are accumulated, before the rank goes on. An
+instruction that changes no cell of the plan is refused.
 """
 
-_COMPUTES = "message.read counts.read gathered.read precomputed.read version.read stashed.read"
+_READS = "message.read counts.read gathered.read precomputed.read version.read stashed.read"
 _SEGMENTS = "collective.make collective.read"
-_BACKWARD = f"{_COMPUTES} {_SEGMENTS} forward.read recomputed.read offloaded.read tail_gradients.read "
-_BACKWARD += "input_gradient.make"
+_SAVED = "forward.read recomputed.read offloaded.read tail_gradients.read"
+_MAKES = "gradients.make unadded.make"
+_BACKWARD = f"{_READS} {_SEGMENTS} {_SAVED} input_gradient.make {_MAKES}"
 _TRAINS = "weight_gradient.make round.add"
 _READS_SENT = (
-    "forward.read:activation/microbatch_result input_gradient.read:gradient sum.close:weight_gradient"
+    "forward.read:activation/microbatch_result input_gradient.read:gradient sum.close:weight_gradient "
+    "unadded.use:weight_gradient"
 )
 
 
 def _compute(phase: Phase, effects: str) -> OpTraits:
-    return OpTraits(OpKind.COMPUTE, effects, phase, timed=True, per_microbatch=True)
+    return OpTraits(OpKind.COMPUTE, "stage microbatch segment? version?", effects, phase, timed=True)
 
 
-def _copy(effects: str, kind: OpKind = OpKind.COPY) -> OpTraits:
-    return OpTraits(kind, f"{effects}", timed=True, per_microbatch=True)
+def _copy(effects: str) -> OpTraits:
+    return OpTraits(OpKind.COPY, "stage microbatch", effects, timed=True)
 
 
-def _once(kind: OpKind, effects: str) -> OpTraits:
-    return OpTraits(kind, effects, timed=True)
+def _once(kind: OpKind, effects: str, fields: str = "stage") -> OpTraits:
+    return OpTraits(kind, fields, effects, timed=True)
 
 
-_MODEL_COLLECTIVE = _copy("collective.start", OpKind.COLLECTIVE)
+_ROUND = "stage microbatch?"
+_MODEL_COLLECTIVE = OpTraits(
+    OpKind.COLLECTIVE, "stage microbatch model_collective", "collective.start", timed=True
+)
 
 _STARTS: Mapping[Op, OpTraits] = {
     Op.RECV: OpTraits(
         OpKind.RECEIVE,
-        "message.recv returned.recv slot.fill",
-        carries_link=True,
-        has_peer=True,
-        fills_slot=True,
+        "stage microbatch? link peer slot?",
+        "message.recv returned.recv slot.fill unadded.use:weight_gradient",
     ),
     Op.SEND: OpTraits(
         OpKind.SEND,
+        "stage microbatch? link peer",
         f"{_READS_SENT} forwards.close:result tail.read:result sent.send",
         timed=True,
-        carries_link=True,
-        has_peer=True,
     ),
     Op.MOVE: OpTraits(
         OpKind.SEND,
+        "stage microbatch? link slot?",
         f"{_READS_SENT} message.move returned.move "
         "returned_sum.add:weight_gradient bucket_sum.add:weight_gradient slot.fill",
-        carries_link=True,
-        fills_slot=True,
     ),
     Op.FORWARD: _compute(
-        Phase.FORWARD, f"{_COMPUTES} {_SEGMENTS} forward.make forwards.make results.have request.read"
+        Phase.FORWARD,
+        f"{_READS} {_SEGMENTS} forward.make forwards.make results.have request.read unadded.use",
     ),
-    Op.RECOMPUTE: _compute(Phase.RECOMPUTE, f"{_COMPUTES} forward.read offloaded.read recomputed.make"),
+    Op.RECOMPUTE: _compute(
+        Phase.RECOMPUTE, f"{_READS} forward.read offloaded.read recomputed.make unadded.use"
+    ),
     Op.BACKWARD: _compute(Phase.BACKWARD, f"{_BACKWARD} {_TRAINS}"),
     Op.BACKWARD_INPUT: _compute(Phase.BACKWARD_INPUT, _BACKWARD),
     Op.BACKWARD_WEIGHT: _compute(
-        Phase.BACKWARD_WEIGHT, f"{_COMPUTES} {_SEGMENTS} input_gradient.read {_TRAINS}"
+        Phase.BACKWARD_WEIGHT, f"{_READS} {_SEGMENTS} input_gradient.read {_TRAINS} {_MAKES}"
     ),
     Op.ACCUMULATE: OpTraits(
         OpKind.ACCUMULATE,
-        "forward.read:none sum.add:none round.add:none "
+        "stage microbatch link? peer? segment?",
+        "forward.read:none gradients.add:none unadded.add:none sum.add:none round.add:none "
         "returned.accumulate returned_sum.add:weight_gradient bucket_sum.add",
-        per_microbatch=True,
     ),
-    Op.PRECOMPUTE: OpTraits(OpKind.LOCAL, "microbatch.use gathered.read precomputed.make"),
-    Op.FREE: OpTraits(
-        OpKind.RELEASE, "forward.free input_gradient.free microbatch.free", per_microbatch=True
+    Op.PRECOMPUTE: OpTraits(
+        OpKind.LOCAL, f"{_ROUND} version?", "microbatch.use gathered.read precomputed.make"
     ),
+    Op.FREE: OpTraits(OpKind.RELEASE, "stage microbatch", "forward.free input_gradient.free microbatch.free"),
     Op.OFFLOAD: _copy("forward.read offloaded.offload"),
     Op.PREFETCH: _copy("offloaded.prefetch"),
     Op.SUM_COUNTS: _once(OpKind.COLLECTIVE, "counts.sum"),
@@ -235,26 +249,35 @@ _STARTS: Mapping[Op, OpTraits] = {
         "forwards.close rows.read counts.read gathered.read:tail tail.run tail_gradients.run",
     ),
     Op.REDUCE_GRAD: _once(
-        OpKind.COLLECTIVE, "bucket_sum.reduce reduction.reduce round.reduce round.open round.next"
+        OpKind.COLLECTIVE,
+        "bucket_sum.reduce reduction.reduce round.reduce round.open round.next unadded.use",
+        f"{_ROUND} bucket",
     ),
     Op.AVERAGE_BUFFERS: _once(OpKind.COLLECTIVE, "forwards.close averaged.average buffers.average"),
-    Op.GRAD_NORM: _once(OpKind.COLLECTIVE, "sum.close returned_sum.close reduction.read norm.norm"),
-    Op.STAGE_NORM: OpTraits(OpKind.LOCAL, "round.norm"),
-    Op.CHECK: OpTraits(OpKind.LOCAL, "norm.read verdict.check round.check results.close request.read"),
-    Op.STASH: OpTraits(OpKind.LOCAL, "round.stash stashed.stash"),
+    Op.GRAD_NORM: _once(
+        OpKind.COLLECTIVE, "sum.close returned_sum.close reduction.read norm.norm unadded.use", ""
+    ),
+    Op.STAGE_NORM: OpTraits(OpKind.LOCAL, _ROUND, "round.norm"),
+    Op.CHECK: OpTraits(
+        OpKind.LOCAL,
+        "stage? microbatch?",
+        "norm.read verdict.check round.check results.close request.read",
+    ),
+    Op.STASH: OpTraits(OpKind.LOCAL, f"{_ROUND} version?", "round.stash stashed.stash"),
     Op.UPDATE: _once(
         OpKind.STEP_COMPUTE,
         "sum.close returned_sum.close reduction.read norm.read verdict.read averaged.read updated.update "
-        "round.update round.open version.make version.replace request.read",
+        "round.update round.open version.make version.replace request.read unadded.use",
+        f"{_ROUND} version?",
     ),
-    Op.PAUSE: OpTraits(OpKind.LOCAL, "results.close request.pause request.read"),
-    Op.UNSHARD: _once(OpKind.COLLECTIVE, "updated.read:late gathered.unshard shards.unshard"),
-    Op.RESHARD: OpTraits(OpKind.RELEASE, "gathered.reshard"),
+    Op.PAUSE: OpTraits(OpKind.LOCAL, "microbatch?", "results.close request.pause request.read"),
+    Op.UNSHARD: _once(OpKind.COLLECTIVE, "updated.read:late gathered.unshard shards.unshard", "stage bucket"),
+    Op.RESHARD: OpTraits(OpKind.RELEASE, "stage bucket", "gathered.reshard"),
     **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), _MODEL_COLLECTIVE),
 }
 
 _WAITS: Mapping[Op, str] = {
-    Op.RECV: "message.wait returned.wait results.have request.read",
+    Op.RECV: "message.wait returned.wait results.have request.read unadded.use:weight_gradient",
     Op.OFFLOAD: "offloaded.away",
     Op.PREFETCH: "offloaded.back",
     Op.SUM_COUNTS: "counts.wait",
@@ -272,9 +295,7 @@ WAIT_OF: Mapping[Op, Op] = {started: Op(f"wait_{started}") for started in _WAITS
 TRAITS: Mapping[Op, OpTraits] = {
     **_STARTS,
     **{
-        WAIT_OF[op]: replace(
-            _STARTS[op], kind=OpKind.WAIT, effects=effects, timed=False, fills_slot=False, awaits=op
-        )
+        WAIT_OF[op]: OpTraits(OpKind.WAIT, _STARTS[op].fields.replace(" slot?", ""), effects, awaits=op)
         for op, effects in _WAITS.items()
     },
 }

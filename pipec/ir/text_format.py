@@ -22,6 +22,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from pipec.errors import DAMAGED_DATA_ERRORS, ArtifactError
 from pipec.ir import Dim, Instruction, Link, Op, Phase, Program, Sizes, Value
@@ -276,18 +277,8 @@ def _aligned(row: Iterable[str], widths: Sequence[int]) -> str:
 
 
 _HEADING = re.compile(r"rank (\d{1,9}): (\d{1,9}) instructions(?:, again every ([1-9]\d{0,8}) mb)?")
-_LINE = re.compile(
-    rf" *(?P<number>\d{{1,9}})  +(?P<op>{'|'.join(Op)})"
-    r"(?:  +stage (?P<stage>\d{1,9}))?"
-    r"(?:  +mb (?P<mb>\d{1,9}))?"
-    r"(?:  +segment (?P<segment>\d{1,9}))?"
-    r"(?:  +(?P<link>[^ (][^(]*\([^ )]+ -> [^ )]+\)))?"
-    r"(?:  +(?:from|to) rank (?P<peer>\d{1,9}))?"
-    r"(?:  +slot (?P<slot>\d{1,9}))?"
-    r"(?:  +bucket (?P<bucket>\d{1,9}))?"
-    r"(?:  +model_collective (?P<model_collective>\d{1,9}))?"
-    r"(?:  +version (?P<version>\d{1,9}))?"
-)
+_NUMBER = re.compile(r"(stage|mb|segment|from rank|to rank|slot|bucket|model_collective|version) (\d{1,9})")
+_NAMES = {"mb": "microbatch", "from rank": "peer", "to rank": "peer"}
 
 
 def parse_program(text: str, links: Iterable[Link]) -> Program:
@@ -309,26 +300,23 @@ def parse_program(text: str, links: Iterable[Link]) -> Program:
 
 
 def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instruction:
-    match = _LINE.fullmatch(line)
-    if not match:
-        raise _unexpected(
-            number + 2,
-            line,
-            "'NUMBER  OP  [stage S]  [mb M]  [segment P]  [LINK]  [to rank R]  [slot N]  [bucket K]  "
-            "[model_collective C]  [version V]'",
-        )
-    if match["link"] and match["link"] not in links:
-        raise _unexpected(number + 2, line, f"a link of the plan: {'; '.join(links) or 'it has none'}")
-    stage, mb, *others = (-1 if match[name] is None else int(match[name]) for name in _NUMBERS)
-    link = links[match["link"]] if match["link"] else None
-    instruction = Instruction(Op(match["op"]), stage, mb, link, *others)
+    fields = re.split(" {2,}", line.strip())
+    if len(fields) < 2 or fields[1] not in [*Op]:
+        raise _unexpected(number + 2, line, "'NUMBER  OP  FIELD  FIELD ...' with a known op")
+    named: dict[str, Any] = {"stage": -1}
+    for field in fields[2:]:
+        if match := _NUMBER.fullmatch(field):
+            named[_NAMES.get(match[1], match[1])] = int(match[2])
+        elif field in links:
+            named["link"] = links[field]
+        else:
+            known = f"a field such as 'mb 3', or a link of the plan: {'; '.join(links) or 'it has none'}"
+            raise _unexpected(number + 2, line, f"in place of {field!r} {known}")
+    instruction = Instruction(Op(fields[1]), **named)
     canonical = " ".join(filter(None, _fields(number, instruction)))
     if " ".join(line.split()) != canonical:
         raise _unexpected(number + 2, line, repr(canonical))
     return instruction
-
-
-_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "segment", "model_collective", "version")
 
 
 def _unexpected(line_number: int, line: str, expected: str) -> ArtifactError:

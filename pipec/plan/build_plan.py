@@ -57,7 +57,7 @@ from pipec.ir.columns import ComputeColumns
 from pipec.ir.text_format import value_bytes
 from pipec.plan.node_values import plan_value
 from pipec.plan.sync_spec import build_sync_spec
-from pipec.programs.routes import routes
+from pipec.programs.messages import messages
 from pipec.programs.shared_receives import runs_stages_in_order
 
 Names = Mapping[fx.Node, str]
@@ -147,7 +147,9 @@ def _link_seconds(link: Link, placement: Placement, topology: Topology, sizes: S
     if link.payload.is_result:
         return topology.slowest_link.seconds(num_bytes)
     turns = math.lcm(len(placement[link.source]), len(placement[link.target]))
-    ways = {topology.link_between(way.source, way.target) for way in routes([link], placement, turns)}
+    found = messages([link], placement, turns)
+    pairs = {*zip(found.sources.tolist(), found.targets.tolist(), strict=True)}
+    ways = {topology.link_between(*pair) for pair in pairs}
     return max(way.seconds(num_bytes) for way in ways)
 
 

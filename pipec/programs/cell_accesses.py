@@ -46,6 +46,14 @@ class RankCells:
         """The number of microbatches."""
         return np.int64(self.step.plan.num_microbatches)
 
+    @cached_property
+    def round_sizes(self) -> Ints:
+        """By stage, how many microbatches an update of a stream uses; last, how many a mini-batch has."""
+        stream, replicas = self.stream, replica_counts(self.step.plan.placement)
+        assert stream is not None
+        sizes = [stream.microbatches_per_update(stage, replicas) for stage in range(len(replicas))]
+        return np.array([*sizes, stream.microbatches])
+
     def lives(self) -> Iterator[tuple[str, Life, Accesses]]:
         """Each cell that some instruction accesses, with its life and the accesses, in the order of cells."""
         found = self.accesses(CELLS)
@@ -66,20 +74,31 @@ class RankCells:
 
     def caused(self, op: Op, cell: str, event: str, kind: str, numbers: Ints) -> Iterator[Access]:
         """An effect of the instructions with these numbers, or of an ``op`` with their fields."""
-        if cell in _WHERE and not _WHERE[cell](self, None):
+        if event not in self.life(cell).events or not self.exists(cell):
             return
-        own = self._of_segments(op, event, self._of_kind(kind, numbers) if kind else numbers)
+        own = self._of_kind(kind, numbers) if kind else numbers
+        if event != "add" and cell not in ("gradients", "unadded"):
+            own = self._of_segments(op, event, own)
         number = self.life(cell).events.index(event)
         for keys, accessing in _KEYS[CELLS[cell][0]](self, cell, op, event, own) if own.size else ():
             if accessing.size:
                 yield number, keys, accessing
 
+    def exists(self, cell: str, number: int | None = None) -> bool:
+        """Whether the plan has a cell: that of a stage or of a bucket, or any of this rank."""
+        if cell not in WHERE:
+            return True
+        if number is not None or not CELLS[cell][0]:
+            return WHERE[cell](self, number or 0)
+        every = range(len(self.sync_spec.buckets)) if CELLS[cell][0] == "bucket" else self.stages
+        return any(WHERE[cell](self, each) for each in every)
+
     def life(self, cell: str) -> Life:
         """The life of a cell. That of a round has what the step needs before an update."""
         pattern = CELLS[cell][1]
         if cell == "round":
-            pattern = pattern.replace("check?", "check") if self.sync_spec.on_nan else pattern
-            pattern = pattern.replace("norm?", "norm") if self.sync_spec.clips else pattern
+            pattern = pattern.replace("check?", "check" if self.sync_spec.on_nan else "")
+            pattern = pattern.replace("norm?", "norm" if self.sync_spec.clips else "")
         return life(pattern)
 
     def _is_free(self, cell: str, parts: Sequence[Access]) -> bool:
@@ -108,15 +127,17 @@ class RankCells:
         elif kind == "late":
             late = [not self.sync_spec.reshards_after_use(each) for each in self.sync_spec.buckets]
             chosen = np.array(late)[columns.buckets[numbers]]
+        elif not (having := self.step.links_with(kind)).any():
+            return numbers[:0]
         else:
-            chosen = self.step.links_with(kind)[taken(columns.link_numbers, numbers)]
+            chosen = having[taken(columns.link_numbers, numbers)]
         found: Ints = numbers[chosen]
         return found
 
     def _of_segments(self, op: Op, event: str, numbers: Ints) -> Ints:
-        """The segments of computes that cause an event: each, the last or the first of a compute."""
+        """The segments of computes that cause an event: the last of a compute makes, the first reads."""
         segments = taken(self.columns.segments, numbers)
-        if op.traits.kind is not OpKind.COMPUTE or segments.max(initial=-1) < 0 or event == "add":
+        if op.traits.kind is not OpKind.COMPUTE or segments.max(initial=-1) < 0:
             return numbers
         if event != "make":
             return numbers[segments <= 0]
@@ -186,9 +207,7 @@ class RankCells:
             numbers = self._of_kind("microbatch_result", numbers)
         microbatches = columns.microbatches[numbers].astype(np.int64)
         if op in (Op.UPDATE, Op.CHECK):
-            replicas = replica_counts(plan.placement)
-            behind = [stream.microbatches_per_update(stage, replicas) for stage in range(len(replicas))]
-            ends = microbatches + np.array(behind)[columns.stages[numbers]]
+            ends = microbatches + self.round_sizes[columns.stages[numbers]]
             last = plan.num_microbatches // stream.microbatches - 1
             return np.minimum(ends // stream.microbatches - 1, last), numbers
         return microbatches // stream.microbatches, numbers
@@ -205,21 +224,29 @@ class RankCells:
         return last
 
     def place_of(self, cell: str, key: int) -> tuple[int, int, str]:
-        """The stage and the microbatch of a cell, and its name."""
-        plan, size = self.step.plan, self.step.plan.num_microbatches
-        if "link" in CELLS[cell][0]:
+        """The stage and the microbatch of a cell, and its name with a blank before it."""
+        plan, size, fields = self.step.plan, self.step.plan.num_microbatches, CELLS[cell][0]
+        if "link" in fields:
             number, microbatch = divmod(key // (len(self.step.columns) + 1), size + 1)
             link = plan.links[number]
             name = format_link(link) + (f", microbatch {microbatch - 1}" if microbatch else "")
-            return link.source if cell == "sent" else link.target, microbatch - 1, name
+            return link.source if cell == "sent" else link.target, microbatch - 1, f" of {name}"
         if cell == "round":
             key, bucket = divmod(key, len(plan.sync_spec.buckets) + 1)
             stage, number = divmod(key, size + 1)
-            return stage, -1, f"stage {stage}, round {number}" + (f", bucket {bucket - 1}" if bucket else "")
+            name = f"stage {stage}, round {number}" + (f", bucket {bucket - 1}" if bucket else "")
+            return stage, -1, f" of {name}"
+        if not fields:
+            return -1, -1, ""
+        if fields == "bucket":
+            return -1, -1, f" of stage {plan.sync_spec.buckets[key].stage}, bucket {key}"
+        if fields == "stage":
+            return -1, -1, f" of stage {key}"
         key, number = divmod(key, self.most_collectives) if cell == "collective" else (key, -1)
         stage, microbatch = divmod(key, size)
         name = f"stage {stage}, microbatch {microbatch}"
-        return stage, microbatch, name + (f", model collective {number}" if cell == "collective" else "")
+        name += f", model collective {number}" if cell == "collective" else ""
+        return stage, microbatch, f" of {name}"
 
     @property
     def most_collectives(self) -> int:
@@ -233,11 +260,17 @@ def _of_microbatch(cells: RankCells, cell: str, op: Op, event: str, numbers: Int
     if op is Op.MOVE and event == "read":
         stages = cells.step.sources[taken(columns.link_numbers, numbers)]
     valid = (stages >= 0) & (microbatches >= 0)
-    if cell == "recomputed":
-        valid &= np.isin(stages, [*cells.step.recompute])
+    if len(having := [stage for stage in cells.stages if cells.exists(cell, stage)]) < len(cells.stages):
+        valid &= np.isin(stages, having)
     if not valid.all():
         numbers, stages, microbatches = numbers[valid], stages[valid], microbatches[valid]
     yield stages * cells.size + microbatches, numbers
+
+
+def _of_gradients(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) -> Iterator[_Keys]:
+    columns, most = cells.columns, max(cells.step.segments.values(), default=0) + 1
+    keys = taken(columns.stages, numbers) * cells.size + taken(columns.microbatches, numbers)
+    yield keys * most + taken(columns.segments, numbers) + 1, numbers
 
 
 def _of_message(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) -> Iterator[_Keys]:
@@ -251,7 +284,8 @@ def _of_message(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) 
         yield (cells.message_keys if cell == "sent" else cells.received_keys)(*fields), numbers
         return
     stages = taken(columns.stages, numbers)
-    for number, link in enumerate(cells.step.plan.links):
+    for number in cells.step.links_at(cells.stages):
+        link = cells.step.plan.links[number]
         if link.target in cells.stages and op.phase in link.payload.readers:
             own = numbers[stages == link.target] if len(cells.stages) > 1 else numbers
             every = taken(columns.microbatches, own)
@@ -287,7 +321,7 @@ def _of_stage(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) ->
     if op is Op.MOVE and event == "close":
         stages = cells.step.sources[taken(cells.columns.link_numbers, numbers)]
     for stage in cells.stages:
-        if cell not in _WHERE or _WHERE[cell](cells, stage):
+        if cells.exists(cell, stage):
             own = numbers[(stages == stage) | (stages < 0)]
             yield np.full(own.size, stage), own
 
@@ -302,7 +336,7 @@ def _of_bucket(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) -
         numbers = columns.numbers_of(op)  # each segment reads
     stages, named = taken(columns.stages, numbers), taken(columns.buckets, numbers)
     for number, bucket in enumerate(buckets):
-        if bucket.stage not in cells.stages or not _WHERE[cell](cells, number):
+        if bucket.stage not in cells.stages or not cells.exists(cell, number):
             continue
         own = ((stages == bucket.stage) | (stages < 0)) & ((named == number) | (named < 0))
         if event == "add":
@@ -360,7 +394,7 @@ def _of_round(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) ->
     columns, plan = cells.columns, cells.step.plan
     assert cells.stream is not None
     for stage in cells.stages:
-        size = cells.stream.microbatches_per_update(stage, replica_counts(plan.placement))
+        size = int(cells.round_sizes[stage])
         own, buckets = numbers[columns.stages[numbers] == stage], cells.sync_spec.buckets_of(stage)
         if event == "open" and op is Op.UPDATE and buckets:
             continue
@@ -391,6 +425,7 @@ def _of_batch(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) ->
 
 _KEYS: Mapping[str, Callable[[RankCells, str, Op, str, Ints], Iterator[_Keys]]] = {
     "stage microbatch": _of_microbatch,
+    "stage microbatch segment": _of_gradients,
     "stage microbatch model_collective": _of_collective,
     "link microbatch peer": _of_message,
     "link slot": _of_slot,
@@ -404,43 +439,56 @@ _KEYS: Mapping[str, Callable[[RankCells, str, Op, str, Ints], Iterator[_Keys]]] 
 """By the fields that name a cell, the function that returns the keys of those that instructions access."""
 
 
-def _is_reduced(cells: RankCells, _: int | None) -> bool:
+def _is_reduced(cells: RankCells, _: int) -> bool:
     sync_spec = cells.sync_spec
     return not (cells.stream or sync_spec.only_gathers) and sync_spec.runs_microbatches
 
 
-def _has_tail(cells: RankCells, stage: int | None) -> bool:
-    return stage is None or cells.step.plan.stages[stage].tail is not None
+def _averages(cells: RankCells, stage: int) -> bool:
+    return cells.sync_spec.runs_microbatches and stage in cells.sync_spec.buffer_sync_stages
 
 
-def _tail_returns(cells: RankCells, stage: int | None) -> bool:
-    return stage is None or bool((tail := cells.step.plan.stages[stage].tail) and tail.gradients)
+def _has_tail(cells: RankCells, stage: int) -> bool:
+    return cells.sync_spec.runs_microbatches and cells.step.plan.stages[stage].tail is not None
 
 
-def _is_gathered_for_use(cells: RankCells, bucket: int | None) -> bool:
+def _tail_returns(cells: RankCells, stage: int) -> bool:
+    tail = cells.step.plan.stages[stage].tail
+    return _has_tail(cells, stage) and tail is not None and bool(tail.gradients)
+
+
+def _is_gathered_for_use(cells: RankCells, bucket: int) -> bool:
     spec = cells.sync_spec
-    return spec.reshards_after_use(spec.buckets[bucket]) if bucket is not None else bool(spec.shard)
+    return spec.runs_microbatches and spec.reshards_after_use(spec.buckets[bucket])
 
 
-_WHERE: Mapping[str, Callable[[RankCells, int | None], bool]] = {
-    "recomputed": lambda cells, _: bool(cells.step.recompute),
+def _is_gathered_at_end(cells: RankCells, bucket: int) -> bool:
+    spec = cells.sync_spec
+    return bool(spec.shard) and spec.runs_update and not spec.reshards_after_use(spec.buckets[bucket])
+
+
+WHERE: Mapping[str, Callable[[RankCells, int], bool]] = {
+    "recomputed": lambda cells, stage: cells.step.trains and stage in cells.step.recompute,
     "input_gradient": lambda cells, _: cells.step.trains,
-    "offloaded": lambda cells, _: bool(cells.columns.numbers_of(Op.OFFLOAD, Op.PREFETCH).size),
-    "collective": lambda cells, _: bool(cells.step.model_collectives),
-    "counts": lambda cells, stage: stage in (None, *cells.sync_spec.count_stages),
-    "rows": lambda cells, stage: stage is None or len(cells.step.plan.placement[stage]) > 1,
+    "weight_gradient": lambda cells, _: cells.step.trains,
+    "offloaded": lambda cells, stage: stage in cells.step.offload,
+    "collective": lambda cells, stage: stage in cells.step.model_collectives,
+    "precomputed": lambda cells, stage: bool(cells.step.plan.stages[stage].precomputed_phases),
+    "counts": lambda cells, stage: (
+        cells.sync_spec.runs_microbatches and stage in cells.sync_spec.count_stages
+    ),
+    "rows": lambda cells, stage: _has_tail(cells, stage) and len(cells.step.plan.placement[stage]) > 1,
     "tail": _has_tail,
     "tail_gradients": _tail_returns,
-    "averaged": lambda cells, stage: (
-        cells.sync_spec.runs_microbatches and stage in (None, *cells.sync_spec.buffer_sync_stages)
-    ),
+    "averaged": _averages,
+    "buffers": _averages,
     "sum": lambda cells, _: not cells.stream,
     "returned_sum": lambda cells, _: not cells.stream,
-    "updated": lambda cells, _: not cells.stream,
+    "updated": lambda cells, _: cells.sync_spec.runs_update and not cells.stream,
     "bucket_sum": _is_reduced,
     "reduction": _is_reduced,
     "gathered": _is_gathered_for_use,
-    "shards": lambda cells, bucket: bucket is None or not _is_gathered_for_use(cells, bucket),
+    "shards": _is_gathered_at_end,
     "norm": lambda cells, _: cells.sync_spec.has_grad_norm,
     "verdict": lambda cells, _: cells.sync_spec.has_grad_norm and cells.sync_spec.may_skip_step,
     "round": lambda cells, _: cells.stream is not None,
@@ -449,4 +497,4 @@ _WHERE: Mapping[str, Callable[[RankCells, int | None], bool]] = {
     "results": lambda cells, _: cells.stream is not None and bool(cells.result_makers),
     "request": lambda cells, _: cells.stream is not None and bool(cells.result_makers),
 }
-"""Of cells that not every plan has: whether it has any (None), or that of a stage, or of a bucket."""
+"""Of cells that not every plan has: whether a stage or a bucket of it has one."""

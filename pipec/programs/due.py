@@ -65,19 +65,18 @@ def _with_waits(cells: RankCells, *, of_results: bool) -> InstructionColumns:
             started[op] = own
     if not started:
         return columns
-    effects = [
-        (op, end, cell, event, kind, later)
-        for op in started
+    ended = [
+        (cell, cells.life(cell).later(event), keys, own)
+        for op, numbers in started.items()
         for end in _ENDS[op]
         for cell, event, kind in end.traits.effect_parts
-        if (later := cells.life(cell).later(event))
+        for _, keys, own in (cells.caused(end, cell, event, kind, numbers) if event != "use" else ())
     ]
-    accesses = cells.accesses({cell for _, _, cell, *_ in effects})
+    accesses = cells.accesses({cell for cell, *_ in ended})
     places = np.full(len(columns), len(columns))
-    for op, end, cell, event, kind, later in effects:
+    for cell, later, keys, own in ended:
         read = [access for access in accesses[cell] if access[0] in later]
-        for _, keys, own in cells.caused(end, cell, event, kind, started[op]):
-            places[own] = np.minimum(places[own], _next(read, keys, own, len(columns)))
+        places[own] = np.minimum(places[own], _next(read, keys, own, len(columns)))
     _limit_sums_in_transit(cells, places)
     numbers = np.sort(np.concatenate([*started.values()]))
     links = taken(columns.link_numbers, numbers)

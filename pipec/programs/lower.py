@@ -21,10 +21,10 @@ At one position stand::
 A step may have millions of instructions, so lowering works on columns of numbers, a rank or a link at a time.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -55,18 +55,20 @@ from pipec.ir.columns import (
     InstructionColumns,
     Ints,
     compact,
+    concatenate_instructions,
     constant,
     entries,
-    one_of_phases,
+    read_versions,
+    stable_order,
     taken,
 )
 from pipec.programs import update_boundaries
 from pipec.programs.buffer_slots import with_slots
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.due import with_due
+from pipec.programs.messages import Messages, messages
 from pipec.programs.offload_intervals import OffloadIntervals, offload_intervals
 from pipec.programs.program_index import ProgramIndex
-from pipec.programs.routes import Route, routes
 from pipec.programs.schedule_index import ScheduleIndex
 from pipec.programs.shared_receives import holding_stages
 from pipec.programs.sync_order import SyncOp, SyncOrder
@@ -116,17 +118,11 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     links, sync_spec, model_collectives = plan.links, plan.sync_spec, plan.model_collectives
     recompute, offload = plan.recomputing_stages, plan.offloading_stages
     index = ScheduleIndex(schedule, plan)
-    traffic = [
-        _traffic(index, route) for route in routes(links, schedule.placement, schedule.num_microbatches)
-    ]
     rounds = update_boundaries.update_boundaries(index)
+    traffic = _Traffic.of(index, links)
     order = _unit_order(index, traffic, rounds, plan)
-    arriving: dict[int, list[_Arriving]] = defaultdict(list)
-    leaving: dict[int, list[_Traffic]] = defaultdict(list)
-    for each, depends in zip(traffic, order.depend_on_compute_before_reader(traffic), strict=True):
-        leaving[each.route.source].append(each)
-        if each.route.crosses_ranks:
-            arriving[each.route.target].append((each, depends))
+    arriving, leaving = traffic.by_rank(traffic.messages.targets), traffic.by_rank(traffic.messages.sources)
+    depends = traffic.depend_on_compute_before_reader(order.dependence)
     sums: list[tuple[float, SyncOp]] = []
     if schedule.stream:
         sums, collectives = update_boundaries.round_collectives(schedule, rounds, order.ends, sync_spec)
@@ -134,19 +130,19 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
         collectives = SyncOrder(index, order.ends, plan).all()
     buffered = np.array([*(link.payload.feeds_compute for link in links), False])
     stages_of_link = holding_stages(links)
-    versions = update_boundaries.read_versions(schedule)
+    versions = read_versions(schedule.stream, schedule.placement, schedule.num_microbatches)
     programs = []
     for rank in range(schedule.num_ranks):
         copies = offload_intervals(index.computes[rank], offload)
         blocks = [
-            [_receives(order, rank, arriving[rank], sums)],
+            [_receives(traffic, order, rank, arriving[rank], depends, sums)],
             [_sync_ops(collectives, rank, OpKind.COLLECTIVE)],
             _model_collectives(index, rank, model_collectives),
             [_sync_ops(collectives, rank, OpKind.LOCAL)],
             [_sync_ops(collectives, rank, OpKind.STEP_COMPUTE)],
             [_recomputes(index, rank, recompute, versions)],
             [_computes(index, rank, versions)],
-            _sends(leaving[rank]),
+            [_sends(traffic, leaving[rank])],
             [_accumulates(index, rank)],
             [_copies(copies, Op.WAIT_OFFLOAD, copies.offloads + 1)],
             _frees(index, rank),
@@ -166,32 +162,66 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
 
 @dataclass(frozen=True)
 class _Traffic:
-    """A route, with the positions of the producer and the reader of each of its messages.
+    """Messages, and the positions of the producer and the reader of each.
 
     Positions count the computes of a rank from 1. Position 0 is the start of its program, where weights are
     sent. The position after the last compute is the end, where messages are sent that are read after the
     program.
     """
 
-    route: Route
+    index: ScheduleIndex
+    links: Sequence[Link]
+    messages: Messages
     producers: Ints
     readers: Ints
 
+    @classmethod
+    def of(cls, index: ScheduleIndex, links: Sequence[Link]) -> Self:
+        schedule, lengths = index.schedule, np.array([len(each) for each in index.computes], np.int32)
+        found = messages(links, schedule.placement, schedule.num_microbatches)
+        made, read = lengths[found.sources] + 1, lengths[found.targets] + 1
+        bounds = np.searchsorted(found.links, range(len(links) + 1))
+        for link, first, last in zip(links, bounds, bounds[1:], strict=False):
+            own, payload = slice(first, last), link.payload
+            if payload.per_microbatch:
+                sent = found.microbatches[own]
+                made[own] = index.positions_of(link, payload.producers, link.source)[sent]
+                if payload.feeds_compute:
+                    read[own] = index.positions_of(link, payload.readers, link.target)[sent]
+                else:
+                    read[own] += 1
+            elif payload is Payload.WEIGHT:
+                positions = index.positions_of(link, payload.readers, link.target)
+                made[own] = 0
+                targets, ranks = found.targets[own].tolist(), index.ranks[link.target]
+                read[own] = [positions[ranks == target].min() for target in targets]
+            else:
+                read[own] += _AFTER_UNSHARD if payload.is_result else 1
+        return cls(index, links, found, made, read)
 
-def _traffic(index: ScheduleIndex, route: Route) -> _Traffic:
-    link = route.link
-    producers, readers = link.payload.producers, link.payload.readers
-    if link.payload.per_microbatch:
-        made = index.positions_of(link, producers, link.source)[route.microbatches]
-        if link.payload is Payload.MICROBATCH_RESULT:
-            return _Traffic(route, made, np.full_like(made, index.length(route.target) + 2))
-        return _Traffic(route, made, index.positions_of(link, readers, link.target)[route.microbatches])
-    if link.payload is Payload.WEIGHT:
-        read = index.positions_of(link, readers, link.target)[index.ranks[link.target] == route.target]
-        first = read.min(keepdims=True)
-        return _Traffic(route, 0 * first, first)
-    last, over = (np.array([index.length(rank) + 1], np.int32) for rank in (route.source, route.target))
-    return _Traffic(route, last, over + (_AFTER_UNSHARD if link.payload.is_result else 1))
+    def by_rank(self, ranks: Ints) -> Sequence[Ints]:
+        """The numbers of the messages of each rank: of those with this source or target."""
+        order, _ = stable_order(ranks)
+        return np.split(order, np.searchsorted(ranks[order], range(1, self.index.schedule.num_ranks)))
+
+    @cached_property
+    def feeds(self) -> Bools:
+        """Which messages a compute reads for a microbatch."""
+        feeding = np.array([link.payload.feeds_compute for link in self.links], bool)
+        return feeding[self.messages.links]
+
+    def tasks(self, ranks: Ints, positions: Ints, which: Ints) -> Ints:
+        """The computes at these positions of ranks, of the messages ``which``."""
+        firsts = np.array(self.index.first_tasks, np.int32)
+        return firsts[ranks[which]] + positions[which] - 1
+
+    def depend_on_compute_before_reader(self, dependence: Dependence) -> Bools:
+        """Whether each message can be made only after the compute before its reader has ended."""
+        depends = np.zeros(self.readers.size, bool)
+        own = np.flatnonzero(self.feeds & (self.readers > 1))
+        made = self.tasks(self.messages.sources, self.producers, own)
+        depends[own] = dependence.depends_on(made, self.tasks(self.messages.targets, self.readers, own) - 1)
+        return depends
 
 
 @dataclass(frozen=True)
@@ -201,53 +231,32 @@ class _UnitOrder:
     ``ends`` has, for each rank, the end of each of its positions, from the start of its program to its end.
     """
 
-    index: ScheduleIndex
     dependence: Dependence
     ends: Sequence[Floats]
-
-    def depend_on_compute_before_reader(self, traffic: Sequence[_Traffic]) -> Sequence[Bools]:
-        """Whether each message can be made only after the compute before its reader has ended."""
-        computes, others = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-        found = [np.zeros(each.readers.size, bool) for each in traffic]
-        followed = [
-            np.flatnonzero((each.readers > 1) & each.route.link.payload.feeds_compute) for each in traffic
-        ]
-        for each, places in zip(traffic, followed, strict=True):
-            computes.append(self.index.compute_numbers(each.route.source, each.producers[places]))
-            others.append(self.index.compute_numbers(each.route.target, each.readers[places] - 1))
-        depends = self.dependence.depends_on(np.concatenate(computes), np.concatenate(others))
-        for of_traffic, places in zip(found, followed, strict=True):
-            of_traffic[places], depends = depends[: places.size], depends[places.size :]
-        return found
-
-
-_Arriving = tuple[_Traffic, Bools]
-"""Messages to a rank, and whether each depends on the compute before its reader."""
 
 
 def _unit_order(
     index: ScheduleIndex,
-    traffic: Sequence[_Traffic],
+    traffic: _Traffic,
     rounds: Sequence[update_boundaries.UpdateBoundary],
     plan: Plan,
 ) -> _UnitOrder:
-    read = [each for each in traffic if each.route.link.payload.feeds_compute]
-    nothing = np.empty(0, np.int32)
-    readers = [index.compute_numbers(each.route.target, each.readers) for each in read]
-    producers = [index.compute_numbers(each.route.source, each.producers) for each in read]
+    own = np.flatnonzero(traffic.feeds)
+    readers = [traffic.tasks(traffic.messages.targets, traffic.readers, own)]
+    producers = [traffic.tasks(traffic.messages.sources, traffic.producers, own)]
     for later, earlier in (update_boundaries.version_reads(index, rounds), tail_reads(index, plan)):
         readers.append(later)
         producers.append(earlier)
-    reads = TaskInputs(np.concatenate([nothing, *readers]), np.concatenate([nothing, *producers]))
+    reads = TaskInputs(np.concatenate(readers), np.concatenate(producers))
     run = run_tasks(_units(index), reads, index.first_tasks)
     if isinstance(run, Deadlock):
         raise VerifyError(index.explain_stuck(run.tasks))
     padded = []
     for rank in range(index.schedule.num_ranks):
         first, last = index.first_tasks[rank : rank + 2]
-        own = run.ends[first:last]
-        padded.append(np.concatenate([[0.0], own, own[-1:] if own.size else [0.0]]))
-    return _UnitOrder(index, Dependence(index.first_tasks, run), padded)
+        ended = run.ends[first:last]
+        padded.append(np.concatenate([[0.0], ended, ended[-1:] if ended.size else [0.0]]))
+    return _UnitOrder(Dependence(index.first_tasks, run), padded)
 
 
 def _units(index: ScheduleIndex) -> Floats:
@@ -263,73 +272,56 @@ def _units(index: ScheduleIndex) -> Floats:
     return units
 
 
-_Field = Ints | int
-"""A column of a block: a number for each instruction, or the same number for all of them."""
+_Block = tuple[Ints, InstructionColumns]
+"""Instructions of one kind, and the positions that they belong to."""
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Instructions of one kind: the positions they belong to, and their columns."""
-
-    positions: Ints
-    columns: Sequence[_Field]
-
-    def taken(self, order: Ints) -> "_Block":
-        """The instructions in another order."""
-        columns = [each if isinstance(each, int) else each.take(order) for each in self.columns]
-        return _Block(self.positions.take(order), columns)
+def _block(positions: Ints, *fields: Ints | int) -> _Block:
+    """Instructions with these first fields: a number for each, or the same for all; the others are -1."""
+    every = (*fields, *(-1,) * (NUM_COLUMNS - len(fields)))
+    columns = (
+        constant(each, positions.size) if isinstance(each, int) else np.asarray(each, np.int32)
+        for each in every
+    )
+    return positions, InstructionColumns(columns, ())
 
 
-def _block(positions: Ints, *columns: _Field) -> _Block:
-    return _Block(positions, (*columns, *(-1,) * (NUM_COLUMNS - len(columns))))
+def _phases_with(effect: str) -> Bools:
+    """For each code of a phase, whether its op has an effect."""
+    return np.array([effect in Op(phase).traits.effects.split() for phase in Phase])
 
 
-_MAKES_GRADIENTS = one_of_phases(Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
-_NEEDS_FORWARD = one_of_phases(Phase.BACKWARD, Phase.BACKWARD_INPUT)
+_MAKES_GRADIENTS, _NEEDS_FORWARD = _phases_with("gradients.make"), _phases_with("recomputed.read")
 _AFTER_UNSHARD = 3
 """The positions from the end of the computes to the wait for results: weights are gathered before it."""
 
 _NOTHING = _block(np.empty(0, np.int32))
 
 
-def _concatenated(blocks: Sequence[_Block]) -> _Block:
-    filled = [each for each in blocks if each.positions.size]
-    if not filled:
-        return _NOTHING
-    positions = np.concatenate([each.positions for each in filled])
-    return _Block(positions, [_concatenated_column(filled, k) for k in range(NUM_COLUMNS)])
-
-
-def _concatenated_column(blocks: Sequence[_Block], number: int) -> _Field:
-    first = blocks[0].columns[number]
-    if isinstance(first, int) and all(each.columns[number] is first for each in blocks):
-        return first
-    column = np.empty(sum(each.positions.size for each in blocks), np.int32)
-    begin = 0
-    for each in blocks:
-        end = begin + each.positions.size
-        column[begin:end] = each.columns[number]
-        begin = end
-    return column
+def _joined(blocks: Sequence[_Block]) -> _Block:
+    positions, columns = zip(*blocks, strict=True)
+    return np.concatenate(positions), concatenate_instructions(columns)
 
 
 def _in_order(kinds: Sequence[Iterable[_Block]]) -> list[Ints]:
     """The columns of all blocks, sorted by position and then by kind. The sort is stable."""
     blocks = [
-        replace(block, positions=block.positions * len(kinds) + number)
+        (positions * len(kinds) + number, columns)
         for number, kind in enumerate(kinds)
-        for block in kind
+        for positions, columns in kind
     ]
-    joined = _concatenated(blocks)
-    order = np.argsort(joined.positions, kind="stable")
-    return [
-        constant(column, order.size) if isinstance(column, int) else taken(compact(column), order)
-        for column in joined.columns
-    ]
+    positions, joined = _joined(blocks)
+    order = np.argsort(positions, kind="stable")
+    return [taken(compact(column), order) for column in joined.columns]
 
 
 def _receives(
-    unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving], sums: Sequence[tuple[float, SyncOp]]
+    traffic: _Traffic,
+    order: _UnitOrder,
+    rank: int,
+    arriving: Ints,
+    depends: Bools,
+    sums: Sequence[tuple[float, SyncOp]],
 ) -> _Block:
     """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
 
@@ -340,46 +332,42 @@ def _receives(
     before its reader if that is earlier and the message does not depend on the compute there. Only weights
     are received at position 0, where the rank sends its own weights to borrowers.
     """
-    own = [(time, each) for time, each in sums if rank in each.positions]
-    blocks, times = [_sync_ops([each for _, each in own], rank)], [np.array([time for time, _ in own], float)]
-    for source, channel in groupby(sorted(arriving, key=_source), key=_source):
-        posted, made = _channel(unit_order, rank, list(channel))
-        blocks.append(posted)
-        times.append(unit_order.ends[source][made])
-    joined, order = _concatenated(blocks), np.argsort(np.concatenate(times), kind="stable")
-    return joined.taken(order)
+    found = traffic.messages
+    arriving = arriving[found.sources[arriving] != rank]
+    by_channel = np.lexsort((traffic.producers[arriving], found.sources[arriving]))
+    own = arriving[by_channel]
+    sources, made, links = found.sources[own], traffic.producers[own], found.links[own]
+    sent = np.empty(own.size)
+    for source in np.unique(sources).tolist():
+        sent[sources == source] = order.ends[source][made[sources == source]]
+    passed = (np.searchsorted(order.ends[rank], sent, side) for side in ("left", "right"))
+    ahead = np.where(made > 0, np.maximum(traffic.readers[own] - ~depends[own], 1), 0)
+    posts = np.minimum(np.where(sources < rank, *passed), ahead)
+    channel = sources * np.int64(len(order.ends[rank]) + 1)
+    posts = np.minimum.accumulate((posts + channel)[::-1])[::-1] - channel  # in the order of the sends
+    targets = np.array([link.target for link in traffic.links], np.int32)
+    fields = OP_CODE[Op.RECV], targets[links], found.microbatches[own], links, sources
+    within = [(time, each) for time, each in sums if rank in each.positions]
+    blocks = [_sync_ops([each for _, each in within], rank), _block(posts.astype(np.int32), *fields)]
+    times = np.concatenate([np.array([time for time, _ in within], float), sent])
+    order_of_sends = np.argsort(times, kind="stable")
+    positions, columns = _joined(blocks)
+    return positions[order_of_sends], columns.taken(order_of_sends)
 
 
-def _source(arriving: _Arriving) -> int:
-    return arriving[0].route.source
-
-
-def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving]) -> tuple[_Block, Ints]:
-    """The receives of ``rank`` from one other rank in the order of the sends, and the producer of each."""
-    ends, blocks = unit_order.ends, []
-    for each, depends in arriving:
-        route = each.route
-        sent = ends[route.source][each.producers]
-        passed = np.searchsorted(ends[rank], sent, "right" if rank < route.source else "left")
-        ahead = np.where(each.producers > 0, np.maximum(each.readers - ~depends, 1), 0)
-        posts = np.minimum(passed, ahead).astype(np.int32)
-        columns = OP_CODE[Op.RECV], route.link.target, route.microbatches, route.number, route.source
-        blocks.append(_block(posts, *columns))
-    joined, made = _concatenated(blocks), np.concatenate([each.producers for each, _ in arriving])
-    order = np.argsort(made, kind="stable")
-    positions = np.minimum.accumulate(joined.positions[order][::-1])[::-1]
-    return replace(joined.taken(order), positions=positions), made[order]
-
-
-def _sends(leaving: Sequence[_Traffic]) -> Iterator[_Block]:
+def _sends(traffic: _Traffic, leaving: Ints) -> _Block:
     """The sends and moves of a rank, each directly after the compute that makes its values."""
-    for each in leaving:
-        route = each.route
-        if route.crosses_ranks:
-            op, stage, peer = Op.SEND, route.link.source, route.target
-        else:
-            op, stage, peer = Op.MOVE, route.link.target, -1
-        yield _block(each.producers, OP_CODE[op], stage, route.microbatches, route.number, peer)
+    found, links = traffic.messages, traffic.messages.links[leaving]
+    is_move = found.sources[leaving] == found.targets[leaving]
+    ends = np.array([(link.source, link.target) for link in traffic.links], np.int32).reshape(-1, 2)
+    return _block(
+        traffic.producers[leaving],
+        np.where(is_move, OP_CODE[Op.MOVE], OP_CODE[Op.SEND]).astype(np.int32),
+        np.where(is_move, ends[links, 1], ends[links, 0]),
+        found.microbatches[leaving],
+        links,
+        np.where(is_move, np.int32(-1), found.targets[leaving]),
+    )
 
 
 def _computes(index: ScheduleIndex, rank: int, versions: Ints) -> _Block:

@@ -13,38 +13,36 @@ from numpy.typing import NDArray
 
 from pipec.ir import (
     Instruction,
-    Link,
     ModelCollectives,
     Op,
-    Payload,
     Phase,
     Plan,
     Program,
     SegmentCounts,
-    replica_counts,
 )
 from pipec.ir.columns import (
     OP_CODE,
     InstructionColumns,
     Ints,
-    equal_groups,
     ranks_by_microbatch,
+    read_versions,
     set_entries,
     taken,
 )
 from pipec.ir.text_format import format_link, instruction_lines
-from pipec.programs.deadlock import InstructionSite
+from pipec.programs.messages import Delivered
 from pipec.programs.program_computes import ProgramComputes
-from pipec.programs.routes import DeliveredMessages, Route, routes
 from pipec.programs.shared_receives import holding_stages
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 """In the order in which a microbatch runs them."""
 
-TRANSFERS = (Op.SEND, Op.RECV, Op.WAIT_RECV, Op.MOVE)
-
 _NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in (*COMPUTES, Op.FREE))
+
+
+InstructionSite = tuple[int, int]
+"""A rank and the number of an instruction in its program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +107,24 @@ class ProgramIndex:
         """The source stage of each link; the last entry is for no link."""
         return np.array([*(link.source for link in self.plan.links), -1], np.int32)
 
+    @cached_property
+    def targets(self) -> Ints:
+        """The target stage of each link; the last entry is for no link."""
+        return np.array([*(link.target for link in self.plan.links), -1], np.int32)
+
+    def links_at(self, stages: Sequence[int], *, results: bool = False) -> Sequence[int]:
+        """The numbers of the links from and to stages, and on demand of those that go to every rank."""
+        found = [self._links_at.get(stage, ()) for stage in (*stages, *[-1] * results)]
+        return sorted({number for numbers in found for number in numbers})
+
+    @cached_property
+    def _links_at(self) -> Mapping[int, Sequence[int]]:
+        found = defaultdict[int, list[int]](list)
+        for number, link in enumerate(self.plan.links):
+            for stage in {link.source, link.target}:
+                found[stage].append(number)
+        return found
+
     def links_with(self, kind: str) -> NDArray[np.bool_]:
         """For each link, whether its payload is one of a ``kind`` such as ``result/activation``.
 
@@ -129,33 +145,9 @@ class ProgramIndex:
         """By the number of a link, the stages that keep its values, if its target moves them on."""
         return holding_stages(self.plan.links)
 
-    @cached_property
-    def routes_by_rank(self) -> Mapping[int, Sequence[Route]]:
-        """The routes from or to each rank."""
-        found = defaultdict[int, list[Route]](list)
-        for route in self.routes:
-            for rank in {route.source, route.target}:
-                found[rank].append(route)
-        return found
-
     def show(self, site: InstructionSite) -> str:
         """An instruction on one line."""
         return " ".join(instruction_lines(self.programs[site[0]])[site[1]].split())
-
-    @cached_property
-    def link_set(self) -> frozenset[Link]:
-        return frozenset(self.plan.links)
-
-    def tied_transfers(self, rank: int, *ops: Op) -> Ints:
-        """The instructions of a rank that carry gradients of tied weights: of these ops, or of any."""
-        columns, brings = self.columns[rank], self._brings_gradients
-        numbers = columns.numbers_of(*(ops or TRANSFERS)) if brings.any() else np.empty(0, np.int32)
-        return numbers[brings[columns.link_numbers[numbers]]]
-
-    @cached_property
-    def _brings_gradients(self) -> NDArray[np.bool_]:
-        """For each link, whether it brings gradients of tied weights."""
-        return np.array([link.payload is Payload.WEIGHT_GRADIENT for link in self.plan.links], bool)
 
     @cached_property
     def ranks(self) -> Ints:
@@ -186,62 +178,18 @@ class ProgramIndex:
     @cached_property
     def read_versions(self) -> Ints:
         """At [stage, microbatch], the version of the weights that the stream of the plan specifies."""
-        stream, replicas = self.plan.sync_spec.stream, replica_counts(self.plan.placement)
-        assert stream is not None
-        every = range(self.plan.num_microbatches)
-        rows = [[stream.version(each, stage, replicas) for each in every] for stage in range(len(replicas))]
-        return np.array(rows, np.int32)
+        plan = self.plan
+        return read_versions(plan.sync_spec.stream, plan.placement, plan.num_microbatches)
 
     @cached_property
-    def groups(self) -> Sequence[Sequence[tuple[Op, Ints]]]:
-        """The instructions of each rank: the numbers of those with the same op, link and peer together."""
-        return [
-            [(op, own) for op, numbers in columns.numbers_by_op.items() for own in _by_peer(columns, numbers)]
-            for columns in self.columns
-        ]
-
-    @cached_property
-    def transfers(self) -> Mapping[tuple[Op, int, int, int], tuple[Ints, Ints]]:
-        """The microbatches and instruction numbers of each kind of transfer.
-
-        Keys are the op, the number of the link, the sending rank and the receiving rank.
-        """
-        found = {}
-        for rank, (columns, groups) in enumerate(zip(self.columns, self.groups, strict=True)):
-            for op, numbers in groups:
-                if op in TRANSFERS:
-                    link, peer = int(columns.link_numbers[numbers[0]]), int(columns.peers[numbers[0]])
-                    ends = {Op.SEND: (rank, peer), Op.MOVE: (rank, rank)}.get(op, (peer, rank))
-                    found[op, link, *ends] = taken(columns.microbatches, numbers), numbers
-        return found
-
-    def microbatches(self, link: Link) -> Sequence[int]:
-        return range(self.plan.num_microbatches) if link.payload.per_microbatch else (-1,)
-
-    @cached_property
-    def routes(self) -> Sequence[Route]:
-        return list(routes(self.plan.links, self.plan.placement, self.plan.num_microbatches))
+    def delivered(self) -> Delivered:
+        """The messages between ranks. Valid only if each is sent, received and awaited once."""
+        return Delivered.by(self.columns)
 
     @cached_property
     def computes(self) -> ProgramComputes | None:
-        """The computes as tasks, once deliveries are known; None if they wait for each other."""
-        return ProgramComputes.of(self.columns, self.deliveries)
-
-    @cached_property
-    def deliveries(self) -> Sequence[DeliveredMessages]:
-        """The deliveries of all routes. Valid only if each message is delivered exactly once."""
-        return [self._deliveries(route) for route in self.routes]
-
-    @cached_property
-    def deliveries_between_ranks(self) -> Sequence[DeliveredMessages]:
-        return [each for each in self.deliveries if each.route.crosses_ranks]
-
-    def _deliveries(self, route: Route) -> DeliveredMessages:
-        found = []
-        for op in transfer_ops(route):
-            carried, at = self.transfers[op, route.number, route.source, route.target]
-            found.append(at.take(np.argsort(carried, kind="stable")))
-        return DeliveredMessages(route, found[0], found[:2][-1], found[-1])
+        """The computes as tasks, once messages are known; None if they wait for each other."""
+        return ProgramComputes.of(self.columns, self.delivered)
 
     def probable_site(
         self, found: Sequence[int], rank: int, stage: int = -1, microbatch: int = -1
@@ -256,16 +204,3 @@ class ProgramIndex:
         last = computed if computed >= 0 else len(self.programs[rank].instructions) - 1
         number = max(found, default=last)
         return (rank, number) if number >= 0 else None
-
-
-def transfer_ops(route: Route) -> tuple[Op, ...]:
-    """The ops that deliver a message along a route: send, receive and wait, or a move within one rank."""
-    return (Op.SEND, Op.RECV, Op.WAIT_RECV) if route.crosses_ranks else (Op.MOVE,)
-
-
-def _by_peer(columns: InstructionColumns, numbers: Ints) -> Sequence[Ints]:
-    """These instructions, with a group for each link and peer."""
-    links, peers = taken(columns.link_numbers, numbers), taken(columns.peers, numbers)
-    if links.min() == links.max() and peers.min() == peers.max():
-        return [numbers]
-    return [numbers.take(rows) for rows in equal_groups(links, peers)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -389,45 +388,34 @@ class _Account:
         after = before + np.cumsum(self.host_starts + self.host_ends)
         return before, (after - self.host_ends)[self.is_last], after[self.is_last]
 
-    @cached_property
-    def while_running(self) -> Mapping[str, Floats]:
-        """The bytes of each category that changes, while each segment runs."""
-        return {
-            kind: self.static[kind] + np.cumsum(starts + self.ends[kind]) - self.ends[kind]
+    def by_category(self) -> Mapping[str, BytesOverTime]:
+        """The bytes of each category that occurs; while an instruction runs, those of its largest segment."""
+        after = {
+            kind: self.static[kind] + np.cumsum(starts + self.ends[kind])
             for kind, starts in self.starts.items()
         }
-
-    @property
-    def total(self) -> Floats:
-        """The bytes of all categories while each segment runs."""
-        constant = sum(amount for kind, amount in self.static.items() if kind not in self.while_running)
-        return sum(self.while_running.values(), np.full(len(self.columns), constant, float))
-
-    def by_category(self) -> Mapping[str, BytesOverTime]:
-        """The bytes of each category that occurs."""
-        highest, zeros = np.lexsort((self.total, self.numbers))[self.is_last], np.zeros(len(self.columns))
+        total = sum(
+            (amounts - self.ends[kind] for kind, amounts in after.items()), np.zeros(len(self.columns))
+        )
+        highest = np.lexsort((-np.arange(total.size), total, self.numbers))[self.is_last]
         found = {}
         for kind, before in self.static.items():
-            amounts, ends = self.while_running.get(kind, zeros + before), self.ends.get(kind, zeros)
-            if before or amounts.any():
-                found[kind] = before, amounts[highest], (amounts + ends)[self.is_last]
+            amounts = after.get(kind, np.full(len(self.columns), before))
+            while_running = amounts - self.ends.get(kind, 0.0)
+            if before or while_running.any():
+                found[kind] = before, while_running[highest], amounts[self.is_last]
         return found
 
     def result(self) -> RankMemory:
-        size, most = len(self.columns), self.total
-        if not size:
+        if not len(self.columns):
             return RankMemory(self.program.rank, self.static)
+        categories, (_, host, host_after) = self.by_category(), self.on_host()
+        most, after = (sum(each[k] for each in categories.values()) for k in (1, 2))
+        most, after = np.zeros(host.size) + most, np.zeros(host.size) + after
         peak = int(most.argmax())
-        bytes_by_category = self.static | {
-            kind: float(amounts[peak]) for kind, amounts in self.while_running.items()
-        }
-        after = most + sum(self.ends.values(), np.zeros(size))
-        pairs = int(in_flight(self.columns)[peak])
-        _, host, host_after = self.on_host()
-        host_bytes = float(host.max())
-        highest = np.maximum.reduceat(most, np.flatnonzero(np.diff(self.numbers, prepend=-1)))
-        at_last = after[self.is_last]
-        number = int(self.numbers[peak])
+        at_peak = {kind: float(amounts[peak]) for kind, (_, amounts, _) in categories.items()}
+        bytes_by_category = dict.fromkeys(MEMORY_CATEGORIES, 0.0) | at_peak
+        pairs = int(in_flight(self.columns)[self.is_last][peak])
         return RankMemory(
-            self.program.rank, bytes_by_category, number, pairs, host_bytes, highest, at_last, host_after
+            self.program.rank, bytes_by_category, peak, pairs, float(host.max()), most, after, host_after
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from pipec.ir import Link, Payload, Phase
-from pipec.ir.columns import ComputeColumns, one_of_phases
+from pipec.ir.columns import PHASE_CODE, ComputeColumns
 
 _READING = (
     ([Phase.FORWARD], 1),
@@ -23,7 +23,7 @@ def runs_stages_in_order(orders: Iterable[ComputeColumns]) -> bool:
 
 
 def _is_in_order(computes: ComputeColumns, phases: Sequence[Phase], way: int) -> bool:
-    own = np.flatnonzero(one_of_phases(*phases)[computes.phases])
+    own = np.flatnonzero(np.isin(computes.phases, [PHASE_CODE[phase] for phase in phases]))
     order = own[np.lexsort((computes.stages[own] * way, computes.microbatches[own]))]
     same = np.diff(computes.microbatches[order]) == 0
     return bool((np.diff(order)[same] > 0).all())

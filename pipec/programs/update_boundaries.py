@@ -11,24 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipec.ir import GRADIENT_PHASES, Op, Phase, Schedule, SyncSpec, replica_counts
-from pipec.ir.columns import PHASE_CODE, PHASES, Floats, Ints
+from pipec.ir.columns import PHASE_CODE, PHASES, Floats, Ints, read_versions
 from pipec.programs.schedule_index import ScheduleIndex
 from pipec.programs.sync_order import SyncOp
 
 _GRADIENTS = [PHASES.index(phase) for phase in GRADIENT_PHASES]
-
-
-def read_versions(schedule: Schedule) -> Ints:
-    """At [stage, microbatch], the version of the weights that its computes read; -1 without a stream."""
-    shape = schedule.num_stages, schedule.num_microbatches
-    if schedule.stream is None:
-        return np.full(shape, -1, np.int32)
-    replicas = replica_counts(schedule.placement)
-    rows = [
-        [schedule.stream.version(each, stage, replicas) for each in range(shape[1])]
-        for stage in range(shape[0])
-    ]
-    return np.array(rows, np.int32).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,8 @@ def update_boundaries(index: ScheduleIndex) -> list[UpdateBoundary]:
     """The ends of all rounds of a schedule, by stage; none without a stream."""
     if index.schedule.stream is None:
         return []
-    versions = read_versions(index.schedule)
+    schedule = index.schedule
+    versions = read_versions(schedule.stream, schedule.placement, schedule.num_microbatches)
     return [each for stage, own in enumerate(versions) for each in _of_stage(index, stage, own)]
 
 

@@ -124,16 +124,11 @@ def _place(columns: InstructionColumns, number: int) -> int:
 
 
 RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
-    field_rules.fits_plan,
     stream_rules.asynchronous_supported,
-    stream_rules.versions_as_specified,
-    stream_rules.rounds_as_specified,
+    field_rules.fits_plan,
     order_rules.segments_in_order,
-    order_rules.accumulated_in_time,
-    order_rules.sync_complete,
     cell_rules.lives_are_complete,
-    order_rules.each_message_on_its_way,
-    order_rules.collectives_in_one_order,
+    order_rules.collectives_meet,
     order_rules.each_value_received_once,
     order_rules.channels_in_order,
     deadlock_rules.finishes,

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipec.ir import Op
 from pipec.ir.columns import OP_CODE, Floats, Ints, constant
-from pipec.programs.collective_waits import collective_numbers
+from pipec.programs.messages import collective_numbers
 from pipec.timeline.events import Events, Timeline
 
 NEGLIGIBLE = 1e-6

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Link, Op, Phase, Program
 from pipec.ir.columns import OP_CODE, OPS, Floats, InstructionColumns, Ints, with_shared_links
-from pipec.programs.collective_waits import collective_numbers
+from pipec.programs.messages import collective_numbers
 from pipec.programs.rank_memory import peak_in_flight
 from pipec.programs.task_times import AVAILABLE_AT_START, Deadlock, TaskInputs, run_tasks
 from pipec.timeline.events import Events, Timeline

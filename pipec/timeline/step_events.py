@@ -6,11 +6,24 @@ from functools import cached_property
 
 import numpy as np
 
-from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, concatenate_instructions, one_of
-from pipec.programs.awaited_starts import IS_WAIT, awaited_starts
+from pipec.ir import WAIT_OF, Op
+from pipec.ir.columns import (
+    FIELDS,
+    OP_CODE,
+    OPS,
+    Floats,
+    InstructionColumns,
+    Ints,
+    concatenate_instructions,
+    one_of,
+    taken,
+)
+from pipec.programs.messages import Transfers
 
-_HOLDS_RANK = IS_WAIT | one_of(Op.WAIT_RECV, Op.GRAD_NORM)
+_STARTED_OP = np.array([OP_CODE[op.traits.awaits or op] for op in OPS], np.int32)
+_STARTING = [op for op in WAIT_OF if op is not Op.RECV]
+_IS_WAIT = one_of(*(WAIT_OF[op] for op in _STARTING))
+_HOLDS_RANK = _IS_WAIT | one_of(Op.WAIT_RECV, Op.GRAD_NORM)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,28 +74,11 @@ class StepEvents:
             awaited.append(before[started] - 1)
             following.append(before[own])
         self.awaited, self.next_events = np.concatenate(awaited), np.concatenate(following)
-        self._pair_messages(
-            concatenate_instructions([each.taken(own) for each, own in zip(programs, sites, strict=True)])
-        )
-
-    def _pair_messages(self, waits: InstructionColumns) -> None:
-        """Replicas may send the same link to one rank, once a step."""
-        own = np.flatnonzero(waits.ops == OP_CODE[Op.WAIT_RECV])
-        if not own.size:
-            return
-        sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND]).astype(np.int32)
-        sent, received = self.events.taken(sends), waits.taken(own)
-        num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (sent, received)) + 1
-        found = np.full((len(waits.links), num_microbatches + 1), -1, np.int32)
-        found[sent.link_numbers, sent.microbatches] = sends
-        self.awaited[own] = found[received.link_numbers, received.microbatches]
-        once, at_once = np.flatnonzero(sent.microbatches < 0), np.flatnonzero(received.microbatches < 0)
-        keys = sent.link_numbers[once], self.ranks[sends[once]], sent.peers[once]
-        by_key = dict(zip(zip(*map(np.ndarray.tolist, keys), strict=True), sends[once].tolist(), strict=True))
-        own = own[at_once]
-        keys = received.link_numbers[at_once], received.peers[at_once], self.wait_ranks[own]
-        wanted = zip(*map(np.ndarray.tolist, keys), strict=True)
-        self.awaited[own] = [by_key.get(key, -1) for key in wanted]
+        waits = np.concatenate([each.ops[own] for each, own in zip(programs, sites, strict=True)])
+        if (messages := np.flatnonzero(waits == OP_CODE[Op.WAIT_RECV])).size:
+            sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND]).astype(np.int32)
+            found = Transfers.of(programs, Op.SEND).sends_of(Transfers.of(programs, Op.WAIT_RECV))
+            self.awaited[messages] = np.append(sends, np.int32(-1))[found]
 
     @cached_property
     def next_blocking(self) -> Ints:
@@ -96,3 +92,16 @@ class StepEvents:
         following = self.next_blocking[self.next_events]
         found = np.where(following < self.first_events[self.wait_ranks + 1], following, -1)
         return Waits(self.wait_ranks, self.awaited, found, starts, ends)
+
+
+def awaited_starts(columns: InstructionColumns) -> tuple[Ints, Ints]:
+    """The numbers of the waits for collectives and copies, and of the instruction that started each.
+
+    A wait is for the last start with the same fields before it.
+    """
+    involved = columns.numbers_of(*_STARTING, *(WAIT_OF[op] for op in _STARTING))
+    names = ("stage", "microbatch", "bucket", "model_collective")
+    fields = [taken(columns.columns[FIELDS.index(name)], involved) for name in names]
+    ordered = involved[np.lexsort([involved, *fields, _STARTED_OP[columns.ops[involved]]])]
+    waits = np.flatnonzero(_IS_WAIT[columns.ops[ordered]])
+    return ordered[waits], ordered[waits - 1]

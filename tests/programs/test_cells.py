@@ -43,7 +43,7 @@ def test_cells_are_told_apart_whatever_their_keys() -> None:
 
 def test_every_effect_is_an_event_of_a_cell_and_every_event_has_an_op() -> None:
     caused = {(cell, event) for op in Op for cell, event, _ in op.traits.effect_parts}
-    named = {(cell, event) for cell, (_, pattern) in CELLS.items() for event in life(pattern).events}
+    named = {(cell, event) for cell, (_, pattern, _) in CELLS.items() for event in life(pattern).events}
     assert caused | {("slot", "free")} == named  # a slot is free when its microbatch is
 
 

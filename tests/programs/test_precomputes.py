@@ -70,8 +70,11 @@ def pop(instructions: list[Instruction]) -> Instruction:
             "precompute of stage 0 comes after backward of stage 0, microbatch 3 at 26",
         ),
         (lambda own: own.insert(0, replace(pop(own), microbatch=0)), "names microbatch 0; expected"),
-        (lambda own: own.insert(0, replace(pop(own), stage=1)), "names stage 1; expected one of this rank"),
-        (lambda own: own.insert(0, replace(pop(own), bucket=0)), "names a link, peer, slot, bucket"),
+        (
+            lambda own: own.insert(0, replace(pop(own), stage=1)),
+            "names stage 1; expected a stage of this",
+        ),
+        (lambda own: own.insert(0, replace(pop(own), bucket=0)), "precompute names bucket 0; expected none"),
     ],
 )
 def test_a_precompute_in_the_wrong_place_is_refused(edit: Edit, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Sweeps, and a proof by one run, find what the plain way finds: times, faults and messages."""
+"""Sweeps find what the plain way finds: times, faults and messages."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,6 @@ from pipec.ir import Instruction, Op, Program
 from pipec.programs import task_times
 from pipec.programs.dependence import Dependence
 from pipec.programs.lower import chain_links
-from pipec.programs.program_computes import ProgramComputes
 from pipec.programs.task_times import AVAILABLE_AT_START, Deadlock, TaskInputs, run_tasks
 from pipec.schedules import make_schedule
 from pipec.schedules.workload import Workload
@@ -27,11 +26,6 @@ SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "v-min")
 def edge_coloring_order() -> object:
     """Every time is found in rounds, of one cell of each resource."""
     return patch.object(task_times, "_sweep", lambda *_: None)
-
-
-def wait_by_wait() -> object:
-    """That ranks finish is found by moving each of them past one wait at a time."""
-    return patch.object(ProgramComputes, "receives_precede_sends", lambda *_: False)
 
 
 @st.composite
@@ -70,11 +64,7 @@ def test_schedules_are_run_in_sweeps(name: str) -> None:
     costs = Workload.uniform(4).costs(schedule, links)
     with patch.object(task_times, "_run_in_rounds", side_effect=AssertionError("a run did not settle")):
         programs = lower(schedule, links)
-        with patch(
-            "pipec.programs.rules.deadlock_rules.stalled_ranks",
-            side_effect=AssertionError("no order was found"),
-        ):
-            verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
+        verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
         timeline = simulate(programs, costs)
     with edge_coloring_order():
         assert lower(schedule, links) == programs
@@ -153,5 +143,5 @@ def test_faults_are_those_of_the_plain_way(
         verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
 
     found = outcome(programs, verify)
-    with edge_coloring_order(), wait_by_wait():
+    with edge_coloring_order():
         assert outcome(programs, verify) == found

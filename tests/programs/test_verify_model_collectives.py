@@ -188,10 +188,10 @@ FAULTS = {
     ),
     "another one": (
         change(Op.ALL_GATHER, model_collective=1),
-        "all_gather, model collective 1 is not in the plan for stage 1",
+        "all_gather names model collective 1; expected all_gather, model collective 0, all_reduce",
     ),
     "another stage": (change(Op.ALL_GATHER, stage=0), "all_gather names stage 0; expected a stage of this"),
-    "another microbatch": (change(Op.ALL_GATHER, microbatch=2), "expected a stage of this rank"),
+    "another microbatch": (change(Op.ALL_GATHER, microbatch=2), "expected one that rank 3 runs"),
     "a segment": (change(Op.ALL_GATHER, segment=1), "all_gather names segment 1; expected none"),
     "of a compute": (
         change(Op.FORWARD, model_collective=0),
@@ -203,8 +203,8 @@ FAULTS = {
     ),
     "of the other round": (
         exchange_microbatches,
-        "all_gather of stage 1, model collective 0, round 0 meets "
-        "all_gather of stage 1, model collective 0, round 1 of rank 3",
+        "all_gather of stage 1, microbatch 0, model collective 0 meets "
+        "all_gather of stage 1, microbatch 3, model collective 0 of rank 3",
     ),
 }
 

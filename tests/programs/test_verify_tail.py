@@ -88,7 +88,7 @@ def of_stage_0(instructions: list[Instruction]) -> None:
     [
         (drop(Op.TAIL), "tail of stage 1 is there 0 times on rank 2; expected once"),
         (repeat(Op.TAIL), "tail of stage 1 is there 2 times on rank 2; expected once"),
-        (drop(Op.WAIT_GATHER_ROWS), "wait_gather_rows of stage 1 is there 0 times on rank 2; expected once"),
+        (drop(Op.WAIT_GATHER_ROWS), "tail of stage 1 has no wait_gather_rows before it"),
         (move(Op.TAIL, Op.FORWARD, -1, 0), "forward of stage 1, microbatch 2 "
         "comes after tail of stage 1 at 5"),
         (move(Op.TAIL, Op.GATHER_ROWS, 0, 0), "tail of stage 1 runs before gather_rows of stage 1 at 7"),
@@ -96,7 +96,7 @@ def of_stage_0(instructions: list[Instruction]) -> None:
         "comes after gather_rows of stage 1 at 5"),
         (move(Op.TAIL, Op.BACKWARD, 0, 1), "backward of stage 1, microbatch 0 "
         "runs before tail of stage 1 at 9"),
-        (of_stage_0, "tail of stage 0 is not in the plan for rank 2"),
+        (of_stage_0, "tail names stage 0; expected a stage of this rank: [1]"),
     ],
 )  # fmt: skip
 def test_programs_broken_for_a_rule_are_refused(edit: Edit, message: str, everywhere: bool) -> None:

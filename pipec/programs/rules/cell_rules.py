@@ -1,15 +1,16 @@
 """The rule of cells: what is read has been made, and what is made is awaited, used and freed, each once."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pipec.ir import Op, Payload, replica_counts
-from pipec.ir.columns import Ints, constant
+from pipec.ir import Op, Payload
+from pipec.ir.columns import Ints
 from pipec.ir.program import CELLS
 from pipec.programs.cell_accesses import RankCells
 from pipec.programs.lives import AT_START, Accesses, Life
+from pipec.programs.messages import once_peers
 from pipec.programs.program_index import ProgramIndex, Violation, describe
 
 
@@ -20,15 +21,17 @@ def lives_are_complete(step: ProgramIndex) -> Iterator[Violation]:
     """
     for rank in range(len(step.columns)):
         cells = RankCells(step, rank, step.columns[rank])
-        due, accessed = _due(cells), {cell: (life, own) for cell, life, own in cells.lives()}
-        for cell in CELLS:
-            life, own = accessed.get(cell, (cells.life(cell), None))
-            if cell in due:
-                yield from _missing(cells, cell, life, own, due[cell])
-            if own is not None:
-                for place, before in own.violations(life):
-                    site = rank, max(own.position(place), 0)
-                    yield Violation(site, _explain(cells, cell, life, own, place, before))
+        accessed, messages = {cell: (life, own) for cell, life, own in cells.lives()}, _due_messages(cells)
+        for cell in sorted(CELLS, key=lambda cell: CELLS[cell][0] not in _ONCE):
+            fields, _, events = CELLS[cell]
+            if events and cells.exists(cell):
+                due = _DUE[fields](cells, cell) if fields in _DUE else messages.get(cell, _NOTHING)
+                life, own = accessed.get(cell, (cells.life(cell), None))
+                yield from _missing(cells, cell, life, own, due)
+        for cell, (life, found) in accessed.items():
+            for place, before in found.violations(life):
+                site = rank, max(found.position(place), 0)
+                yield Violation(site, _explain(cells, cell, life, found, place, before))
 
 
 def _explain(cells: RankCells, cell: str, life: Life, own: Accesses, place: int, before: int) -> str:
@@ -72,33 +75,42 @@ def _causes(cell: str, event: str) -> list[str]:
     return [op for op in Op if (cell, event) in [each[:2] for each in op.traits.effect_parts]]
 
 
-def _due(cells: RankCells) -> Mapping[str, tuple[str, Ints]]:
-    """The cells that the plan demands of a rank: by their name, an event of each and their keys."""
-    step, size = cells.step, cells.step.plan.num_microbatches
-    own = [np.flatnonzero(step.ranks[stage] == cells.rank) + stage * size for stage in cells.stages]
-    nothing = np.empty(0, np.int64)
-    every = np.concatenate([nothing, *own])
-    again = [each for stage, each in zip(cells.stages, own, strict=True) if stage in step.recompute]
-    found = {"forward": ("make", every), "microbatch": ("free", every), **_due_messages(cells)}
-    if step.trains:
-        found |= {"input_gradient": ("make", every), "weight_gradient": ("make", every)}
-        found["recomputed"] = "make", np.concatenate([nothing, *again])
-    if cells.stream:
-        replicas = replica_counts(step.plan.placement)
-        sizes = [cells.stream.microbatches_per_update(stage, replicas) for stage in cells.stages]
-        rounds = [
-            cells.round_keys(stage, np.arange(-(-step.plan.num_microbatches // count)))
-            for stage, count in zip(cells.stages, sizes, strict=True)
-        ]
-        found["round"] = "update", np.concatenate([nothing, *rounds])
-    if any(stage in step.model_collectives for stage in cells.stages):
-        found["collective"] = "read", _due_collectives(cells)
-    return found
+_NOTHING = np.empty(0, np.int64)
+_ONCE = ("stage", "bucket", "")
+"""The fields that name cells of a whole step."""
 
 
-def _due_collectives(cells: RankCells) -> Ints:
+def _due_microbatches(cells: RankCells, cell: str) -> Ints:
+    own = [
+        np.flatnonzero(cells.step.ranks[stage] == cells.rank) + stage * cells.size
+        for stage in cells.stages
+        if cells.exists(cell, stage)
+    ]
+    return np.concatenate([_NOTHING, *own])
+
+
+def _due_buckets(cells: RankCells, cell: str) -> Ints:
+    """Buckets, each as often as it is reduced."""
+    spec, plan, found = cells.sync_spec, cells.step.plan, list[int]()
+    for number, bucket in enumerate(spec.buckets):
+        if bucket.stage in cells.stages and cells.exists(cell, number):
+            rounds = -(-plan.num_microbatches // len(plan.placement[bucket.stage]))
+            often = rounds if cell == "reduction" and spec.reduces_every_round(bucket) else 1
+            found += [number] * often
+    return np.array(found, np.int64)
+
+
+def _due_rounds(cells: RankCells, cell: str) -> Ints:
+    rounds = [
+        cells.round_keys(stage, np.arange(-(-cells.step.plan.num_microbatches // cells.round_sizes[stage])))
+        for stage in cells.stages
+    ]
+    return np.concatenate([_NOTHING, *rounds])
+
+
+def _due_collectives(cells: RankCells, cell: str) -> Ints:
     """The model collectives of the microbatches of a rank."""
-    columns, found = cells.columns, [np.empty(0, np.int64)]
+    columns, found = cells.columns, [_NOTHING]
     for stage in cells.stages:
         for number, each in enumerate(cells.step.model_collectives.get(stage, ())):
             own = columns.numbers_of(Op(each.phase))
@@ -108,35 +120,59 @@ def _due_collectives(cells: RankCells) -> Ints:
     return np.concatenate(found)
 
 
-def _due_messages(cells: RankCells) -> Mapping[str, tuple[str, Ints]]:
+_DUE: Mapping[str, Callable[[RankCells, str], Ints]] = {
+    "stage microbatch": _due_microbatches,
+    "stage microbatch model_collective": _due_collectives,
+    "stage": lambda cells, cell: np.array([x for x in cells.stages if cells.exists(cell, x)], np.int64),
+    "bucket": _due_buckets,
+    "": lambda cells, cell: np.zeros(1, np.int64),
+    "round bucket": _due_rounds,
+}
+"""By the fields that name a cell, the keys of those that the plan demands of a rank."""
+
+
+def _due_messages(cells: RankCells) -> Mapping[str, Ints]:
     """The messages that the plan lets a rank send and receive."""
+    step, plan, rank = cells.step, cells.step.plan, cells.rank
     parts = defaultdict[str, list[Ints]](list)
-    for route in cells.step.routes_by_rank[cells.rank]:
-        numbers = constant(route.number, route.microbatches.size)
-        if route.target == cells.rank:
-            is_returned = route.link.payload is Payload.WEIGHT_GRADIENT
-            peer = route.source if route.crosses_ranks else -1
-            parts["returned" if is_returned else "message"].append(
-                cells.received_keys(numbers, route.microbatches, constant(peer, numbers.size))
-            )
-        if route.source == cells.rank and route.crosses_ranks:
-            peers = constant(route.target, numbers.size)
-            parts["sent"].append(cells.message_keys(numbers, route.microbatches, peers))
-    events = {"message": "recv move", "returned": "recv move", "sent": "send"}
-    return {cell: (events[cell], np.concatenate(keys)) for cell, keys in parts.items()}
+    sent: Ints
+    received: Ints
+    every = np.arange(plan.num_microbatches, dtype=np.int32)
+    for number in step.links_at(cells.stages, results=True):
+        link, numbers = plan.links[number], np.array([number])
+        if link.payload.feeds_compute:
+            made, read = step.ranks[link.source] == rank, step.ranks[link.target] == rank
+            sent, received = np.flatnonzero(made & ~read), np.flatnonzero(read)
+            targets, sources = step.ranks[link.target][sent], np.full_like(received, -1)
+        elif link.payload is Payload.MICROBATCH_RESULT:
+            made = step.ranks[link.source] == rank
+            others = np.delete(np.arange(len(step.columns)), rank)
+            sent, targets = every[made].repeat(others.size), np.tile(others, int(made.sum()))
+            received, sources = every[~made], step.ranks[link.source][~made]
+        else:
+            targets, sources = once_peers(link, plan.placement, plan.num_microbatches, rank)
+            targets, sources = targets[targets != rank], np.where(sources == rank, -1, sources)
+            sent, received = np.full_like(targets, -1), np.full_like(sources, -1)
+        cell = "returned" if link.payload is Payload.WEIGHT_GRADIENT else "message"
+        parts[cell].append(cells.received_keys(numbers, received, sources))
+        parts["sent"].append(cells.message_keys(number, sent, targets))
+    return {cell: np.concatenate(keys) for cell, keys in parts.items()}
 
 
-def _missing(
-    cells: RankCells, cell: str, life: Life, own: Accesses | None, due: tuple[str, Ints]
-) -> Iterator[Violation]:
-    """Cells that the plan demands and no instruction makes."""
-    events, keys = due
+def _missing(cells: RankCells, cell: str, life: Life, own: Accesses | None, due: Ints) -> Iterator[Violation]:
+    """Cells that the plan demands, and no instruction makes, or not as often."""
+    fields, _, events = CELLS[cell]
     codes = [life.events.index(event) for event in events.split()]
-    if (own.count(codes) if own else 0) == keys.size:
+    is_once = fields in _ONCE
+    if not is_once and (own.count(codes) if own else 0) == due.size:
         return
-    found = own.keys[np.isin(own.events, codes)] if own else keys[:0]
-    for key in np.setdiff1d(keys, found)[:1].tolist():
-        stage, microbatch, where = cells.place_of(cell, key)
+    keys, counts = np.unique(due, return_counts=True)
+    made = np.sort(own.keys[np.isin(own.events, codes)] if own else _NOTHING)
+    found = np.searchsorted(made, keys, "right") - np.searchsorted(made, keys)
+    for place in np.flatnonzero((found < counts) | is_once & (found > counts))[:1].tolist():
+        stage, microbatch, where = cells.place_of(cell, int(keys[place]))
         site = cells.step.probable_site((), cells.rank, stage, microbatch)
         ops = " or ".join(op for event in events.split() for op in _causes(cell, event))
-        yield Violation(site, f"{ops} of {where} is missing on rank {cells.rank}; expected once")
+        often = "once" if counts[place] == 1 else f"{counts[place]} times"
+        how = f"is there {found[place]} times" if is_once else "is missing"
+        yield Violation(site, f"{ops}{where} {how} on rank {cells.rank}; expected {often}")

@@ -1,14 +1,12 @@
 """The rule that no rank waits forever."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pipec.programs.collective_waits import collective_waits
-from pipec.programs.deadlock import WaitEdges, stalled_ranks, wait_cycle
-from pipec.programs.program_index import ProgramIndex, Violation
-from pipec.programs.routes import DeliveredMessages
+from pipec.ir.columns import COLLECTIVES, Ints
+from pipec.programs.messages import Transfers, collective_numbers
+from pipec.programs.program_index import InstructionSite, ProgramIndex, Violation
 
 
 def finishes(step: ProgramIndex) -> Iterator[Violation]:
@@ -17,11 +15,11 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
     rank 0: ... send a to rank 1, recv b from rank 1
     rank 1: ... send b to rank 0, recv a from rank 0
     """
-    of_collectives, num_collectives = collective_waits(step)
-    messages, num_ranks = step.deliveries_between_ranks, len(step.columns)
-    if not num_collectives and step.computes and step.computes.receives_precede_sends(messages):
-        return
-    waits = WaitEdges.concatenated([*_waits(messages), of_collectives])
+    each, num_ranks = step.delivered, len(step.columns)
+    of_sends = np.stack([each.sources, each.sends, each.targets, each.receives])
+    of_waits = np.stack([each.targets, each.waits, each.sources, each.sends])
+    of_collectives, num_collectives = _collective_waits(step)
+    waits = np.concatenate([of_sends, of_waits, of_collectives], axis=1)
     stalled = stalled_ranks([*map(len, step.columns), *[1] * num_collectives], waits)
     if stalled:  # a rank that waits for a collective waits for a member that has not reached it
         ring = wait_cycle(
@@ -35,15 +33,66 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
             f"  rank {site[0]} at '{step.show(site)}' waits for rank {ahead[0]} to reach '{step.show(ahead)}'"
             for site, ahead in ring
         ]
-        message = "\n".join(["deadlock if sends wait for their receives:", *lines])
+        among = all(step.columns[rank].is_collective[number] for (rank, number), _ in ring)
+        heading = "if sends wait for their receives" if not among else "in the order of collectives"
+        message = "\n".join([f"deadlock {heading}:", *lines])
         yield Violation(ring[0][0], message, tuple(site for site, _ in ring[1:]))
 
 
-def _waits(messages: Sequence[DeliveredMessages]) -> Sequence[WaitEdges]:
-    """A send waits for its receive, and a wait for the send of its message; rank by rank."""
-    by_rank: dict[int, list[WaitEdges]] = defaultdict(list)
-    for each in messages:
-        source, target = (np.full_like(each.sends, rank) for rank in (each.route.source, each.route.target))
-        by_rank[each.route.source].append(WaitEdges(source, each.sends, target, each.receives))
-        by_rank[each.route.target].append(WaitEdges(target, each.waits, source, each.sends))
-    return [part for _, of_rank in sorted(by_rank.items()) for part in of_rank]
+def _collective_waits(step: ProgramIndex) -> tuple[Ints, int]:
+    """Each collective waits for all its ranks, and all of them wait for it; and the number of collectives.
+
+    A collective is modelled as a rank of its own with one instruction, numbered after the ranks. It passes
+    when every member has reached the collective, and all members wait for it.
+    """
+    started = Transfers.of(step.columns, *COLLECTIVES)
+    ranks, sites, found = started.ranks, started.numbers, collective_numbers(started.columns, started.ranks)
+    first, hubs = np.zeros_like(sites), len(step.columns) + found
+    waits = np.stack([[hubs, first, ranks, sites], [ranks, sites, hubs, first + 1]], axis=1)
+    return waits.reshape(4, -1).astype(np.int32), int(found.max(initial=-1)) + 1
+
+
+def stalled_ranks(lengths: Sequence[int], waits: Ints) -> dict[int, tuple[InstructionSite, InstructionSite]]:
+    """For each rank that cannot finish, its stalled instruction and the instruction that this waits for.
+
+    ``lengths`` are the numbers of instructions of the programs. Each column of ``waits`` has a rank, the
+    number of an instruction, and the rank and number of the one that it waits for. An instruction passes
+    when its rank has reached it and everything that it waits for has passed. The result does not depend on
+    the order in which ranks run. The loop moves every rank past one wait at a time.
+    """
+    order = np.argsort(waits[0].astype(np.int64) * max(lengths, default=0) + waits[1], kind="stable")
+    ranks, numbers, others, awaited = waits[:, order]
+    bounds = np.searchsorted(ranks, np.arange(len(lengths) + 1))
+    entry, last = bounds[:-1].copy(), bounds[1:]
+    reached = np.array(lengths, np.int64)
+    unfinished = np.flatnonzero(entry < last)
+    reached[unfinished] = numbers[entry[unfinished]]
+    while unfinished.size:
+        at = entry[unfinished]
+        passing = unfinished[reached[others[at]] >= awaited[at]]
+        if not passing.size:
+            break
+        entry[passing] += 1
+        finishing = entry[passing] == last[passing]
+        advancing = passing[~finishing]
+        reached[advancing] = numbers[entry[advancing]]
+        if finishing.any():
+            done = passing[finishing]
+            reached[done] = np.array(lengths)[done]
+            unfinished = unfinished[entry[unfinished] < last[unfinished]]
+    return {
+        rank: ((rank, int(numbers[at])), (int(others[at]), int(awaited[at])))
+        for rank, at in zip(unfinished.tolist(), entry[unfinished].tolist(), strict=True)
+    }
+
+
+def wait_cycle(
+    stalled: Mapping[int, tuple[InstructionSite, InstructionSite]],
+) -> list[tuple[InstructionSite, InstructionSite]]:
+    """A cycle of ``stalled_ranks``: each rank waits for the next one."""
+    rank = min(stalled)
+    visited: list[int] = []
+    while rank not in visited:
+        visited.append(rank)
+        rank = stalled[rank][1][0]
+    return [stalled[rank] for rank in visited[visited.index(rank) :]]

@@ -1,21 +1,15 @@
-"""The rules of order that no single cell has: of segments, accumulations, channels and collectives."""
+"""The rules of order that no single cell has: of segments, channels and collectives."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import combinations
+from collections.abc import Iterator
 
 import numpy as np
 
 from pipec.ir import Link, Op
-from pipec.ir.columns import COLLECTIVES, OPS, InstructionColumns, Ints, one_of, taken
+from pipec.ir.columns import COLLECTIVES, OPS, InstructionColumns, equal_groups, stable_order, taken
 from pipec.ir.text_format import format_link
-from pipec.programs.program_index import BACKWARDS, ProgramIndex, Violation, transfer_ops
-from pipec.programs.routes import DeliveredMessages
-from pipec.programs.rules.field_rules import SyncKey, expected_sync
+from pipec.programs.messages import Transfers, collective_numbers
+from pipec.programs.program_index import ProgramIndex, Violation, describe
 from pipec.programs.shared_receives import runs_stages_in_order
-
-_MAKES_GRADIENTS = one_of(*BACKWARDS)
-_READ_SUMS = (Op.REDUCE_GRAD, Op.GRAD_NORM, Op.UPDATE)
 
 
 def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
@@ -24,7 +18,11 @@ def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
     backward stage 0 mb 0 segment 1, backward stage 0 mb 0 segment 0
     """
     for rank, columns in enumerate(step.columns):
-        for own in _split_computes(columns):
+        split = columns.compute_numbers
+        split = split[taken(columns.segments, split) >= 0]
+        fields = (columns.ops, columns.stages, columns.microbatches)
+        for group in equal_groups(*(taken(column, split) for column in fields)):
+            own = split[group]
             op, stage = OPS[columns.ops[own[0]]], int(columns.stages[own[0]])
             found, expected = columns.segments[own].tolist(), list(range(step.num_segments(op, stage)))
             if found != expected:
@@ -33,17 +31,6 @@ def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
                 message = f"{op} {where} runs its segments in the order {found}; expected {expected}"
                 yield Violation((rank, int(own[wrong])), message)
         yield from _undivided_forwards(rank, columns)
-
-
-def _split_computes(columns: InstructionColumns) -> list[Ints]:
-    """The instruction numbers of each compute that runs segment by segment."""
-    own = columns.compute_numbers
-    own = own[taken(columns.segments, own) >= 0]
-    fields = (columns.microbatches, columns.stages, columns.ops)
-    computes = np.stack([taken(column, own) for column in fields])
-    order = np.lexsort(computes)
-    bounds = np.flatnonzero(np.diff(computes[:, order], axis=1).any(axis=0)) + 1
-    return np.split(own[order], bounds) if own.size else []
 
 
 def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Violation]:
@@ -66,127 +53,32 @@ def _undivided_forwards(rank: int, columns: InstructionColumns) -> Iterator[Viol
             yield Violation((rank, int(own[place])), message)
 
 
-def accumulated_in_time(step: ProgramIndex) -> Iterator[Violation]:
-    """Gradients are accumulated before their rank computes again or reads the sums. Refused::
+def collectives_meet(step: ProgramIndex) -> Iterator[Violation]:
+    """All ranks of a collective start it, in the same round; deadlocks show whether in one order. Refused::
 
-    backward stage 0 mb 0, forward stage 0 mb 1, accumulate stage 0 mb 0
+    rank 0: ... unshard stage 0 bucket 0, ... unshard stage 0 bucket 0
+    rank 1: ... unshard stage 0 bucket 0
     """
-    for rank, columns in enumerate(step.columns):
-        made, added = columns.numbers_of(*BACKWARDS), columns.numbers_of(Op.ACCUMULATE)
-        added = added[taken(columns.link_numbers, added) < 0]
-        sums_read = columns.numbers_of(*_READ_SUMS), step.tied_transfers(rank)
-        readers = np.sort(np.concatenate([columns.compute_numbers, *sums_read]), kind="stable")
-        before = np.append(readers, -1)[np.searchsorted(readers, added) - 1]
-        right = (before >= 0) & _MAKES_GRADIENTS[taken(columns.ops, before)]
-        for column in (columns.stages, columns.microbatches, columns.segments):
-            right &= taken(column, before) == taken(column, added)
-        right &= np.append(True, before[1:] != before[:-1])[: added.size]
-        for number in added[~right].tolist():
-            message = "accumulates what the compute before it did not make, or what is accumulated already"
-            yield Violation((rank, number), message)
-        if added.size < made.size:
-            number = int(np.setdiff1d(made, before)[0])
-            where = f"stage {columns.stages[number]}, microbatch {columns.microbatches[number]}"
-            message = f"the gradients of {where} are not accumulated before the rank goes on"
-            yield Violation((rank, number), message)
-
-
-def sync_complete(step: ProgramIndex) -> Iterator[Violation]:
-    """Every gradient is reduced once, and every stage updates once. Refused::
-
-    reduce_grad stage 0 bucket 0, wait_reduce_grad stage 0 bucket 0, update stage 0, update stage 0
-    """
-    for rank, columns in enumerate(step.columns):
-        for key, times in expected_sync(step, rank).items():
-            own = columns.numbers_of(key.op)
-            own = own[(columns.stages[own] == key.stage) & (columns.buckets[own] == key.bucket)]
-            if times not in (own.size, -1):
-                site = step.probable_site(own.tolist(), rank)
-                often = "once" if times == 1 else f"{times} times"
-                yield Violation(site, f"{key} is there {own.size} times on rank {rank}; expected {often}")
-
-
-def collectives_in_one_order(step: ProgramIndex) -> Iterator[Violation]:
-    """The ranks of a collective start it in the same order as all that they have in common. Refused::
-
-    rank 0: ... reduce_grad stage 0 bucket 0, reduce_grad stage 0 bucket 1
-    rank 1: ... reduce_grad stage 0 bucket 1, reduce_grad stage 0 bucket 0
-
-    Ranks with the same stages have all collectives in common, and are compared with the first of them. Of
-    others, those of one stage are compared pair by pair, each pair of lists of stages once.
-    """
-    stages = [set[int]() for _ in step.columns]
-    for stage, ranks in enumerate(step.plan.placement):
-        for rank in ranks:
-            stages[rank].add(stage)
-    groups = defaultdict[frozenset[int], list[int]](list)
-    for rank, own in enumerate(stages):
-        groups[frozenset(own)].append(rank)
-    pairs = [(alike[0], other) for alike in groups.values() for other in alike[1:]]
-    neighbours = {
-        pair
-        for ranks in step.plan.placement
-        for pair in combinations(sorted({groups[frozenset(stages[rank])][0] for rank in ranks}), 2)
-    }
-    sequences = [_collectives(step, rank) for rank in range(len(step.columns))]
-    for one, other in sorted([*pairs, *neighbours]):
-        yield from _compared(sequences, one, other, stages[one] & stages[other])
-
-
-_Sequence = Sequence[tuple[SyncKey, int]]
-
-
-def _compared(sequences: Sequence[_Sequence], one: int, other: int, common: set[int]) -> Iterator[Violation]:
-    """Two ranks that start the collectives of the stages that they have in ``common`` in another order."""
-    mine, theirs = (
-        [(key, number) for key, number in sequences[rank] if key.op is Op.GRAD_NORM or key.stage in common]
-        for rank in (one, other)
-    )
-    for (key, number), (another, at) in zip(mine, theirs, strict=False):
-        if key != another:
-            message = f"{key} meets {another} of rank {other}; ranks start collectives in one order"
-            yield Violation((one, number), message, ((other, at),))
-    if len(mine) != len(theirs):
-        longer, rank = (mine, one) if len(mine) > len(theirs) else (theirs, other)
-        key, number = longer[min(len(mine), len(theirs))]
-        yield Violation((rank, number), f"{key} waits for rank {one + other - rank}, which has no such")
-
-
-def _collectives(step: ProgramIndex, rank: int) -> _Sequence:
-    """The collectives of a rank in order, each with its number."""
-    columns = step.columns[rank]
-    numbers = columns.numbers_of(*COLLECTIVES)
-    if not numbers.size:
-        return []
-    replicas = np.array([len(ranks) for ranks in step.plan.placement])[columns.stages[numbers]]
-    microbatches = columns.microbatches[numbers]
-    rounds = np.where(columns.model_collectives[numbers] < 0, microbatches, microbatches // replicas)
-    fields = columns.ops, columns.stages, columns.buckets, columns.model_collectives
-    rows = np.stack([*(each[numbers] for each in fields), rounds]).T.tolist()
-    return [(SyncKey(OPS[op], *row), at) for (op, *row), at in zip(rows, numbers.tolist(), strict=True)]
-
-
-def each_message_on_its_way(step: ProgramIndex) -> Iterator[Violation]:
-    """Each message goes from the rank that makes it to the rank that reads it. Refused, of three replicas::
-
-    rank 3: send mb 0 to rank 1, send mb 1 to rank 0
-    """
-    nothing = np.empty(0, np.int32)
-    for route in step.routes:
-        for op in transfer_ops(route):
-            key = op, route.number, route.source, route.target
-            carried, numbers = step.transfers.get(key, (nothing, nothing))
-            if np.array_equal(np.sort(carried), route.microbatches):
-                continue
-            for microbatch in np.setxor1d(carried, route.microbatches)[:1].tolist():
-                rank, stage = (route.source, route.link.source)
-                if op is not Op.SEND:
-                    rank, stage = route.target, route.link.target
-                site = step.probable_site(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
-                way = f"from rank {route.source} to rank {route.target}"
-                count = int(np.count_nonzero(carried == microbatch))
-                message = f"{op} of {format_link(route.link)}, microbatch {microbatch} {way}"
-                yield Violation(site, f"{message} is there {count} times; expected {1 - count}")
+    started, placement = Transfers.of(step.columns, *COLLECTIVES), step.plan.placement
+    columns, found = started.columns, collective_numbers(started.columns, started.ranks)
+    counts = np.array([*map(len, placement), len(step.columns)])[columns.stages]
+    is_of_model = columns.model_collectives >= 0
+    rounds = np.where(is_of_model, columns.microbatches // counts, columns.microbatches)
+    order, begins = stable_order(found)
+    firsts = order[begins]
+    for place in np.flatnonzero(np.bincount(found) != counts[firsts]).tolist():
+        first, members = int(firsts[place]), {*started.ranks[found == place].tolist()}
+        stage = int(columns.stages[first])
+        absent = min({*(placement[stage] if stage >= 0 else range(len(step.columns)))} - members)
+        site = int(started.ranks[first]), int(started.numbers[first])
+        message = f"{describe(columns[first])} waits for rank {absent}, which has no such"
+        yield Violation(site, message)
+    for other in np.flatnonzero(rounds != rounds[firsts][found]).tolist():
+        sites = [
+            (int(started.ranks[each]), int(started.numbers[each])) for each in (firsts[found[other]], other)
+        ]
+        both = " meets ".join(describe(step.columns[rank][number]) for rank, number in sites)
+        yield Violation(sites[0], f"{both} of rank {sites[1][0]}; expected the same round", (sites[1],))
 
 
 def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
@@ -205,12 +97,13 @@ def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
             if before is not link:
                 again[number] = value.name, before
     if again and runs_stages_in_order(columns.computes for columns in step.columns):
-        for each in step.deliveries_between_ranks:
-            if each.route.number in again:
-                name, before = again[each.route.number]
-                both = f"{format_link(each.route.link)} and {format_link(before)}"
-                site = each.route.target, int(each.receives[0])
-                yield Violation(site, f"{both} bring {name} twice; expected the first stage to hand it on")
+        each = step.delivered
+        for place in np.flatnonzero(np.isin(each.links, [*again])).tolist():
+            number = int(each.links[place])
+            name, before = again[number]
+            both = f"{format_link(step.plan.links[number])} and {format_link(before)}"
+            site = int(each.targets[place]), int(each.receives[place])
+            yield Violation(site, f"{both} bring {name} twice; expected the first stage to hand it on")
 
 
 def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:
@@ -219,20 +112,17 @@ def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:
     rank 0: ... send mb 0 to rank 1, ... send mb 1 to rank 1
     rank 1: recv mb 1 from rank 0, recv mb 0 from rank 0
     """
-    channels: dict[tuple[int, int], list[DeliveredMessages]] = defaultdict(list)
-    for each in step.deliveries_between_ranks:
-        channels[each.route.source, each.route.target].append(each)
-    for (source, target), deliveries in channels.items():
-        sends, receives = (
-            np.concatenate([getattr(each, way) for each in deliveries]) for way in ("sends", "receives")
-        )
-        order = np.argsort(sends)
-        for place in np.flatnonzero(np.diff(receives[order]) < 0).tolist():
+    each = step.delivered
+    for own in np.split(
+        np.arange(each.sends.size), np.searchsorted(each.sources, range(1, len(step.columns)))
+    ):
+        order = own[stable_order(each.targets[own])[0]]
+        swapped = (np.diff(each.receives[order]) < 0) & (np.diff(each.targets[order]) == 0)
+        for place in np.flatnonzero(swapped).tolist():
             late, early = order[place], order[place + 1]
-            names = [_name(each, number) for each in deliveries for number in range(each.sends.size)]
-            sent = f"rank {source} sends them at {sends[early]} and {sends[late]}"
-            message = f"{names[early]} is received before {names[late]}, but {sent}"
-            yield Violation((target, int(receives[early])), message)
+            sent = f"rank {each.sources[late]} sends them at {each.sends[early]} and {each.sends[late]}"
+            message = f"{_name(step, early)} is received before {_name(step, late)}, but {sent}"
+            yield Violation((int(each.targets[late]), int(each.receives[early])), message)
 
 
 def receives_after_dependencies(step: ProgramIndex) -> Iterator[Violation]:
@@ -243,13 +133,14 @@ def receives_after_dependencies(step: ProgramIndex) -> Iterator[Violation]:
         rank 0: recv gradient mb 0 from rank 1, forward stage 0 mb 0, send mb 0 to rank 1
     """
     assert step.computes, "these programs do not finish"
-    messages = step.deliveries_between_ranks
-    for each, of_route in zip(messages, step.computes.depend_on_next_compute(messages), strict=True):
-        for wrong in np.flatnonzero(of_route).tolist():
-            message = f"{_name(each, wrong)} is received before the next compute, which it depends on"
-            yield Violation((each.route.target, int(each.receives[wrong])), message)
+    for place in np.flatnonzero(step.computes.depend_on_next_compute()).tolist():
+        message = f"{_name(step, place)} is received before the next compute, which it depends on"
+        site = int(step.delivered.targets[place]), int(step.delivered.receives[place])
+        yield Violation(site, message)
 
 
-def _name(messages: DeliveredMessages, number: int) -> str:
-    microbatch = int(messages.route.microbatches[number])
-    return format_link(messages.route.link) + (f", microbatch {microbatch}" if microbatch >= 0 else "")
+def _name(step: ProgramIndex, place: int) -> str:
+    """A message between ranks, such as ``hidden_1 (0 -> 1), microbatch 3``."""
+    microbatch = int(step.delivered.microbatches[place])
+    link = step.plan.links[int(step.delivered.links[place])]
+    return format_link(link) + (f", microbatch {microbatch}" if microbatch >= 0 else "")
