@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from broken_programs import Edit, edits, golden_steps
 from hypothesis import given, settings
-from symbolic_steps import Step, Wrong, check_meaning, steps
+from symbolic_steps import Step, Wrong, check_meaning, check_on_gpus, steps
 
 from pipec.errors import VerifyError
 from pipec.ir import Op, Program
@@ -52,6 +52,8 @@ def test_broken_programs_are_judged_right(name: str) -> None:
     programs = step.programs()
     step.verify(programs)
     check_meaning(step, programs)
+    check_on_gpus(step, programs)
+    check_on_gpus(step, programs)
     every = [*edits(programs, step.plan.links)]
     assert_judged_right(step, random.Random(0).sample(every, NUM_SAMPLES))
 
@@ -69,3 +71,4 @@ def test_programs_of_any_step_mean_what_it_asks_for(step: Step) -> None:
     programs = step.programs()
     step.verify(programs)
     check_meaning(step, programs)
+    check_on_gpus(step, programs)
