@@ -207,7 +207,6 @@ def _pipeline(
         device,
         precision,
         weight_name(options.microbatch_weight),
-        requires_proof=options.microbatch_weight == "proved",
         checks=options.check != "off",
         check_every=options.check if isinstance(options.check, int) else int(options.check == "always"),
         calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",

@@ -236,8 +236,7 @@ class Options:
         """how much the loss of a microbatch counts, where the model does not show it: a
         function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
         loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
-        losses up. None: read off the graph, and a warning says where that cannot be; with ``"proved"`` an
-        error does.""",
+        losses up. None: read off the graph, and a warning says where that cannot be.""",
     )
     check: str | int = option(
         "first",

@@ -26,7 +26,6 @@ from pipec.compiler.batch_equivalence import (
     require_concatenable_outputs,
     require_independent_graphs,
     require_independent_rows,
-    require_proved_loss,
     require_rows_for_norms,
     several_rounds_warning,
     single_row_warning,
@@ -352,8 +351,6 @@ def _refuse_microbatches(
     if count > 1:
         require_concatenable_outputs(graph)
         require_independent_rows(request.findings(graph), count, _options(candidate))
-        if compiler.settings.requires_proof:
-            require_proved_loss(graph.findings)
 
 
 def _check_new(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -> CheckResult | None:

@@ -28,8 +28,7 @@ class CompileSettings:
     ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
     if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
     ``loss_path`` says where the loss is in the model's results, if that is not found by itself.
-    ``microbatch_weight`` is recorded in the plan. With ``requires_proof``, losses whose sum is unproven are
-    refused. With ``calibrates_cpu``, costs are measured on this CPU. With ``checks``, a few rows of a new
+    ``microbatch_weight`` is recorded in the plan. With ``calibrates_cpu``, costs are measured on this CPU. With ``checks``, a few rows of a new
     kind of call are compared with the model itself, and of every ``check_every`` steps one; 0 for none.
     """
 
@@ -37,7 +36,6 @@ class CompileSettings:
     device: torch.device
     precision: Precision | None = None
     microbatch_weight: str = ""
-    requires_proof: bool = False
     calibrates_cpu: bool = False
     checks: bool = False
     check_every: int = 0

@@ -146,7 +146,7 @@ class Unprintable:
         ({"shard": "all"}, "shard is .all.; expected one of .optimizer., .gradients., .parameters., .auto."),
         (
             {"microbatch_weight": "cols"},
-            "microbatch_weight is 'cols'; expected one of 'rows', 'sum', 'proved'",
+            "microbatch_weight is 'cols'; expected one of 'rows', 'sum'",
         ),
         ({"dynamic": 1}, "dynamic is 1; expected True or False"),
         ({"device_model": "a100"}, "device_model is 'a100'; expected what pipec.calibrate returns or None"),

@@ -48,7 +48,7 @@ def _option_fields() -> list[tuple[str, Any, Any]]:
         if option in _OF_TRAINER:
             continue
         declared, default = OPTIONS[option], getattr(_DEFAULTS, option)
-        default = {"recompute": None, "microbatch_weight": "proved"}.get(option, default)
+        default = None if option == "recompute" else default
         kind: Any = _TYPES.get(option, Any)
         if option not in _TYPES and declared.flag is not None:
             kind = bool if isinstance(default, bool) else (declared.flag.reads or str) | None
