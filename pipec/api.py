@@ -189,7 +189,6 @@ def _pipeline(
         _sync_spec(options, ranks),
         optimizer,
         buffers_on_any_stage=ranks.world.is_distributed or len({*ranks.devices.values()}) == 1,
-        fused_gradients=options.fused_gradients,
         recorded=recorded_options(options),
     )
     candidate = Candidate(

@@ -263,15 +263,6 @@ class Options:
         torch's inductor at the first step of each size, to sums in another order. See docs/kernels.md.""",
         flag=Flag("How ranks run their stages: as their source, or compiled by inductor.", plans=False),
     )
-    fused_gradients: bool = option(
-        False,
-        FLAG,
-        """lets the gradients of weights that are a matrix product be added to their sum within
-        it, which saves memory, and that of cross entropy be made of the probabilities, which saves time
-        where there are thousands of classes. Both change the last bits of gradients. It is for the
-        model's own types and ``kernels="source"``.""",
-        flag=Flag("Make gradients in fewer steps, with other last bits."),
-    )
     recompute: str = option(
         "auto",
         one_of("auto", "none", "full"),

@@ -132,7 +132,7 @@ def _unknown_values(
     plan: Plan, stage: Stage, functions: Mapping[str, ast.FunctionDef], inputs: object
 ) -> Iterator[str]:
     """Values that functions of phases take out of their frame, and that nothing puts there."""
-    known = {"w", "gradient_sums", "precomputed", "buffers", "constants", "b", "rng", "saved", "device"}
+    known = {"w", "precomputed", "buffers", "constants", "b", "rng", "saved", "device"}
     known |= {"grad_loss", *(variable.name for variable in plan.variables)}
     known |= {name for link in plan.links if link.target == stage.index for name in link.names}
     known |= {each.value.name for each in stage.model_collectives}

@@ -28,8 +28,9 @@ class CompileSettings:
     ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
     if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
     ``loss_path`` says where the loss is in the model's results, if that is not found by itself.
-    ``microbatch_weight`` is recorded in the plan. With ``calibrates_cpu``, costs are measured on this CPU. With ``checks``, a few rows of a new
-    kind of call are compared with the model itself, and of every ``check_every`` steps one; 0 for none.
+    ``microbatch_weight`` is recorded in the plan. With ``calibrates_cpu``, costs are
+    measured on this CPU. With ``checks``, a few rows of a new kind of call are compared with the model
+    itself, and of every ``check_every`` steps one; 0 for none.
     """
 
     loss_fn: Callable[..., Any] | None

@@ -11,14 +11,15 @@ The whole gradient has the size of the table, is nearly all zeros, and would be 
 every microbatch. The sum keeps its bits: rows are added in the same order, and adding zeros changes nothing.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from pipec.cost.formulas import OperatorCost, node_bytes
-from pipec.graph import TrainingGraph
-from pipec.passes.exclusive_gradients import exclusive_gradients
+from pipec.graph import Gradient, Parameter, TrainingGraph
 
 MIN_RATIO = 2
 """The smallest ratio of the rows of a large table to the rows that a microbatch looks up."""
@@ -32,11 +33,24 @@ class MakeRowSparseGradients:
     """Mark the embedding gradients that are a large table's whole gradient and have its dtype."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        for node in exclusive_gradients(graph):
+        for node in _exclusive_gradients(graph):
             if not node.meta.get("row_sparse") and _is_large(node, graph.batch_size):
                 node.meta["row_sparse"] = True
                 node.meta["cost"] = _row_sparse_cost(node)
         return graph
+
+
+def _exclusive_gradients(graph: TrainingGraph) -> Iterator[fx.Node]:
+    """Yield the values that are one parameter's whole gradient, have its dtype, and have no other reader."""
+    results = Counter(node for _, node in graph.outputs)
+    arguments = {node.meta["role"]: node for node in graph.arguments}
+    for role, node in graph.outputs:
+        if (
+            isinstance(role, Gradient)
+            and results[node] == len(node.users) == 1
+            and node.meta["val"].dtype == arguments[Parameter(role.fqn)].meta["val"].dtype
+        ):
+            yield node
 
 
 def _is_large(gradient: fx.Node, size: int) -> bool:
