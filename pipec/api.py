@@ -198,7 +198,6 @@ def _pipeline(
         tunes_replicas=options.replicas == "auto",
         tunes_shard=options.shard == "auto",
         may_rearrange=options.batch != "local",
-        dynamic=options.dynamic,
     )
     costs_are_given = options.device_model is not None or profile is not None
     settings = CompileSettings(
@@ -322,6 +321,6 @@ def profile(
         loss_path = as_path(example.loss_key)
         graph = capture_with_variables(
             CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where, loss_path=loss_path),
-            VariableHistory(expects_lengths=True).of(rows, Mode.TRAIN),
+            VariableHistory().of(rows, Mode.TRAIN),
         )
     return profile_graph(graph, model, rows, where, repeats, ranks, progress)

@@ -320,14 +320,6 @@ class Options:
         Each rank reads those of its own stages, in the first call. What the folder lacks is initialised as
         transformers does.""",
     )
-    dynamic: bool = option(
-        True,
-        FLAG,
-        """compile once for every size of microbatch and every length of token ids, and from the second one on
-        for every other size and every number among the arguments. False: for each separately, which takes
-        half the time where there is only one, as for a plan that is only looked at; ``microbatches=None``
-        then means up to four a rank. A ``profile`` is of dynamic graphs.""",
-    )
     timeout: float = option(
         300.0,
         SECONDS,

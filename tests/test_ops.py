@@ -202,7 +202,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "1x4": {"devices": 4, "stages": 1},
     "2x2": {"devices": 4, "replicas": 2},
     "2x2 replayed": {"devices": 4, "replicas": 2, "schedule": "gpipe", "recompute": "full"},
-    "2x2 alone": {"devices": 4, "replicas": 2, "microbatches": 2, "dynamic": False},
+    "2x2 alone": {"devices": 4, "replicas": 2, "microbatches": 2},
     "1x2 rounds": {"devices": 2, "stages": 1, "microbatches": 8},
     "2x2 zb-h1": {"devices": 4, "replicas": 2, "schedule": "zb-h1", "microbatches": 4},
     "2x2 zb-v": {"devices": 4, "replicas": 2, "schedule": "zb-v", "microbatches": 4},

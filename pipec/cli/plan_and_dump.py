@@ -29,7 +29,7 @@ def plan(
 ) -> None:
     """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and other candidates.
 
-    Without --microbatches, their number is searched, and capture takes twice as long.
+    Without --microbatches, their number is searched.
 
     JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
     """
@@ -39,8 +39,7 @@ def plan(
                 "the number of ranks is missing; give it with --devices, or a file with --topology"
             )
         devices = _num_devices(options["topology"])
-    is_static = options["profile"] is None and options["microbatches"] is not None
-    pipe = compile_target(target, devices, options, calibrated=calibrate, dynamic=not is_static)
+    pipe = compile_target(target, devices, options, calibrated=calibrate)
     if as_json:
         show_json(plan_summary(pipe.plan, pipe.plan.programs))
     else:

@@ -27,7 +27,6 @@ def compile_target(
     options: Mapping[str, Any],
     *,
     calibrated: bool = False,
-    dynamic: bool = True,
 ) -> "Pipeline":
     """Compile a step with the example of ``target``, without running it.
 
@@ -54,7 +53,6 @@ def compile_target(
             batched=example.batched,
             loss_key=example.loss_key,
             device_model=calibrate(device) if calibrated else None,
-            dynamic=dynamic,
             **{**options, **parsed},
         )
         activity.now("capturing the model and compiling its stages")

@@ -146,7 +146,7 @@ def require_concatenable_outputs(graph: TrainingGraph) -> None:
         raise InputError(
             "the model or loss_fn returns tensors, and nothing shows where their rows are: an argument has "
             "them elsewhere than in dimension 0, and the number of rows is a constant in what was captured; "
-            "compile with dynamic=True, or pass the batch as dimension 0"
+            "pass the batch as dimension 0"
         )
 
 

@@ -226,7 +226,6 @@ def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]
         request.call.rows(start, start + sizes[0]),
         compiler.canonical,
         settings.device,
-        symbolic=candidate.dynamic or len({*sizes} - {0}) > 1,
         batch=request.call,
         rewrite_loss=not settings.microbatch_weight,
         may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
@@ -237,7 +236,7 @@ def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]
     )
     refuse_float16_weights(settings.precision, compiler.model)
     with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
-        variables = request.key.variables if candidate.dynamic else ()
+        variables = request.key.variables
         says = request.has_changed or request.call.marked
         graph = capture_with_variables(one, variables, log.warning if says else log.debug)
     return replace(graph, variables=request.key.variables, planned_sizes=request.values)

@@ -129,11 +129,10 @@ class Compiler:
         graphs = [staged.graph for staged in self.cache.get(signature).graphs]
         graph = next((each for each in graphs if each.is_valid_for(max(sizes), values)), graphs[0])
         if invalid := [size for size in sizes if not graph.is_valid_for(size, values)]:
-            reason = "the model makes a constant of the batch" if self.decided.dynamic else "dynamic is False"
             raise InputError(
                 "replicas that pass their own parts of a batch run one graph, which cannot take microbatches "
-                f"of {invalid[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
-                "its microbatches divide, as drop_last=True does"
+                f"of {invalid[0]} and {max(sizes)} rows: the model makes a constant of the batch. Pass as "
+                "many rows on every replica, which its microbatches divide, as drop_last=True does"
             )
 
     def traced(self, mode: Mode) -> nn.Module:

@@ -206,11 +206,6 @@ def test_a_schedule_gets_a_number_of_microbatches_it_can_do_with() -> None:
         ).prepare(x[:3], target=x[:3])
 
 
-def test_costs_of_one_size_leave_nothing_to_search() -> None:
-    plan = prepared(dynamic=False).plan
-    assert (plan.num_microbatches, plan.alternatives) == (16, ())
-
-
 def test_the_plan_prints_and_keeps_what_was_tried(searched: Pipeline, tmp_path: Path) -> None:
     printed = str(searched.plan)
     assert "instead" in printed

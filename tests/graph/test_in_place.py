@@ -265,7 +265,7 @@ def gradients_of(read_again: bool, **options: Any) -> tuple[bool, str]:
     eager = copy.deepcopy(model)
     for rows in x.split(4):
         (eager(rows) / 2).backward()
-    pipe = pipec.compile(model, 1, microbatches=2, dynamic=False, **options)
+    pipe = pipec.compile(model, 1, microbatches=2, **options)
     pipe.step(x)
     pairs = zip(model.parameters(), eager.parameters(), strict=True)
     return all(torch.equal(a.grad, b.grad) for a, b in pairs), pipe.source(0)  # type: ignore[arg-type]
@@ -314,7 +314,7 @@ def make_traced_step(recompute: str) -> tuple[bool, str]:
     eager = copy.deepcopy(model)
     for rows in x.split(2):
         (eager(rows) / 2).backward()
-    pipe = pipec.compile(model, 2, microbatches=2, recompute=recompute, dynamic=False)
+    pipe = pipec.compile(model, 2, microbatches=2, recompute=recompute)
     pipe.step(x)
     pairs = zip(model.parameters(), eager.parameters(), strict=True)
     return all(torch.equal(a.grad, b.grad) for a, b in pairs), pipe.source(0) + pipe.source(1)  # type: ignore[arg-type]

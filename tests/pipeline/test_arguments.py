@@ -148,7 +148,6 @@ class Unprintable:
             {"microbatch_weight": "cols"},
             "microbatch_weight is 'cols'; expected one of 'rows', 'sum'",
         ),
-        ({"dynamic": 1}, "dynamic is 1; expected True or False"),
         ({"device_model": "a100"}, "device_model is 'a100'; expected what pipec.calibrate returns or None"),
     ],
 )

@@ -86,7 +86,6 @@ CASES = {
             F.mse_loss,
             schedule="gpipe",
             microbatches=8,
-            dynamic=False,
             recompute="none",
             offload="activations",
             memory_limit="480kB",
@@ -130,7 +129,7 @@ CASES = {
     ),
     "stream": Case(
         (Op.PAUSE, Op.STASH, Op.STAGE_NORM),
-        compiled(schedule="pipedream", microbatches=None, optimizer=SGD, clip_grad_norm=1.0, dynamic=False),
+        compiled(schedule="pipedream", microbatches=None, optimizer=SGD, clip_grad_norm=1.0),
         (X,),
         CLASSES,
     ),

@@ -24,7 +24,6 @@ _TYPES = {
     "devices": int | None,
     "replicas": int,
     "microbatch_weight": str | None,
-    "dynamic": bool,
     "timeout": float,
 }
 """Types of fields, where the flag of an option does not tell it."""
