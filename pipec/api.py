@@ -162,9 +162,7 @@ def _pipeline(
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
     topology = _topology(options, ranks, device_model)
-    policy = make_schedule_policy(
-        options.schedule, ranks.count, options.stages, options.replicas, options.asynchronous
-    )
+    policy = make_schedule_policy(options.schedule, ranks.count, options.stages, options.replicas)
     microbatches = resolve_num_microbatches(policy, options.microbatches)
     check_conflicts(options, policy, microbatches, topology)
     precision = None if options.precision is None else Precision(options.precision)

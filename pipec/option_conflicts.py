@@ -52,7 +52,7 @@ def _check_local_batch(options: Options, policy: SchedulePolicy, microbatches: i
 
 def _check_asynchronous(options: Options, policy: SchedulePolicy) -> None:
     """Refuse options that need a synchronous schedule, if the schedule may be asynchronous."""
-    name = f"schedule {policy.source!r}" + " with asynchronous=True" * policy.asynchronous
+    name = f"schedule {options.schedule!r}"
     if options.optimizer is None:
         raise InputError(
             f"{name} updates each stage after every mini-batch, and so makes the updates itself; pass "

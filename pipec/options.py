@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from pipec.ir import NonFiniteAction, Precision, ShardingLevel
 from pipec.ir.argument_checks import (
     DEVICES,
-    FLAG,
     FUNCTION,
     KERNELS,
     MICROBATCH_WEIGHT,
@@ -133,8 +132,9 @@ class Options:
         """a name, such as ``1f1b`` or ``zb-h1``; ``"auto"`` for the fastest one found for the model's
         costs within the memory limit; a ``Path`` to a file of compute orders; or a function of the number
         of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md. ``pipedream`` and
-        its kin have no flush: train with ``pipe.stream``, and see docs/streams.md.""",
-        flag=Flag("A name such as 1f1b or zb-h1, auto, or a .txt file of compute orders.", str),
+        its kin have no flush: train with ``pipe.stream``, and see docs/streams.md. ``"auto-async"`` is
+        ``"auto"`` among these, too.""",
+        flag=Flag("A name such as 1f1b or zb-h1, auto, auto-async, or a .txt file of compute orders.", str),
     )
     microbatches: int | None = option(
         None,
@@ -158,14 +158,6 @@ class Options:
         puts the first of three stages on three ranks and so on, under ``1f1b`` or
         ``pipedream``. ``"auto"``: as many as the simulated step is fastest with.""",
         flag=Flag("Ranks that share a stage: 2, those of each stage such as 3-2-1, or auto.", str),
-    )
-    asynchronous: bool = option(
-        False,
-        FLAG,
-        """lets ``schedule="auto"`` choose a schedule without a flush where that is faster. It is
-        other mathematics: gradients are those of weights that lack some updates; see docs/streams.md. It
-        needs ``optimizer``; train with ``pipe.stream``.""",
-        flag=Flag("Let --schedule auto choose one without a flush: delayed gradients."),
     )
     optimizer: Callable[[list[tuple[str, Tensor]]], Optimizer | Sequence[Optimizer]] | None = option(
         None,

@@ -17,7 +17,7 @@ from pipec.errors import InputError
 from pipec.options import OPTIONS, Options
 from pipec.runtime.processes.launch import default_num_ranks, world
 
-_OF_TRAINER = {"loss_fn", "optimizer", "clip_grad_norm", "precision", "batch", "asynchronous"}
+_OF_TRAINER = {"loss_fn", "optimizer", "clip_grad_norm", "precision", "batch"}
 """Options that follow from what the Trainer is given."""
 
 _TYPES = {
