@@ -71,7 +71,7 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
     Raises:
         TypeError: there is no such option.
         InputError: an argument does not fit, ``devices`` contradicts the number of processes started, or
-            these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
+            these passed different arguments. (``costs`` may differ; rank 0's count.)
     """
     check_arguments({"model": MODEL}, {"model": model})
     options = Options.of({"devices": devices, **given})
@@ -157,10 +157,9 @@ def _pipeline(
     if ranks.world.is_distributed:
         require_same_options(ranks, model, options)
     device = next(iter(ranks.devices.values()))
-    device_model = options.device_model or default_device_model(device)
-    profile = options.profile
-    if isinstance(profile, str | Path):
-        profile = load_profile(profile)
+    costs = load_profile(options.costs) if isinstance(options.costs, str | Path) else options.costs
+    profile = costs if isinstance(costs, Profile) else None
+    device_model = costs if isinstance(costs, DeviceModel) else default_device_model(device)
     topology = _topology(options, ranks, device_model)
     policy = make_schedule_policy(options.schedule, ranks.count, options.stages, options.replicas)
     microbatches = resolve_num_microbatches(policy, options.microbatches)
@@ -197,7 +196,6 @@ def _pipeline(
         tunes_shard=options.shard == "auto",
         may_rearrange=options.batch != "local",
     )
-    costs_are_given = options.device_model is not None or profile is not None
     settings = CompileSettings(
         options.loss_fn,
         device,
@@ -205,7 +203,7 @@ def _pipeline(
         weight_name(options.microbatch_weight),
         checks=options.check != "off",
         check_every=options.check if isinstance(options.check, int) else int(options.check == "always"),
-        calibrates_cpu=policy.source == "auto" and not costs_are_given and device.type == "cpu",
+        calibrates_cpu=policy.source == "auto" and costs is None and device.type == "cpu",
         loss_path=as_path(options.loss_key),
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)

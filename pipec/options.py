@@ -289,20 +289,16 @@ class Options:
         shows what is assumed of GPUs.""",
         flag=Flag("How fast devices are, what they hold and how they are joined: a TOML or JSON file.", Path),
     )
-    device_model: DeviceModel | None = option(
+    costs: Profile | DeviceModel | str | Path | None = option(
         None,
-        _made_by("what pipec.calibrate returns", "pipec.hardware.devices", "DeviceModel") | NONE,
-        """what turns FLOPs and bytes into seconds, such as ``pipec.calibrate("cpu")`` measures.
-        None: an entry of a table, by the kind of device; with ``schedule="auto"`` a CPU is measured, once
-        on a machine. See docs/planner.md.""",
-        compared=False,
-    )
-    profile: Profile | str | Path | None = option(
-        None,
-        _made_by("a pipec.Profile", "pipec.cost.profile", "Profile") | _FILE | NONE,
-        """measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
-        None: the device model.""",
-        flag=Flag("Measured times, from `pipec profile`, to cut by.", Path),
+        _made_by("a pipec.Profile", "pipec.cost.profile", "Profile")
+        | _FILE
+        | _made_by("what pipec.calibrate returns", "pipec.hardware.devices", "DeviceModel")
+        | NONE,
+        """measured times to plan by: what ``pipec.profile`` or ``pipec.calibrate`` returns, or the file of
+        a profile. None: a table of devices; with ``schedule="auto"`` a CPU is measured, once on a machine.
+        See docs/planner.md.""",
+        flag=Flag("A profile, from `pipec profile`; or calibrate, to measure this device first.", str),
         compared=False,
     )
     weights: str | Path | None = option(

@@ -362,7 +362,7 @@ def test_what_replicas_cannot_join_is_refused(name: str) -> None:
 def test_a_profile_knows_of_one_replica_alone() -> None:
     x, y = batch()
     measured = pipec.profile(pipec.Example(linear(), (x,), {}, y, contrastive))
-    pipe = pipec.compile(linear(), devices=2, stages=1, loss_fn=contrastive, profile=measured)
+    pipe = pipec.compile(linear(), devices=2, stages=1, loss_fn=contrastive, costs=measured)
     with pytest.raises(InputError, match="a profile is measured on one replica"):
         pipe.prepare(x, target=y)
 

@@ -84,9 +84,6 @@ Artifact = Annotated[
     Path, typer.Argument(metavar="DIR", help="A folder that Pipeline.save or `pipec dump -o` wrote.")
 ]
 Devices = Annotated[int, typer.Option("--devices", min=1, max=MOST_RANKS, help="Number of ranks.")]
-Calibrate = Annotated[
-    bool, typer.Option("--calibrate", help="Measure this machine's device first, for a second or two.")
-]
 Drawing = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="File to draw: .html, .svg, .txt, or .json for Perfetto and Chrome."),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipec.cli.flags import Calibrate, Devices, Json, Target, compile_flags
+from pipec.cli.flags import Devices, Json, Target, compile_flags
 from pipec.cli.output import plan_summary, show_json, show_python
 from pipec.cli.target import compile_target
 from pipec.errors import InputError
@@ -24,7 +24,6 @@ def plan(
     ] = None,
     *,
     options: Mapping[str, Any],
-    calibrate: Calibrate = False,
     as_json: Json = False,
 ) -> None:
     """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and other candidates.
@@ -39,7 +38,7 @@ def plan(
                 "the number of ranks is missing; give it with --devices, or a file with --topology"
             )
         devices = _num_devices(options["topology"])
-    pipe = compile_target(target, devices, options, calibrated=calibrate)
+    pipe = compile_target(target, devices, options)
     if as_json:
         show_json(plan_summary(pipe.plan, pipe.plan.programs))
     else:

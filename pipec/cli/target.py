@@ -25,8 +25,6 @@ def compile_target(
     target: str,
     devices: int,
     options: Mapping[str, Any],
-    *,
-    calibrated: bool = False,
 ) -> "Pipeline":
     """Compile a step with the example of ``target``, without running it.
 
@@ -45,6 +43,7 @@ def compile_target(
             "schedule": Path(schedule) if schedule.endswith(".txt") else schedule,
             "replicas": replicas,
             "optimizer": load_optimizer(options["optimizer"]),
+            "costs": calibrate(device) if options["costs"] == "calibrate" else options["costs"],
         }
         pipe = compile(
             example.model,
@@ -52,7 +51,6 @@ def compile_target(
             loss_fn=example.loss_fn,
             batched=example.batched,
             loss_key=example.loss_key,
-            device_model=calibrate(device) if calibrated else None,
             **{**options, **parsed},
         )
         activity.now("capturing the model and compiling its stages")

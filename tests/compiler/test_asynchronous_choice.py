@@ -48,7 +48,7 @@ def test_the_search_takes_a_schedule_without_a_flush_and_stays_with_it() -> None
 @pytest.mark.slow
 def test_a_schedule_that_flushes_is_taken_where_it_is_faster() -> None:
     """Six microbatches wait for messages under 2BW; orders that a search finds wait less."""
-    how = {"microbatches": 6, "device_model": replace(DEVICES["cpu"], host=HostCost())}
+    how = {"microbatches": 6, "costs": replace(DEVICES["cpu"], host=HostCost())}
     pipe, plain = compiled(**how), compiled(**how, schedule="auto")
     losses = list(pipe.stream(batches(4)))
     assert pipe.plan.sync_spec.stream is None

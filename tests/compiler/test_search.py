@@ -178,7 +178,7 @@ def test_a_simpler_schedule_is_given_up_for_a_clear_gain_alone(seconds: Sequence
 
 def test_auto_tries_every_schedule_and_takes_the_simplest_where_calls_cost_more_than_bubbles() -> None:
     free, dear = (
-        prepared(devices=2, schedule="auto", microbatches=8, device_model=replace(DEVICES["cpu"], **cost))
+        prepared(devices=2, schedule="auto", microbatches=8, costs=replace(DEVICES["cpu"], **cost))
         for cost in ({"host": HostCost()}, {"host": HostCost(call_seconds=1e-2)})
     )
     tried = {each.schedule for pipe in (free, dear) for each in pipe.plan.alternatives}

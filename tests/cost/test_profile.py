@@ -44,7 +44,7 @@ def measure(model: nn.Module, repeats: int = 1) -> Profile:
 
 def compiled(model: nn.Module, profile: Profile | Path, microbatches: int = 2) -> pipec.Pipeline:
     pipe = pipec.compile(
-        model, devices=2, microbatches=microbatches, loss_fn=nn.functional.mse_loss, profile=profile
+        model, devices=2, microbatches=microbatches, loss_fn=nn.functional.mse_loss, costs=profile
     )
     return pipe.prepare(X, target=Y)
 
@@ -186,7 +186,7 @@ def test_a_damaged_file_is_refused(
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(InputError, match=message):
-        pipec.compile(Uneven(), devices=2, profile=path)
+        pipec.compile(Uneven(), devices=2, costs=path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_command_line_measures_and_plans(tmp_path: Path) -> None:
     assert facts["microbatch_size"] == 1
     assert facts["forward"] > 0
     assert facts["backward"] > 0
-    planned = CliRunner().invoke(app, ["plan", target, "--devices", "2", "--profile", str(path), "--json"])
+    planned = CliRunner().invoke(app, ["plan", target, "--devices", "2", "--costs", str(path), "--json"])
     assert planned.exit_code == 0, planned.output
     stages = json.loads(planned.stdout)["plan"]["stages"]
     assert sum(s["cost"]["seconds"]["forward"] for s in stages) > 0

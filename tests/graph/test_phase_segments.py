@@ -167,7 +167,7 @@ def test_updates_of_shares_are_the_same_in_parts(
             optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
             shard=shard,
             topology=equal_devices(2, link),
-            device_model=DeviceModel("test", {"float32": 2e5}, 1e15, 1e-6, 2**40, link, "made up"),
+            costs=DeviceModel("test", {"float32": 2e5}, 1e15, 1e-6, 2**40, link, "made up"),
         )
         losses = [pipe.step(**inputs) for _ in range(3)]
         assert bool(pipe.plan.segments) == (link is SLOW)

@@ -117,7 +117,7 @@ def test_auto_goes_by_the_processor_and_a_named_schedule_by_the_table(measuremen
         return pipe.prepare(x, target=x)
 
     named = planned(schedule="1f1b")
-    given = planned(schedule="auto", device_model=DEVICES["a100"])
+    given = planned(schedule="auto", costs=DEVICES["a100"])
     assert not measurements
     auto = planned(schedule="auto")
     assert measurements == ["cpu"]

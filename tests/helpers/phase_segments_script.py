@@ -27,7 +27,7 @@ if __name__ == "__main__":
         optimizer=sgd,
         shard="parameters",
         topology=equal_devices(2, SLOW),
-        device_model=DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, SLOW, "made up"),
+        costs=DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, SLOW, "made up"),
     )
     optimizer = sgd(plain.parameters())
     for _ in range(2):

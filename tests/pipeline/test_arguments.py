@@ -139,7 +139,7 @@ class Unprintable:
             "/nowhere.txt cannot be read: .*; expected a file of compute orders",
         ),
         ({"schedule": [1]}, r"schedule is \[1\]; expected the name of a schedule"),
-        ({"profile": 5}, r"profile is 5; expected a pipec\.Profile or the path of its file or None"),
+        ({"costs": 5}, r"costs is 5; expected a pipec\.Profile or the path of its file or what pipec\.calib"),
         ({"optimizer": 5}, r"optimizer is 5; expected a function such as functools\.partial"),
         ({"optimizer": lambda: None}, r"the optimizer factory .* raised TypeError: .*takes 0 positional"),
         ({"clip_grad_norm": math.nan}, "clip_grad_norm is nan; expected a number above 0"),
@@ -148,7 +148,7 @@ class Unprintable:
             {"microbatch_weight": "cols"},
             "microbatch_weight is 'cols'; expected one of 'rows', 'sum'",
         ),
-        ({"device_model": "a100"}, "device_model is 'a100'; expected what pipec.calibrate returns or None"),
+        ({"costs": "a100"}, "a100 is no profile: .*; make one with `pipec profile`"),
     ],
 )
 def test_a_wrong_argument_of_compile(given: dict[str, Any], message: str) -> None:

@@ -335,7 +335,7 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
     limit = int(0.7 * free.memory().peak_bytes)
     for recompute in ("none", "auto"):
         device = replace(DEVICES["cpu"], host=HostCost())
-        pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute, device_model=device)
+        pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute, costs=device)
         assert all(map(torch.equal, step(pipe), expected))
         pipe.zero_grad()
         predicted, measured = pipe.memory(), measure_memory(pipe, x, target=y)

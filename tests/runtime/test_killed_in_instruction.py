@@ -89,7 +89,7 @@ CASES = {
             recompute="none",
             offload="activations",
             memory_limit="480kB",
-            device_model=replace(DEVICES["cpu"], host=HostCost()),
+            costs=replace(DEVICES["cpu"], host=HostCost()),
         ),
         (torch.ones(64, 6),),
         torch.ones(64, 6),
