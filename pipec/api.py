@@ -22,7 +22,7 @@ from pipec.api_arguments import (
 from pipec.capture.autocast import autocast, require_matching_autocast
 from pipec.capture.batch_inputs import positional_names, with_batch_axes
 from pipec.capture.model_call import ModelCall
-from pipec.capture.model_loss import as_path
+from pipec.capture.model_loss import loss_path_of
 from pipec.checkpoint import PretrainedWeights, read_pretrained, weights_for
 from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.compiler.candidate import Candidate
@@ -197,14 +197,14 @@ def _pipeline(
         may_rearrange=options.batch != "local",
     )
     settings = CompileSettings(
-        options.loss_fn,
+        options.loss_fn if callable(options.loss_fn) else None,
         device,
         precision,
         weight_name(options.microbatch_weight),
         checks=options.check != "off",
         check_every=options.check if isinstance(options.check, int) else int(options.check == "always"),
         calibrates_cpu=policy.source == "auto" and costs is None and device.type == "cpu",
-        loss_path=as_path(options.loss_key),
+        loss_path=loss_path_of(options.loss_fn),
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)
     executions = functools.partial(
@@ -314,9 +314,16 @@ def profile(
     model, rows = example.model, call.rows(0, size)
     canonical = ModelTensors.of(model).canonical
     with autocast(None if precision is None else Precision(precision), where):
-        loss_path = as_path(example.loss_key)
         graph = capture_with_variables(
-            CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where, loss_path=loss_path),
+            CaptureRequest(
+                model,
+                example.loss_fn if callable(example.loss_fn) else None,
+                Mode.TRAIN,
+                rows,
+                canonical,
+                where,
+                loss_path=loss_path_of(example.loss_fn),
+            ),
             VariableHistory().of(rows, Mode.TRAIN),
         )
     return profile_graph(graph, model, rows, where, repeats, ranks, progress)

@@ -18,11 +18,6 @@ def check_conflicts(
     """
     if policy.may_be_asynchronous:
         _check_asynchronous(options, policy)
-    if options.loss_key is not None and options.loss_fn is not None:
-        raise InputError(
-            "loss_key says which result of the model is its loss, but loss_fn computes the loss itself; "
-            "pass one of the two"
-        )
     if options.batch == "local":
         _check_local_batch(options, policy, microbatches)
     if options.offload is not None:

@@ -50,7 +50,6 @@ def compile_target(
             devices,
             loss_fn=example.loss_fn,
             batched=example.batched,
-            loss_key=example.loss_key,
             **{**options, **parsed},
         )
         activity.now("capturing the model and compiling its stages")

@@ -115,7 +115,7 @@ class Unprintable:
         ({"devices": []}, r"devices is \[\]; expected"),
         ({"devices": "cuda"}, "devices is 'cuda'; expected a whole number .* or a list of torch devices"),
         ({"devices": ["cpu", "gpu7"]}, r"devices is \['cpu', 'gpu7'\]; expected"),
-        ({"loss_fn": "mse"}, "loss_fn is 'mse'; expected a function or None"),
+        ({"loss_fn": 5.5}, "loss_fn is 5.5; expected a function or the key, attribute or position of the loss"),
         ({"microbatches": 2.0}, r"microbatches is 2\.0; expected a whole number from 1 to 1048576 or None"),
         ({"timeout": math.nan}, r"timeout is nan; expected a number above 0 and up to 1e\+08"),
         ({"timeout": -1}, "timeout is -1; expected"),
