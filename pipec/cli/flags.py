@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from pipec.errors import InputError
-from pipec.ir.argument_checks import MOST_RANKS, check_arguments
+from pipec.ir.argument_checks import check_arguments
 from pipec.options import OPTIONS, Flag, Options
 
 
@@ -80,10 +80,6 @@ Target = Annotated[
         help="path/to/file.py:factory or package.module:factory; factory() returns a pipec.Example.",
     ),
 ]
-Artifact = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A folder that Pipeline.save or `pipec dump -o` wrote.")
-]
-Devices = Annotated[int, typer.Option("--devices", min=1, max=MOST_RANKS, help="Number of ranks.")]
 Drawing = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="File to draw: .html, .svg, .txt, or .json for Perfetto and Chrome."),

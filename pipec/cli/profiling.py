@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.flags import Json, Target, compile_flags
-from pipec.cli.output import show_json
+from pipec.cli.flags import Target, compile_flags
 from pipec.cli.target import load_example
 from pipec.console import progress, status
 from pipec.ir import Phase
@@ -31,7 +30,7 @@ def profile(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to run, such as cpu or cuda:0.")] = "cpu",
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, max=10**6, help="Runs, of which the median is taken.")
+        int, typer.Option("--repeats", min=1, max=10**6, help="Runs; the median counts.")
     ] = 10,
     ranks: Annotated[
         int,
@@ -41,12 +40,8 @@ def profile(
     ] = 1,
     *,
     options: Mapping[str, Any],
-    as_json: Json = False,
 ) -> None:
-    """Measure every operator of a training step, forward and backward, and write a profile.
-
-    JSON keys: output; device; microbatch_size; operators, a number; forward and backward, in seconds.
-    """
+    """Measure every operator of a training step, forward and backward, and write a profile."""
     with status("loading torch") as activity:
         from pipec import api
 
@@ -64,21 +59,8 @@ def profile(
             progress=lambda runs: progress(runs, "measuring"),
         )
     result.save(output)
-    operators, phases = result.operators, ("forward", "backward")
-    seconds = {phase: sum(op.seconds(phase) for op in operators) for phase in phases}
-    if as_json:
-        show_json(
-            {
-                "output": str(output),
-                "device": result.device,
-                "microbatch_size": result.microbatch_size,
-                "operators": len(operators),
-                **seconds,
-            }
-        )
-    else:
-        typer.echo(profile_table(result))
-        typer.echo(f"wrote {output}")
+    typer.echo(profile_table(result))
+    typer.echo(f"wrote {output}")
 
 
 def profile_table(profile: "Profile", max_rows: int = 12) -> str:

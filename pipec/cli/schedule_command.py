@@ -1,15 +1,15 @@
-"""``pipec schedule``: the timeline of one step, on equal stages or on the costs of a model's plan."""
+"""``pipec schedule``: the timeline of one step on equal stages."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.drawing import check_output, draw, print_steps
-from pipec.cli.flags import Devices, Drawing, Json, Target, compile_flags, parse_replicas
-from pipec.cli.output import show_json
+from pipec.cli.flags import Drawing, Json, parse_replicas
+from pipec.cli.output import check_drawing, show_json, write_stdout
+from pipec.cli.target import refuse_folder
 from pipec.errors import InputError
 from pipec.ir.argument_checks import MOST_MICROBATCHES, MOST_RANKS
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipec.ir import Schedule
     from pipec.schedules import Workload
     from pipec.timeline.grid import Grid
-    from pipec.viz import DrawnPipeline, DrawnStep
+    from pipec.viz import DrawnStep
 
 CompareSchedule = Annotated[
     str | None,
@@ -52,13 +52,13 @@ def _amount(help: str) -> Any:
 
 
 _MAX_FORWARDS = 2**22
-"""The most forwards of a step on equal stages. More take minutes, and cannot be inspected."""
+"""The most forwards of a step. More take minutes, and cannot be inspected."""
 
 _StepAndJson = tuple["DrawnStep", Mapping[str, object]]
 """A step, and additional keys of its JSON."""
 
 
-def schedule_name(
+def schedule(
     name: ScheduleName,
     stages: Stages = None,
     replicas: Replicas = "1",
@@ -77,7 +77,7 @@ def schedule_name(
     output: Drawing = None,
     as_json: Json = False,
 ) -> None:
-    """Draw the timeline of a schedule's step on equal stages.
+    """Draw the step of a schedule on equal stages.
 
     If stages have different numbers of replicas, a stage with twice as many takes twice as long for a
     microbatch.
@@ -89,7 +89,11 @@ def schedule_name(
     lower_and_verify_seconds. With --compare also compare: the same keys of that schedule.
     """
     from pipec.schedules import ASYNCHRONOUS_SCHEDULES, Workload
+    from pipec.viz import draw_steps, steps_text
 
+    refuse_folder(name)
+    if ":" in name and not name.endswith(".txt"):
+        raise InputError(f"{name} is a model: pipec plan {name} --devices 4 -o step.html draws its step")
     equal_stages = _EqualStages.of(stages, replicas)
     names = _names(name, compare, output, equal_stages.min_events(microbatches))
     equal_stages.require_few_forwards(microbatches)
@@ -113,48 +117,14 @@ def schedule_name(
         timeline = steps[0][0].timeline
         return what_if_of_equal_stages(name, equal_stages.num_stages, microbatches, work, timeline)
 
-    _show(steps, output, as_json, find_what_if=find_what_if)
-
-
-@compile_flags()
-def schedule_target(
-    target: Target,
-    devices: Devices = 4,
-    *,
-    options: Mapping[str, Any],
-    compare: CompareSchedule = None,
-    output: Drawing = None,
-    as_json: Json = False,
-) -> None:
-    """Draw the timeline of a model's step with the costs of its plan.
-
-    JSON keys: as with NAME, without lower_and_verify_seconds.
-    """
-    from pipec.cli.target import compile_target
-    from pipec.plan.what_if import what_if_of_plan
-    from pipec.viz import DrawnPipeline, DrawnStep
-
-    pipes = {
-        name: compile_target(target, devices, {**options, "schedule": name})
-        for name in _names(options["schedule"], compare, output)
-    }
-    steps = [
-        replace(
-            DrawnStep.of_plan(pipe.plan, pipe.plan.programs, pipe.simulate()),
-            schedule=name,
-            host_seconds=pipe.plan.host.step_seconds,
-        )
-        for name, pipe in pipes.items()
-    ]
-    first = next(iter(pipes.values()))
-    sources = [first.source(stage) for stage in range(len(first.plan.stages))]
-    _show(
-        [(step, {}) for step in steps],
-        output,
-        as_json,
-        DrawnPipeline(first.plan, first.plan.programs, sources),
-        lambda: what_if_of_plan(first.plan, first.plan.programs, steps[0].timeline),
-    )
+    drawn = [step for step, _ in steps]
+    if output is not None:
+        draw_steps(output, drawn, what_if=find_what_if() if output.suffix == ".html" else None)
+    if as_json:
+        first, *others = (_summary(*each) for each in steps)
+        show_json(first | ({"compare": others[0]} if others else {}))
+    else:
+        write_stdout(f"wrote {output}\n" if output is not None else steps_text(drawn))
 
 
 def _names(name: str, compare: str | None, output: Path | None, min_events: int = 0) -> list[str]:
@@ -162,7 +132,7 @@ def _names(name: str, compare: str | None, output: Path | None, min_events: int 
 
     Raises InputError if they cannot be drawn.
     """
-    check_output(output, min_events if compare is None else 2 * min_events)
+    check_drawing(output, min_events if compare is None else 2 * min_events)
     if compare is None:
         return [name]
     if compare == name:
@@ -204,7 +174,7 @@ class _EqualStages:
         replicas = parse_replicas(text)
         if isinstance(replicas, str):
             raise InputError(
-                "--replicas auto needs the costs of a model; give a TARGET, or a number of replicas"
+                "--replicas auto needs the costs of a model, as pipec plan has; give a number of replicas"
             )
         if isinstance(replicas, int):
             return cls(4 if stages is None else stages, replicas)
@@ -266,22 +236,6 @@ def _schedule_and_work(
 def _factors(replicas: Sequence[int]) -> list[float]:
     """The time of each stage as a multiple of the time of a stage with the fewest replicas."""
     return [count / min(replicas) for count in replicas]
-
-
-def _show(
-    steps_and_json: Sequence[_StepAndJson],
-    output: Path | None,
-    as_json: bool,
-    pipeline: "DrawnPipeline | None" = None,
-    find_what_if: Callable[[], "Grid | None"] = lambda: None,
-) -> None:
-    steps = [step for step, _ in steps_and_json]
-    draw(steps, output, pipeline, find_what_if)
-    if as_json:
-        first, *others = (_summary(*each) for each in steps_and_json)
-        show_json(first | ({"compare": others[0]} if others else {}))
-    else:
-        print_steps(steps, output)
 
 
 def _summary(step: "DrawnStep", more: Mapping[str, object]) -> dict[str, object]:

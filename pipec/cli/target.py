@@ -56,6 +56,15 @@ def compile_target(
         return pipe.prepare(*example.args, target=example.target, **example.kwargs)
 
 
+def refuse_folder(name: str) -> None:
+    """Raise InputError for a folder in place of a model or a schedule."""
+    if os.path.isdir(name):
+        raise InputError(
+            f"{name} is a folder: pipec check {name} says what it holds, and pipec run {name} --trace -o "
+            "page.html draws the steps of a saved artifact"
+        )
+
+
 def load_example(target: str) -> "Example":
     """The example that the factory named by ``target`` returns.
 

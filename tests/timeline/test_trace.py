@@ -172,6 +172,7 @@ def test_every_nth_step_is_recorded_with_the_update_that_follows_and_what_was_sp
     assert counts == [2, 2, 0, 2, 0, 2]
 
 
+@pytest.mark.usefixtures("constant_batch")
 def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
     """Batches of another size have another plan, where sizes do not vary."""
     pipe = pipec.compile(net(), devices=2, microbatches=4, loss_fn=nn.functional.mse_loss)
@@ -315,7 +316,7 @@ def test_the_command_line_traces_a_saved_artifact(pipe: Pipeline, tmp_path: Path
     pipe.save(tmp_path / "artifact")
     page = tmp_path / "step.html"
     made = CliRunner().invoke(
-        app, ["trace", str(tmp_path / "artifact"), "-o", str(page), "--steps", "2", "--json"]
+        app, ["run", str(tmp_path / "artifact"), "--trace", "-o", str(page), "--steps", "2", "--json"]
     )
     assert made.exit_code == 0, made.output
     facts = json.loads(made.stdout)
