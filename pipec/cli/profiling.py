@@ -1,6 +1,6 @@
 """``pipec profile``: measure a model on this machine, for later plans."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +8,7 @@ import typer
 
 from pipec.cli.flags import Target, compile_flags
 from pipec.cli.target import load_example
-from pipec.console import progress, status
+from pipec.console import status
 from pipec.ir import Phase
 from pipec.ir.text_format import format_seconds
 
@@ -49,6 +49,11 @@ def profile(
         example = load_example(target)
         activity.now("capturing the model")
 
+        def shown(runs: range) -> Iterator[int]:
+            for number in runs:
+                activity.now(f"measuring, run {number + 1} of {len(runs)}")
+                yield number
+
         result = api.profile(
             example,
             microbatch_size=microbatch_size,
@@ -56,7 +61,7 @@ def profile(
             repeats=repeats,
             ranks=ranks,
             precision=options["precision"],
-            progress=lambda runs: progress(runs, "measuring"),
+            progress=shown,
         )
     result.save(output)
     typer.echo(profile_table(result))
