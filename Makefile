@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test full docs zoo lint benchmark gpu gpu-tests gpu-times package format clean
+.PHONY: help setup demo smoke test full docs zoo prose lint benchmark gpu gpu-tests gpu-times package format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -67,7 +67,10 @@ docs: $(READY) ## the documentation, as a site, in build/docs; a warning is an e
 zoo: $(READY) ## train some 200 architectures, compare them with eager torch, and write docs/models.md
 	PYTHONPATH=tests:tests/helpers $(RUN) -m zoo
 
-lint: $(READY) ## lint and types
+prose: $(READY) ## find phrases that have to be decoded, in pages and public docstrings
+	PYTHONPATH=.:tests/helpers $(RUN) tests/helpers/prose.py
+
+lint: $(READY) prose ## lint, types and prose
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy

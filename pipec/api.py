@@ -65,7 +65,7 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
     Args:
         model: any module, on the CPU, on a GPU or on meta. Neither its code nor its structure is changed. Its
             own parameters are trained, on the devices of their stages. Under ``torchrun`` a process empties
-            those of other processes' stages.
+            the parameters of other processes' stages.
         {options}
 
     Raises:
@@ -90,18 +90,18 @@ def from_pretrained(
     peft_config: Any = None,
     **given: Any,
 ) -> Pipeline:
-    """A pipeline of a model of transformers, of which each rank reads the weights of its own stages alone.
+    """A pipeline of a model of transformers. Each rank reads the weights of its own stages alone.
 
-    The weights are read in the first call, or in ``prepare``, when the stages are cut. Until then neither
-    their values nor a copy of them can be had. As transformers leaves it, the model is in evaluation mode:
-    call ``pipe.train()``. It is ``pipe.unsplit_model``.
+    The first call, or ``prepare``, cuts the stages and reads their weights. Before that, reading or copying a
+    weight raises an error. The model is ``pipe.unsplit_model``. It is in evaluation mode, as transformers
+    leaves it: call ``pipe.train()``.
 
     Args:
         name: a folder that ``save_pretrained`` wrote, or a name on the Hub.
         devices: as for ``compile``.
         model_class: which ``from_pretrained`` to call, such as ``AutoModelForSequenceClassification``. None:
-            that of the class that was saved.
-        peft_config: of an adapter of PEFT, such as ``LoraConfig``. The pipeline is then of
+            the class that was saved.
+        peft_config: an adapter of PEFT, such as ``LoraConfig``. The pipeline then trains
             ``peft.get_peft_model(model, peft_config)``.
         given: the options of ``compile``, and the arguments of the model's ``from_pretrained``, such as
             ``dtype`` and ``num_labels``.
@@ -279,15 +279,15 @@ def profile(
 
     Args:
         example: the model, its arguments and its loss. Its tensors are not changed.
-        microbatch_size: how many rows to run at once, best those of a microbatch of the training to come.
-            None: an eighth of the example's rows.
+        microbatch_size: the number of rows to run at once, best the size of a microbatch in training. None:
+            an eighth of the example's rows.
         device: where to run. A model on meta is given random values there.
         repeats: how often each operator is timed; the median counts.
         ranks: how many ranks will share the device, or its memory bus and caches if it is a CPU. The whole
             model then runs in as many copies at a time, and is as slow as they make each other. Under
             ``torchrun`` each process profiles by itself: call it in all of them at a time, with one.
-        precision: that which ``compile`` will be given.
-        progress: wraps the iteration over the runs, for a progress bar.
+        precision: the ``precision`` that ``compile`` will get.
+        progress: wraps the iteration over the runs, as ``tqdm`` does.
 
     Raises:
         CaptureError: the model cannot be captured.

@@ -78,7 +78,7 @@ def run(
     options: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
-    """Run steps of a saved artifact, on random inputs or those of a file.
+    """Run steps of a saved artifact, on random inputs or on inputs from a file.
 
     An artifact that was compiled with an optimizer needs --optimizer, and --clip-grad-norm if it clips.
     Mini-batches follow each other as in ``pipe.stream``: with an asynchronous schedule they overlap.

@@ -128,7 +128,7 @@ class Topology:
         return level.message_link
 
     def levels_among(self, devices: Sequence[int]) -> list[Level]:
-        """The levels whose links join any two of several devices."""
+        """The levels with links between any two of several devices."""
         levels, groups = list[Level](), {*devices}
         for level in self.levels:
             members, groups = groups, {member // level.size for member in groups}
@@ -138,7 +138,7 @@ class Topology:
 
     @property
     def slowest_level(self) -> Level:
-        """The level whose links have the lowest rate for messages, with the longest latency of any level."""
+        """The level with the lowest rate for messages, and the longest latency of any level."""
         return _slowest(self.levels)
 
     @property

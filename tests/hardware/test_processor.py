@@ -123,4 +123,4 @@ def test_auto_goes_by_the_processor_and_a_named_schedule_by_the_table(measuremen
     assert measurements == ["cpu"]
     told = [pipe.plan.cost_source for pipe in (named, given, auto)]
     assert told == [f"the device model {name}" for name in ("cpu", "a100", "cpu-calibrated")]
-    assert "seconds are those of the device model cpu-calibrated" in str(auto.plan)
+    assert "seconds come from the device model cpu-calibrated" in str(auto.plan)
