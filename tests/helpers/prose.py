@@ -46,6 +46,4 @@ def faults() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    found = list(faults())
-    print(*found, sep="\n")
-    sys.exit(len(found) > 0)
+    sys.exit("\n".join(faults()) or None)
