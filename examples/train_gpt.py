@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import pipec
 
 BATCH, CONTEXT = 32, 128
-RECORDED = 5
-"""The last steps, whose times the page shows."""
 
 
 class Block(nn.Module):
@@ -65,6 +63,10 @@ def example() -> pipec.Example:
     """For the command line: ``pipec plan examples/train_gpt.py:example --devices 4``."""
     tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.int64)
     return pipec.Example(GPT(), (tokens,), target=tokens, loss_fn=next_byte_loss)
+
+
+RECORDED = 5
+"""The number of last steps that the page shows."""
 
 
 def main() -> None:
