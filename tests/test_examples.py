@@ -9,6 +9,7 @@ import pytest
 import torch
 import worker_processes
 from doc_blocks import Block, blocks, pages, without_pipec
+from page_views import embedded
 from worker_processes import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -181,4 +182,4 @@ def test_train_gpt_leaves_the_same_losses_an_artifact_and_a_page(tmp_path: Path)
     assert distributed == alone
     for output in outputs.values():
         assert (output / "artifact" / "plan.json").is_file()
-        assert "measured" in (output / "page.html").read_text(encoding="utf-8")
+        assert "measured" in str(embedded((output / "page.html").read_text(encoding="utf-8")))
