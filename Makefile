@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv$(if $(TORCH),-$(TORCH))
 RUN := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+INSTALLED := $(if $(VENV),$(VENV)/.installed)
 READY := $(if $(VENV),$(VENV)/.ready)
 
 # One thread per rank: results are then the same bits in one process and in many.
@@ -17,21 +18,27 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test full docs zoo lint benchmark gpu gpu-tests gpu-times package format clean
+.PHONY: help setup demo smoke test full docs zoo prose lint benchmark gpu gpu-tests gpu-times package format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(READY) ## make .venv and install everything into it
+setup: $(READY) ## make .venv and install everything into it, tools for tests included
 
 # pyproject.toml is the one place that pins torch. To get a CPU build where the default index has
 # only CUDA ones, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. With TORCH, the other
 # requirements of development are listed without that pin.
 ifdef VENV
-$(READY): pyproject.toml
-	@echo "installing into $(VENV): a few minutes the first time"
+$(INSTALLED): pyproject.toml
+	@echo "installing torch and pipec into $(VENV), the first time"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed")'
 	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --disable-pip-version-check -qq --editable . \
+		'torch==$(if $(TORCH),$(TORCH),$(shell sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml))'
+	@touch $@
+
+$(READY): $(INSTALLED)
+	@echo "installing the tools for tests into $(VENV): a few minutes the first time"
 	@$(if $(TORCH),$(RUN) tests/helpers/unpinned_requirements.py > $(VENV)/requirements.txt)
 	@$(RUN) -m pip install --disable-pip-version-check -qq --editable $(if $(TORCH),. \
 		--requirement $(VENV)/requirements.txt 'torch==$(TORCH)','.[dev]')
@@ -41,7 +48,7 @@ else
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 endif
 
-demo: $(READY) ## train a byte-level GPT on four stages for a minute; results in build/demo
+demo: $(INSTALLED) ## train a byte-level GPT on four stages for a minute, and write a page of its steps
 	$(RUN) examples/train_gpt.py --output build/demo
 
 smoke: $(READY) ## every schedule on one tiny model, against eager torch, in half a minute
@@ -60,7 +67,10 @@ docs: $(READY) ## the documentation, as a site, in build/docs; a warning is an e
 zoo: $(READY) ## train some 200 architectures, compare them with eager torch, and write docs/models.md
 	PYTHONPATH=tests:tests/helpers $(RUN) -m zoo
 
-lint: $(READY) ## lint and types
+prose: $(READY) ## find phrases that have to be decoded, in pages and public docstrings
+	PYTHONPATH=.:tests/helpers $(RUN) tests/helpers/prose.py
+
+lint: $(READY) prose ## lint, types and prose
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy

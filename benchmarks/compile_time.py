@@ -39,7 +39,7 @@ def compile_seconds(num_stages: int) -> Mapping[str, float]:
 
 
 def passes(num_stages: int, rounds: int) -> Iterator[str]:
-    found = [compile_seconds(num_stages) for _ in pipec.progress(range(rounds), "compiling GPT-2")]
+    found = [compile_seconds(num_stages) for _ in range(rounds)]
     seconds = {name: statistics.median(each[name] for each in found) for name in found[0]}
     of_torch = sum(seconds[name] for name in TORCH)
     of_pipec = sum(seconds.values()) - of_torch
@@ -135,10 +135,7 @@ def call_seconds(make: Callable[[], nn.Module]) -> Mapping[str, float]:
 
 
 def first_calls(rounds: int, models: list[str]) -> Iterator[str]:
-    found = [
-        {name: call_seconds(MODELS[name]) for name in models}
-        for _ in pipec.progress(range(rounds + 1), "first calls")
-    ][1:]
+    found = [{name: call_seconds(MODELS[name]) for name in models} for _ in range(rounds + 1)][1:]
     kinds = list(found[0][models[0]])
     yield from table("processor seconds of the first", *kinds)
     for name in models:

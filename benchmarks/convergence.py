@@ -171,7 +171,7 @@ def all_curves(tasks: Sequence[Task], schedules: Sequence[str], seeds: int, kept
     """One for each model, schedule and seed. What is ``kept`` there is not made again; the rest is added."""
     curves = [Curve(**each) for each in json.loads(kept.read_text())] if kept and kept.exists() else []
     wanted = list(product(tasks, schedules, range(seeds)))
-    for task, schedule, seed in pipec.progress(wanted, "training"):
+    for task, schedule, seed in wanted:
         if not any(curve.is_of(task, schedule, seed) for curve in curves):
             curves.append(train(task, schedule, seed))
             if kept:

@@ -192,7 +192,6 @@ def pipeline(timeout: float = 20.0, devices: int | None = None) -> pipec.Pipelin
         loss_fn=nn.functional.mse_loss,
         microbatches=4,
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
-        dynamic=False,
         timeout=timeout,
     )
 

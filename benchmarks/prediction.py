@@ -51,9 +51,9 @@ def lines(name: str, schedules: Sequence[str], rounds: int, repeats: int) -> Ite
     case = CASES[name]
     inputs, target = case.batch()
     costs: dict[str, dict[str, object]] = {
-        "table": {"device_model": DEVICES["cpu"]},
-        "machine": {"device_model": pipec.calibrate("cpu")},
-        "profile": {"profile": profiled(case, repeats)},
+        "table": {"costs": DEVICES["cpu"]},
+        "machine": {"costs": pipec.calibrate("cpu")},
+        "profile": {"costs": profiled(case, repeats)},
     }
     pipes = {
         schedule: {source: compiled(case, schedule, **given) for source, given in costs.items()}

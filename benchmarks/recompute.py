@@ -92,7 +92,7 @@ def captured(sizes: Sizes) -> TrainingGraph:
 
     with torch.device("meta"):
         model, (tokens, target) = sizes.model(), sizes.batch()
-    pipe = pipec.compile(model, 1, loss_fn=next_token_loss, microbatches=sizes.microbatches, dynamic=False)
+    pipe = pipec.compile(model, 1, loss_fn=next_token_loss, microbatches=sizes.microbatches)
     with mock.patch("pipec.capture.tracer.capture", keep):
         pipe.prepare(tokens, target=target)
     return kept[0]

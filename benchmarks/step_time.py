@@ -296,8 +296,7 @@ def compare(
     """Times of every timed step by contestant, over rounds that alternate; all must agree on the loss."""
     times: dict[str, Times] = {name: Times([], []) for name in contestants}
     losses = {}
-    for _, name in (bar := pipec.progress([*itertools.product(range(num_rounds), contestants)], case.name)):
-        bar.show(name)
+    for _, name in itertools.product(range(num_rounds), contestants):
         measured, losses[name] = measure(mode, name, case, num_steps)
         times[name].add(measured)
     if max(losses.values()) - min(losses.values()) > 1e-4:

@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits with Accelerate, on two stages: see accelerate_plain.py.
+"""Train a small network on handwritten digits with Accelerate, on two stages.
 
 python examples/accelerate_loop.py
 torchrun --nproc-per-node 2 examples/accelerate_loop.py

@@ -1,10 +1,10 @@
-"""The training of digits_plain.py on two replicas: data parallelism in three lines that differ.
+"""Train a small network on handwritten digits on two replicas: data parallelism.
 
 python examples/data_parallel_digits.py                                               # both in this process
 torchrun --nproc-per-node 2 --local-ranks-filter 0 examples/data_parallel_digits.py   # one per process
 
-Every rank passes the whole mini-batch to ``step`` and works on its half. The losses are those of the plain
-script, up to the order in which sums are taken.
+Every rank passes the whole mini-batch to ``step`` and works on its half. The losses equal those of
+one device up to the order of summation.
 """
 
 import argparse

@@ -68,10 +68,9 @@ def main() -> None:
     pipe = pipec.compile(model, devices=2, loss_fn=F.cross_entropy, microbatches=4, optimizer=optimizer)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(pipe.optimizer, args.epochs)
 
-    for epoch in (bar := pipec.progress(range(args.epochs), "training")):
+    for epoch in range(args.epochs):
         for batch in torch.randperm(NUM_TRAIN, generator=generator).split(BATCH):
             loss = pipe.step(images[batch], target=labels[batch])
-            bar.show(f"loss {loss:.3f}")
         scheduler.step()
         pipec.log(f"epoch {epoch:2}  loss {loss:.6f}")
 

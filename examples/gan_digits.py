@@ -82,7 +82,7 @@ def main() -> None:
         "generator": torch.optim.Adam(model.generator.parameters(), lr=1e-3, betas=(0.5, 0.999)),
     }
 
-    for epoch in (bar := pipec.progress(range(args.epochs), "training")):
+    for epoch in range(args.epochs):
         losses = {}
         for batch in torch.randperm(len(images), generator=generator).split(BATCH):
             noise = torch.randn(len(batch), NOISE, generator=generator)
@@ -91,7 +91,6 @@ def main() -> None:
                 losses[turn] = pipe.step(images[batch], noise, turn)
                 optimizer.step()
                 optimizer.zero_grad()
-        bar.show(f"losses {losses['discriminator']:.3f} {losses['generator']:.3f}")
         if epoch % 10 == 0 or epoch == args.epochs - 1:
             of_both = ", ".join(f"of the {turn} {loss:.6f}" for turn, loss in losses.items())
             pipec.log(f"epoch {epoch:3}  loss {of_both}")

@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits with Lightning, on two stages: see lightning_plain.py.
+"""Train a small network on handwritten digits with Lightning, on two stages.
 
 python examples/lightning_module.py
 torchrun --nproc-per-node 2 examples/lightning_module.py

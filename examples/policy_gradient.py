@@ -101,7 +101,7 @@ def main() -> None:
     pipe = pipec.compile(policy, devices=2, loss_fn=policy_loss, microbatches=4)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
 
-    for update in (bar := pipec.progress(range(args.updates), "training")):
+    for update in range(args.updates):
         games = play(pipe, generator)
         played = games.played
         target = (games.actions[played], games.advantages[played])
@@ -109,7 +109,6 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         length = played.sum() / GAMES
-        bar.show(f"{length:.0f} moves")
         if update % 5 == 0 or update == args.updates - 1:
             pipec.log(f"update {update:3}  loss {loss:9.6f}  {length:6.2f} moves until the pole falls")
 

@@ -42,12 +42,11 @@ def main() -> None:
     pipe = pipec.compile(make_model(), devices=4, schedule="1f1b", microbatches=4)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
 
-    for epoch in (bar := pipec.progress(range(args.epochs), "training")):
+    for epoch in range(args.epochs):
         for batch in torch.randperm(NUM_TRAIN, generator=generator).split(BATCH):
             loss = pipe.step(pixel_values=images[batch], labels=labels[batch])
             optimizer.step()
             optimizer.zero_grad()
-            bar.show(f"loss {loss:.3f}")
         pipec.log(f"epoch {epoch:2}  loss {loss:.6f}")
 
     pipe.eval()

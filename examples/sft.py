@@ -1,9 +1,7 @@
 """Fine-tune a small language model with LoRA by an SFTTrainer whose model is a pipeline.
 
-Three lines of sft_plain.py are changed:
-
-    python examples/sft.py
-    torchrun --nproc-per-node 4 examples/sft.py
+python examples/sft.py
+torchrun --nproc-per-node 4 examples/sft.py
 """
 
 import argparse

@@ -5,7 +5,6 @@ torchrun --nproc-per-node 4 examples/train_gpt.py       # one stage per process:
 """
 
 import argparse
-import time
 from pathlib import Path
 
 import torch
@@ -66,20 +65,14 @@ def example() -> pipec.Example:
     return pipec.Example(GPT(), (tokens,), target=tokens, loss_fn=next_byte_loss)
 
 
-@pipec.rank_zero_only
-def plot(losses: list[float], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(losses)
-    axes.set(xlabel="step", ylabel="training loss (nats per byte)")
-    figure.savefig(path)
+RECORDED = 5
+"""The number of last steps that the page shows."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--output", type=Path, help="folder for the artifact, timeline and loss curve")
+    parser.add_argument("--output", type=Path, help="folder for the artifact and the page")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -88,32 +81,34 @@ def main() -> None:
 
     pipe = pipec.compile(GPT(), devices=4, loss_fn=next_byte_loss, schedule="1f1b", microbatches=8)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
-
     losses = []
-    start = time.perf_counter()
-    for step in (bar := pipec.progress(range(args.steps), "training")):
+
+    def step() -> None:
         text = sample(train, BATCH, CONTEXT + 1, generator)
         loss = pipe.step(text[:, :-1], target=text[:, 1:])
         optimizer.step()
         optimizer.zero_grad()
-
         losses.append(loss.item())
-        tokens_per_second = (step + 1) * BATCH * CONTEXT / (time.perf_counter() - start)
-        bar.show(f"loss {losses[-1]:.3f}  {tokens_per_second:,.0f} tokens/s")
-        if step == 0:
+        if len(losses) == 1:
             pipec.log(pipe.plan)
-        if step % 20 == 0:
-            pipec.log(f"step {step:4}  loss {losses[-1]:.6f}")
+        if len(losses) % 20 == 1:
+            pipec.log(f"step {len(losses) - 1:4}  loss {losses[-1]:.6f}")
+
+    recorded = min(RECORDED, args.steps - 1)
+    for _ in range(args.steps - recorded):
+        step()
+    with pipe.trace() as trace:
+        for _ in range(recorded):
+            step()
 
     text = sample(validation, 4 * BATCH, CONTEXT + 1, generator)
     validation_loss = pipe.eval_step(text[:, :-1], target=text[:, 1:])
     pipec.log(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}, validation loss {validation_loss:.6f}")
-    pipec.log(pipe.visualize())
 
     if args.output:
         pipe.save(args.output / "artifact")
-        pipe.visualize(args.output / "timeline.svg")
-        plot(losses, args.output / "loss.svg")
+        pipe.visualize(args.output / "page.html", trace)
+        pipec.log(f"open {args.output / 'page.html'} in a browser: the planned and the measured step")
 
 
 if __name__ == "__main__":

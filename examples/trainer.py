@@ -1,9 +1,7 @@
 """Train a small language model with a Trainer whose model is a pipeline.
 
-Three lines of trainer_plain.py are changed:
-
-    python examples/trainer.py
-    torchrun --nproc-per-node 4 examples/trainer.py
+python examples/trainer.py
+torchrun --nproc-per-node 4 examples/trainer.py
 """
 
 import argparse

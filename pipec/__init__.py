@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pipec import ops
     from pipec.api import compile, from_pretrained, profile
     from pipec.api_arguments import Example
-    from pipec.console import log, progress, rank_zero_only
+    from pipec.console import log
     from pipec.cost.profile import Profile
     from pipec.errors import (
         ArtifactError,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from pipec.hardware.calibration import calibrate
-    from pipec.hardware.topology import Device, Level, Topology
+    from pipec.hardware.topology import Topology
     from pipec.pipeline import CheckpointManager, Pipeline
     from pipec.pipeline.load import load
     from pipec.pipeline.logged_metrics import metrics
@@ -39,12 +39,10 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "CheckpointManager",
-    "Device",
     "Example",
     "ExecutionError",
     "InfeasibleError",
     "InputError",
-    "Level",
     "NonFiniteError",
     "PipecError",
     "PipecWarning",
@@ -63,14 +61,10 @@ __all__ = [
     "metrics",
     "ops",
     "profile",
-    "progress",
-    "rank_zero_only",
 ]
 
 _HOMES = {
     "Example": "pipec.api_arguments",
-    "Device": "pipec.hardware.topology",
-    "Level": "pipec.hardware.topology",
     "Profile": "pipec.cost.profile",
     "Topology": "pipec.hardware.topology",
     "calibrate": "pipec.hardware.calibration",
@@ -78,8 +72,6 @@ _HOMES = {
     "from_pretrained": "pipec.api",
     "profile": "pipec.api",
     "log": "pipec.console",
-    "progress": "pipec.console",
-    "rank_zero_only": "pipec.console",
     "CheckpointManager": "pipec.pipeline",
     "Pipeline": "pipec.pipeline",
     "metrics": "pipec.pipeline.logged_metrics",

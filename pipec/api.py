@@ -22,7 +22,7 @@ from pipec.api_arguments import (
 from pipec.capture.autocast import autocast, require_matching_autocast
 from pipec.capture.batch_inputs import positional_names, with_batch_axes
 from pipec.capture.model_call import ModelCall
-from pipec.capture.model_loss import as_path
+from pipec.capture.model_loss import loss_path_of
 from pipec.checkpoint import PretrainedWeights, read_pretrained, weights_for
 from pipec.checkpoint.all_ranks import call_on_all_ranks, require_equal
 from pipec.compiler.candidate import Candidate
@@ -65,13 +65,13 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
     Args:
         model: any module, on the CPU, on a GPU or on meta. Neither its code nor its structure is changed. Its
             own parameters are trained, on the devices of their stages. Under ``torchrun`` a process empties
-            those of other processes' stages.
+            the parameters of other processes' stages.
         {options}
 
     Raises:
         TypeError: there is no such option.
         InputError: an argument does not fit, ``devices`` contradicts the number of processes started, or
-            these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
+            these passed different arguments. (``costs`` may differ; rank 0's count.)
     """
     check_arguments({"model": MODEL}, {"model": model})
     options = Options.of({"devices": devices, **given})
@@ -90,18 +90,18 @@ def from_pretrained(
     peft_config: Any = None,
     **given: Any,
 ) -> Pipeline:
-    """A pipeline of a model of transformers, of which each rank reads the weights of its own stages alone.
+    """A pipeline of a model of transformers. Each rank reads the weights of its own stages alone.
 
-    The weights are read in the first call, or in ``prepare``, when the stages are cut. Until then neither
-    their values nor a copy of them can be had. As transformers leaves it, the model is in evaluation mode:
-    call ``pipe.train()``. It is ``pipe.unsplit_model``.
+    The first call, or ``prepare``, cuts the stages and reads their weights. Before that, reading or copying a
+    weight raises an error. The model is ``pipe.unsplit_model``. It is in evaluation mode, as transformers
+    leaves it: call ``pipe.train()``.
 
     Args:
         name: a folder that ``save_pretrained`` wrote, or a name on the Hub.
         devices: as for ``compile``.
         model_class: which ``from_pretrained`` to call, such as ``AutoModelForSequenceClassification``. None:
-            that of the class that was saved.
-        peft_config: of an adapter of PEFT, such as ``LoraConfig``. The pipeline is then of
+            the class that was saved.
+        peft_config: an adapter of PEFT, such as ``LoraConfig``. The pipeline then trains
             ``peft.get_peft_model(model, peft_config)``.
         given: the options of ``compile``, and the arguments of the model's ``from_pretrained``, such as
             ``dtype`` and ``num_labels``.
@@ -157,14 +157,11 @@ def _pipeline(
     if ranks.world.is_distributed:
         require_same_options(ranks, model, options)
     device = next(iter(ranks.devices.values()))
-    device_model = options.device_model or default_device_model(device)
-    profile = options.profile
-    if isinstance(profile, str | Path):
-        profile = load_profile(profile)
+    costs = load_profile(options.costs) if isinstance(options.costs, str | Path) else options.costs
+    profile = costs if isinstance(costs, Profile) else None
+    device_model = costs if isinstance(costs, DeviceModel) else default_device_model(device)
     topology = _topology(options, ranks, device_model)
-    policy = make_schedule_policy(
-        options.schedule, ranks.count, options.stages, options.replicas, options.asynchronous
-    )
+    policy = make_schedule_policy(options.schedule, ranks.count, options.stages, options.replicas)
     microbatches = resolve_num_microbatches(policy, options.microbatches)
     check_conflicts(options, policy, microbatches, topology)
     precision = None if options.precision is None else Precision(options.precision)
@@ -189,7 +186,6 @@ def _pipeline(
         _sync_spec(options, ranks),
         optimizer,
         buffers_on_any_stage=ranks.world.is_distributed or len({*ranks.devices.values()}) == 1,
-        fused_gradients=options.fused_gradients,
         recorded=recorded_options(options),
     )
     candidate = Candidate(
@@ -199,17 +195,15 @@ def _pipeline(
         tunes_replicas=options.replicas == "auto",
         tunes_shard=options.shard == "auto",
         may_rearrange=options.batch != "local",
-        dynamic=options.dynamic,
     )
     settings = CompileSettings(
-        options.loss_fn,
+        options.loss_fn if callable(options.loss_fn) else None,
         device,
         precision,
         weight_name(options.microbatch_weight),
-        requires_proof=options.microbatch_weight == "proved",
         checks=options.check != "off",
         check_every=options.check if isinstance(options.check, int) else int(options.check == "always"),
-        loss_path=as_path(options.loss_key),
+        loss_path=loss_path_of(options.loss_fn),
     )
     compiler = Compiler(model, tensors.canonical, settings, candidate)
     executions = functools.partial(
@@ -284,15 +278,15 @@ def profile(
 
     Args:
         example: the model, its arguments and its loss. Its tensors are not changed.
-        microbatch_size: how many rows to run at once, best those of a microbatch of the training to come.
-            None: an eighth of the example's rows.
+        microbatch_size: the number of rows to run at once, best the size of a microbatch in training. None:
+            an eighth of the example's rows.
         device: where to run. A model on meta is given random values there.
         repeats: how often each operator is timed; the median counts.
         ranks: how many ranks will share the device, or its memory bus and caches if it is a CPU. The whole
             model then runs in as many copies at a time, and is as slow as they make each other. Under
             ``torchrun`` each process profiles by itself: call it in all of them at a time, with one.
-        precision: that which ``compile`` will be given.
-        progress: wraps the iteration over the runs, for a progress bar.
+        precision: the ``precision`` that ``compile`` will get.
+        progress: wraps the iteration over the runs, as ``tqdm`` does.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -319,9 +313,16 @@ def profile(
     model, rows = example.model, call.rows(0, size)
     canonical = ModelTensors.of(model).canonical
     with autocast(None if precision is None else Precision(precision), where):
-        loss_path = as_path(example.loss_key)
         graph = capture_with_variables(
-            CaptureRequest(model, example.loss_fn, Mode.TRAIN, rows, canonical, where, loss_path=loss_path),
-            VariableHistory(expects_lengths=True).of(rows, Mode.TRAIN),
+            CaptureRequest(
+                model,
+                example.loss_fn if callable(example.loss_fn) else None,
+                Mode.TRAIN,
+                rows,
+                canonical,
+                where,
+                loss_path=loss_path_of(example.loss_fn),
+            ),
+            VariableHistory().of(rows, Mode.TRAIN),
         )
     return profile_graph(graph, model, rows, where, repeats, ranks, progress)

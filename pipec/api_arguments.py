@@ -46,9 +46,8 @@ class Example:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
-    loss_fn: Callable[..., Any] | None = None
+    loss_fn: Callable[..., Any] | LossKey | LossPath | None = None
     batched: BatchedOption | None = None
-    loss_key: LossKey | LossPath | None = None
 
     def __post_init__(self) -> None:
         check_arguments(EXAMPLE_FIELDS, vars(self))
@@ -62,7 +61,6 @@ EXAMPLE_FIELDS = {
     "kwargs": instance("a dict of the model's keyword arguments", Mapping),
     "loss_fn": OPTIONS["loss_fn"].rule,
     "batched": OPTIONS["batched"].rule,
-    "loss_key": OPTIONS["loss_key"].rule,
 }
 """What each field of an ``Example`` must be."""
 

@@ -1,25 +1,22 @@
-"""What pipec says, and helpers for what a script says, once however many processes run the script.
+"""What pipec says, once however many processes run the script.
 
 pipec speaks through ``logging.getLogger("pipec")``, and through ``warnings`` where results may not be what
 the script expects. Records go to the handlers of the script; if it has none, to stderr, behind "pipec: ".
-``torchrun`` starts the same script on every rank: these helpers act on rank 0 and are silent on the others.
+``torchrun`` starts the same script on every rank: rank 0 speaks, and the others are silent.
 """
 
-import contextlib
 import functools
 import logging
-import operator
 import os
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, Self, TypeVar
 
 from rich import get_console
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
 
@@ -84,49 +81,14 @@ def warn(message: str) -> None:
 
 @rank_zero_only
 def log(*objects: object) -> None:
-    """``print`` on rank 0, beside a running ``progress`` bar too."""
+    """``print`` on rank 0; the other ranks print nothing."""
     print(*objects, flush=True)
 
 
 @functools.cache
 def terminal() -> Console:
-    """The console of progress bars and activities: stderr, since stdout is the script's."""
+    """The console of activities: stderr, since stdout is the script's."""
     return Console(stderr=True, quiet=not is_rank_zero(), highlight=False, emoji=False, soft_wrap=True)
-
-
-class progress(Generic[T]):
-    """Iterate over ``items`` behind a progress bar; ``show`` puts text at its end.
-
-    The bar appears on rank 0 and only in a terminal: a log file gets no bar. The number of items is shown if
-    they know it, as a list or a DataLoader does.
-
-    >>> for step, batch in (bar := progress(enumerate(loader), "training")):
-    ...     bar.show(f"step {step}")
-    """
-
-    def __init__(self, items: Iterable[T], description: str = "") -> None:
-        self.items = items
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            console=terminal(),
-            redirect_stdout=sys.stdout.isatty(),
-            disable=not terminal().is_terminal,
-        )
-        self._task = self._bar.add_task(description, total=operator.length_hint(items) or None, text="")
-
-    def __iter__(self) -> Iterator[T]:
-        with _STATUS_LINE.replaced_by_bar(), self._bar:
-            for item in self.items:
-                yield item
-                self._bar.advance(self._task)
-
-    def show(self, text: str) -> None:
-        """Show ``text``, such as the current loss, at the end of the bar."""
-        self._bar.update(self._task, text=text)
 
 
 STATUS_DELAY_SECONDS = 2.0
@@ -197,14 +159,13 @@ class _StatusLine:
 
     def __init__(self) -> None:
         self._activities: list[object] = []
-        self._num_bars = 0
         self._line: Status | None = None
         self.changes = threading.RLock()
 
     def add(self, activity: object) -> bool:
         """Show ``activity`` until it is removed. False: there is no terminal, or a bar is shown."""
         with self.changes:
-            if not terminal().is_terminal or self._num_bars or _script_shows_bar():
+            if not terminal().is_terminal or _script_shows_bar():
                 return False
             self._activities.append(activity)
             self.draw()
@@ -216,23 +177,10 @@ class _StatusLine:
                 self._activities.remove(activity)
                 self.draw()
 
-    @contextlib.contextmanager
-    def replaced_by_bar(self) -> Iterator[None]:
-        """Hide the line while a bar is shown."""
-        with self.changes:
-            self._num_bars += 1
-            self.draw()
-        try:
-            yield
-        finally:
-            with self.changes:
-                self._num_bars -= 1
-                self.draw()
-
     def draw(self) -> None:
         """Show the last activity as it is now."""
         with self.changes:
-            if not self._activities or self._num_bars:
+            if not self._activities:
                 if self._line is not None:
                     self._line.stop()
                 self._line = None

@@ -14,7 +14,11 @@ class PipecError(Exception):
 
 
 class PipecWarning(UserWarning):
-    """Results may differ from what a script expects; ``-W error::pipec.errors.PipecWarning`` stops there."""
+    """Results may differ from what a script expects.
+
+    ``warnings.simplefilter("error", pipec.PipecWarning)`` in the script makes it an error. Python ignores the
+    class as a value of ``-W``, because it reads that before it can import pipec.
+    """
 
 
 class CaptureError(PipecError):

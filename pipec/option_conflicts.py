@@ -7,7 +7,6 @@ from pipec.errors import InputError
 from pipec.hardware.topology import Topology
 from pipec.ir import Precision
 from pipec.options import Options
-from pipec.runtime.stages.kernels import require_source
 
 
 def check_conflicts(
@@ -19,13 +18,6 @@ def check_conflicts(
     """
     if policy.may_be_asynchronous:
         _check_asynchronous(options, policy)
-    if options.loss_key is not None and options.loss_fn is not None:
-        raise InputError(
-            "loss_key says which result of the model is its loss, but loss_fn computes the loss itself; "
-            "pass one of the two"
-        )
-    if options.fused_gradients:
-        _check_fused_gradients(options)
     if options.batch == "local":
         _check_local_batch(options, policy, microbatches)
     if options.offload is not None:
@@ -55,7 +47,7 @@ def _check_local_batch(options: Options, policy: SchedulePolicy, microbatches: i
 
 def _check_asynchronous(options: Options, policy: SchedulePolicy) -> None:
     """Refuse options that need a synchronous schedule, if the schedule may be asynchronous."""
-    name = f"schedule {policy.source!r}" + " with asynchronous=True" * policy.asynchronous
+    name = f"schedule {options.schedule!r}"
     if options.optimizer is None:
         raise InputError(
             f"{name} updates each stage after every mini-batch, and so makes the updates itself; pass "
@@ -114,16 +106,6 @@ def _check_offload(options: Options, policy: SchedulePolicy, topology: Topology)
             f"offload is {offload!r}, which moves no more than memory asks for; pass the bytes that a device "
             "has, such as memory_limit='16GiB', or a topology that says so"
         )
-
-
-def _check_fused_gradients(options: Options) -> None:
-    """Refuse products of another type than the sums that they are to be added to."""
-    if options.precision is not None:
-        raise InputError(
-            "fused_gradients adds products of weights' own type to sums of that type, but with precision="
-            f"{str(options.precision)!r} products have 16 bits and sums 32; leave out one of the two"
-        )
-    require_source(options.kernels)
 
 
 def _check_without_optimizer(options: Options) -> None:

@@ -1,8 +1,8 @@
-"""Every option of ``pipec.compile``, once: its type, its default, what it must be and what it means.
+"""All options of ``pipec.compile``: type, default, check, meaning.
 
-All else is derived from here: the arguments and the documentation of ``compile``, its errors, what ranks
-compare, what an artifact records, and the flags of the command line. So this file loads no torch.
-Annotations are text, which ``help(pipec.compile)`` prints as it is: types are written out.
+The arguments and the documentation of ``compile``, the comparison of ranks, the record in artifacts and the
+flags of the command line follow from it. It imports no torch. ``help(pipec.compile)`` prints annotations as
+they are written here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from pipec.ir import NonFiniteAction, Precision, ShardingLevel
 from pipec.ir.argument_checks import (
     DEVICES,
-    FLAG,
     FUNCTION,
     KERNELS,
     MICROBATCH_WEIGHT,
@@ -54,8 +53,8 @@ P = ParamSpec("P")
 class Flag:
     """The flag of an option on the command line.
 
-    Its text is read by ``reads``; None: it is one of the choices of the option's rule, or a switch. Commands
-    that plan have the flag if it ``plans``.
+    ``reads`` converts its text; None: the text is one of the choices of the option's rule. Commands that plan
+    have the flag if it ``plans``.
     """
 
     help: str
@@ -66,9 +65,9 @@ class Flag:
 
 @dataclass(frozen=True)
 class Option:
-    """What is declared of an option besides its name, type and default.
+    """The rule, documentation and flag of an option.
 
-    Ranks must pass the same if it is ``compared``; of others rank 0's count, or each rank's own.
+    All ranks must pass the same value if it is ``compared``.
     """
 
     rule: ArgumentRule
@@ -98,84 +97,66 @@ GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of ``compile`` besides the model, each checked by itself.
+    """The arguments of ``compile`` besides the model.
 
-    What they mean together is checked in ``option_conflicts``.
-
-    Raises InputError for a value that is not of its kind.
+    Raises InputError for a value that breaks its rule; ``option_conflicts`` checks combinations.
     """
 
     devices: int | Sequence[str | device] | None = option(
         None,
         DEVICES | NONE,
-        """how many ranks, or the device of each. Under ``torchrun`` each process is one rank. None: as
-        many ranks as there are processes; in one process alone, as many as it has GPUs, or one.""",
+        """The number of ranks, or a list with the device of each. Under ``torchrun`` each process is one
+        rank. Default: one rank for each process; without ``torchrun``, one for each GPU, or one.""",
     )
     _: KW_ONLY
-    loss_fn: Callable[..., Any] | None = option(
+    loss_fn: Callable[..., Any] | str | int | tuple[str | int, ...] | None = option(
         None,
-        FUNCTION | NONE,
-        """``loss_fn(output, target)``, one floating-point number; or ``(loss, logs)``, logs being
-        tensors by name, per row or reduced, which ``step`` keeps in ``logs``. None: the model returns its
-        loss, as a tensor, as ``.loss`` or under ``"loss"``, or as the only number that requires a
-        gradient.""",
-    )
-    loss_key: str | int | tuple[str | int, ...] | None = option(
-        None,
-        instance("the key, attribute or position of the loss, or a tuple of them", str, int, tuple) | NONE,
-        """which of several results of the model is its loss: a key, an attribute, a position, or a tuple of
-        these, such as ``(1, "total")`` for ``output[1]["total"]``. None: it is found; an error asks where
-        several numbers may be the loss.""",
+        FUNCTION
+        | instance("the key, attribute or position of the loss, or a tuple of them", str, int, tuple)
+        | NONE,
+        """``loss_fn(output, target)``, which returns the loss, or ``(loss, logs)`` with a dict of tensors
+        that ``step`` keeps in ``logs``. A key, attribute or position, or a tuple such as ``(1, "total")``,
+        names the loss among the model's results. Default: pipec finds the loss in what the model returns.""",
     )
     schedule: str | Path | Callable[[int, int], Schedule] = option(
         "1f1b",
         instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
-        """a name, such as ``1f1b`` or ``zb-h1``; ``"auto"`` for the fastest one found for the model's
-        costs within the memory limit; a ``Path`` to a file of compute orders; or a function of the number
-        of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md. ``pipedream`` and
-        its kin have no flush: train with ``pipe.stream``, and see docs/streams.md.""",
-        flag=Flag("A name such as 1f1b or zb-h1, auto, or a .txt file of compute orders.", str),
+        """The name of a schedule such as ``"zb-h1"``, ``"auto"`` for the fastest one that fits, or
+        ``"auto-async"`` for the fastest one with asynchronous schedules; a ``Path`` to a file of compute
+        orders; or a function of the numbers of ranks and microbatches. See docs/schedules.md.""",
+        flag=Flag("A name such as 1f1b or zb-h1, auto, auto-async, or a .txt file of compute orders.", str),
     )
     microbatches: int | None = option(
         None,
         integer_between(1, MOST_MICROBATCHES) | NONE,
-        """how many a mini-batch is split into. None: as many as the simulated step is fastest
-        with, within the memory limit.""",
-        flag=Flag("How many a mini-batch is split into; default: the fastest found.", int),
+        """The number of microbatches in a mini-batch. Default: the number with the fastest simulated step
+        within the memory limit.""",
+        flag=Flag("Microbatches in a mini-batch; default: the fastest number found.", int),
     )
     stages: int | None = option(
         None,
         integer_between(1, MOST_RANKS) | NONE,
-        """how many each pipeline has. None: as many as the schedule has on all devices. With fewer there
-        are several pipelines side by side: they take the microbatches in turn and sum their gradients.
-        ``stages=1`` is data parallelism.""",
-        flag=Flag("Stages of a pipeline; with fewer than devices, they have replicas.", int),
+        """The number of stages of a pipeline. With fewer stages than devices, several pipelines share each
+        mini-batch and sum their gradients: ``stages=1`` is data parallelism. Default: one pipeline on all
+        devices. See docs/replicas.md.""",
+        flag=Flag("Stages of a pipeline; with fewer stages than devices, stages have replicas.", int),
     )
     replicas: int | tuple[int, ...] | str = option(
         1,
         integer_between(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
-        """how many ranks share each stage: 2 makes two pipelines of half as many stages. ``(3, 2, 1)``
-        puts the first of three stages on three ranks and so on, under ``1f1b`` or
-        ``pipedream``. ``"auto"``: as many as the simulated step is fastest with.""",
-        flag=Flag("Ranks that share a stage: 2, those of each stage such as 3-2-1, or auto.", str),
-    )
-    asynchronous: bool = option(
-        False,
-        FLAG,
-        """lets ``schedule="auto"`` choose a schedule without a flush where that is faster. It is
-        other mathematics: gradients are those of weights that lack some updates; see docs/streams.md. It
-        needs ``optimizer``; train with ``pipe.stream``.""",
-        flag=Flag("Let --schedule auto choose one without a flush: delayed gradients."),
+        """The number of ranks that share each stage. A tuple such as ``(3, 2, 1)`` has one number for each
+        stage, under ``1f1b`` or ``pipedream``; ``"auto"`` chooses the fastest. Default: 1. See
+        docs/replicas.md.""",
+        flag=Flag("Ranks that share a stage: 2, one number for each stage such as 3-2-1, or auto.", str),
     )
     optimizer: Callable[[list[tuple[str, Tensor]]], Optimizer | Sequence[Optimizer]] | None = option(
         None,
         OPTIMIZER | NONE,
-        """makes the optimizer of ``(name, parameter)`` pairs, such as
-        ``functools.partial(torch.optim.AdamW, lr=1e-3)``; every step then ends with its update, and
-        ``pipe.optimizer`` is there for LR schedulers and checkpoints. See docs/optimizers.md. None: you
-        step an optimizer of your own, made of ``pipe.parameters()``.""",
+        """A function from ``(name, parameter)`` pairs to an optimizer, such as
+        ``functools.partial(torch.optim.AdamW, lr=1e-3)``. Each step then ends with an update. Default: the
+        script makes its own optimizer of ``pipe.parameters()``. See docs/optimizers.md.""",
         flag=Flag(
-            "Let the program update: a class of torch.optim such as AdamW, or module:factory.",
+            "Update in each step, with a class of torch.optim such as AdamW, or module:factory.",
             str,
             metavar="NAME",
         ),
@@ -183,165 +164,131 @@ class Options:
     clip_grad_norm: float | None = option(
         None,
         number(0, math.inf) | NONE,
-        """with ``optimizer``, the most that the norm of the whole model's gradients may be; of
-        each stage's, where there is no flush.""",
-        flag=Flag("The most that the norm of all gradients may be.", float),
+        """With ``optimizer``, the largest norm of all gradients together; under an asynchronous schedule,
+        of each stage's gradients. Default: no clipping. See docs/optimizers.md.""",
+        flag=Flag("The largest norm of all gradients together.", float),
     )
     shard: str | None = option(
         None,
         one_of(*map(str, ShardingLevel), "auto") | NONE,
-        """with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
-        ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3). ``"auto"``: what
-        the simulated step is fastest with, within the memory limit.""",
-        flag=Flag("What replicas keep only a share of, besides what stands before it."),
+        """With ``optimizer``, the tensors that replicas divide: ``"optimizer"`` its state, ``"gradients"``
+        also gradients, ``"parameters"`` also parameters (ZeRO 1, 2 and 3). ``"auto"`` chooses the fastest
+        that fits. Default: nothing is divided. See docs/replicas.md.""",
+        flag=Flag("The tensors that replicas divide: state, also gradients, also parameters."),
     )
     gradient_dtype: str | None = option(
         None,
         one_of(*GRADIENT_DTYPES) | NONE,
-        """``"bf16"`` or ``"fp16"`` lets gradients travel between replicas, and be summed there,
-        with fewer bits. None: as they are.""",
-        flag=Flag("Let gradients travel between replicas with fewer bits."),
+        """``"bf16"`` or ``"fp16"`` for messages and sums of gradients between replicas. Default: the
+        gradients' own type. See docs/replicas.md.""",
+        flag=Flag("The type of gradients between replicas."),
     )
     on_nan: str = option(
         "ignore",
         one_of("ignore", *map(str, NonFiniteAction)),
-        """the reaction to a step whose loss is NaN or whose gradients are not all finite. ``"raise"``: all
-        ranks raise NonFiniteError. ``"skip"``: the step updates nothing, and ``pipe.num_skipped`` counts it.
-        ``"ignore"``: values are not checked. See docs/optimizers.md.""",
-        flag=Flag("The reaction to a step whose loss or gradients are not finite."),
+        """The reaction to a loss or gradients that are not finite: ``"raise"`` raises NonFiniteError on all
+        ranks, ``"skip"`` skips the update and counts it in ``pipe.num_skipped``. Default: ``"ignore"``,
+        nothing is checked. See docs/optimizers.md.""",
+        flag=Flag("The reaction to a loss or gradients that are not finite."),
     )
     batch: str = option(
         "same",
         one_of("same", "rank0", "local"),
-        """what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
-        which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
-        ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes, and the rest is
-        dropped: not for loaders that give each rank a part. ``"local"``: the
-        part of the batch of its replica, ``pipe.replica`` of ``pipe.num_replicas``, with any number of
-        rows; see docs/replicas.md.""",
+        """The batch that each rank passes to ``step`` under ``torchrun``. ``"same"``, the default: the same
+        mini-batch, which every step compares. ``"rank0"``: only rank 0's batch is used; the other ranks may
+        pass nothing. ``"local"``: the rows of its replica. See docs/replicas.md.""",
     )
     batched: Mapping[str | int, Any] | None = option(
         None,
         instance("a dict of arguments to a dimension, a pattern such as '(t b)', or None", Mapping) | NONE,
-        """how arguments of ``step`` are split, by name or position: the dimension that is the batch,
-        or None for one that every microbatch needs whole, such as ``{"x": 1, "table": None}``; for an
-        argument of several tensors a structure of these. A dimension in which the batch is merged with
-        another one is written as in einops, with ``b`` for the batch: ``{"target": "(t b)"}``. The model
-        gets its arguments as they are passed, of fewer rows. Arguments that are left out are split along
-        dimension 0 if they have as many rows as the batch, unless that is wrong; see docs/batch.md.""",
+        """The batch dimension of arguments of ``step``, by name or position, such as ``{"x": 1}``; None for
+        an argument that every microbatch needs whole; ``"(t b)"`` for a batch that is merged with another
+        dimension. Default: dimension 0 of every argument with as many rows as the batch. See
+        docs/batch.md.""",
     )
     microbatch_weight: str | Callable[..., Any] | None = option(
         None,
         MICROBATCH_WEIGHT | NONE,
-        """how much the loss of a microbatch counts, where the model does not show it: a
-        function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
-        loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
-        losses up. None: read off the graph, and a warning says where that cannot be; with ``"proved"`` an
-        error does.""",
+        """The weight of a microbatch's loss in the loss of the batch: ``"rows"`` for its number of rows,
+        ``"sum"`` to add losses, or a function of the microbatch's arguments. Default: pipec reads it off the
+        graph, and warns where it cannot. See docs/batch.md.""",
     )
     check: str | int = option(
         "first",
         one_of("first", "off", "always") | integer_between(1, MOST_MICROBATCHES),
-        """which steps are compared with the model itself. ``"first"``: before the first step of each kind
-        of call, a few of its rows are run in microbatches and by the model in eager torch, and loss,
-        outputs and gradients must agree. ``"always"``: before every step, and ``100``: before every
-        hundredth, too. ``"off"``: nothing is compared. See docs/batch.md.""",
+        """The steps before which a few rows are run by the pipeline and by the model in eager torch, and
+        compared. ``"first"``, the default: the first step of each kind of call; ``"always"``: every step;
+        ``100``: also every hundredth step; ``"off"``: none. See docs/batch.md.""",
         flag=Flag("Whether the first step is compared with the model in eager torch."),
     )
     precision: str | None = option(
         None,
         one_of(*map(str, Precision)) | NONE,
-        """``"bf16-mixed"`` or ``"fp16-mixed"`` lets operators compute in bfloat16 or float16 where
-        ``torch.autocast`` does, with weights and gradients in float32. With ``"fp16-mixed"`` the loss is
-        scaled, as by ``torch.amp.GradScaler``; it needs ``optimizer``. None: the model's own types. See
-        docs/precision.md.""",
-        flag=Flag("Let operators compute with 16 bits beside float32 weights."),
+        """``"bf16-mixed"`` or ``"fp16-mixed"`` computes as ``torch.autocast`` does, with weights and
+        gradients in float32; ``"fp16-mixed"`` scales the loss and needs ``optimizer``. Default: the model's
+        own types. See docs/precision.md.""",
+        flag=Flag("Compute with 16 bits beside float32 weights."),
     )
     kernels: str = option(
         "source",
         KERNELS,
-        """how a rank runs its stages: ``"source"``, the generated Python; or ``"inductor"``, compiled by
-        torch's inductor at the first step of each size, to sums in another order. See docs/kernels.md.""",
-        flag=Flag("How ranks run their stages: as their source, or compiled by inductor.", plans=False),
-    )
-    fused_gradients: bool = option(
-        False,
-        FLAG,
-        """lets the gradients of weights that are a matrix product be added to their sum within
-        it, which saves memory, and that of cross entropy be made of the probabilities, which saves time
-        where there are thousands of classes. Both change the last bits of gradients. It is for the
-        model's own types and ``kernels="source"``.""",
-        flag=Flag("Make gradients in fewer steps, with other last bits."),
+        """``"source"``, the default, runs the generated Python of each stage; ``"inductor"`` compiles it
+        with torch's inductor, which sums in another order. See docs/kernels.md.""",
+        flag=Flag("Run stages as their source, or compiled by inductor.", plans=False),
     )
     recompute: str = option(
         "auto",
         one_of("auto", "none", "full"),
-        """``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
-        received and computes the rest again; ``"auto"`` computes again as little as lets every device
-        stay within ``memory_limit``. See docs/recompute.md.""",
-        flag=Flag("auto recomputes as little as --memory-limit lets it."),
+        """``"auto"``, the default, recomputes only what does not fit into ``memory_limit``; ``"none"`` saves
+        every value that the backward reads; ``"full"`` saves only what a stage receives. See
+        docs/recompute.md.""",
+        flag=Flag("auto recomputes only what does not fit into --memory-limit."),
     )
     memory_limit: int | str | None = option(
         None,
         number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
-        """bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
-        of an optimizer outside the programs does not. None: on a GPU its memory less what CUDA and
-        its libraries need, which the plan shows; on a CPU no limit.""",
-        flag=Flag("Bytes per device, such as 16GiB.", str),
+        """Bytes for each device, or text such as ``"16GiB"``; the state of ``optimizer`` counts. Default: the
+        memory of a GPU without what CUDA needs; no limit on a CPU. See docs/memory.md.""",
+        flag=Flag("Bytes for each device, such as 16GiB.", str),
     )
     offload: str | None = option(
         None,
         one_of("activations", "optimizer", "all") | NONE,
-        """``"activations"`` lets values that wait for the backward do so in host memory, as few as let
-        every device stay within ``memory_limit``, chosen together with ``recompute``. See
-        docs/memory.md. ``"optimizer"`` keeps the state of ``optimizer`` there between updates. ``"all"``
-        does both. None: all stays on its device.""",
-        flag=Flag("What waits in host memory; activations as --memory-limit asks."),
+        """The tensors that wait in host memory: ``"activations"``, as few saved values as ``memory_limit``
+        needs; ``"optimizer"``, its state between updates; or ``"all"``. Default: none. See
+        docs/memory.md.""",
+        flag=Flag("The tensors that wait in host memory."),
     )
     topology: Topology | str | Path | None = option(
         None,
         _made_by("a pipec.Topology", "pipec.hardware.topology", "Topology") | _FILE | NONE,
-        """how fast the devices are, how much they hold and how they are joined, or the file that says
-        so; see docs/planner.md. Rank r is its device r. Without ``devices`` it may have more than there
-        are, all of them alike. None: devices that are alike, on the hosts where ranks run; the plan
-        shows what is assumed of GPUs.""",
-        flag=Flag("How fast devices are, what they hold and how they are joined: a TOML or JSON file.", Path),
+        """The speed and memory of the devices and the links between them, or the path of a topology file.
+        Default: equal devices on the hosts of the ranks. See docs/planner.md.""",
+        flag=Flag("A file with the speed and memory of the devices and the links between them.", Path),
     )
-    device_model: DeviceModel | None = option(
+    costs: Profile | DeviceModel | str | Path | None = option(
         None,
-        _made_by("what pipec.calibrate returns", "pipec.hardware.devices", "DeviceModel") | NONE,
-        """what turns FLOPs and bytes into seconds, such as ``pipec.calibrate("cpu")`` measures.
-        None: an entry of a table, by the kind of device; with ``schedule="auto"`` a CPU is measured, once
-        on a machine. See docs/planner.md.""",
-        compared=False,
-    )
-    profile: Profile | str | Path | None = option(
-        None,
-        _made_by("a pipec.Profile", "pipec.cost.profile", "Profile") | _FILE | NONE,
-        """measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
-        None: the device model.""",
-        flag=Flag("Measured times, from `pipec profile`, to cut by.", Path),
+        _made_by("a pipec.Profile", "pipec.cost.profile", "Profile")
+        | _FILE
+        | _made_by("what pipec.calibrate returns", "pipec.hardware.devices", "DeviceModel")
+        | NONE,
+        """Measured times to plan by: the result of ``pipec.profile`` or ``pipec.calibrate``, or the path of
+        a profile. Default: a table of devices; ``schedule="auto"`` on a CPU measures it once. See
+        docs/planner.md.""",
+        flag=Flag("A profile, from `pipec profile`; or calibrate, to measure this device first.", str),
         compared=False,
     )
     weights: str | Path | None = option(
         None,
         instance("the path of a folder", str, Path) | NONE,
-        """for a model of transformers on meta, the folder of its weights, as ``save_pretrained`` writes it.
-        Each rank reads those of its own stages, in the first call. What the folder lacks is initialised as
-        transformers does.""",
-    )
-    dynamic: bool = option(
-        True,
-        FLAG,
-        """compile once for every size of microbatch and every length of token ids, and from the second one on
-        for every other size and every number among the arguments. False: for each separately, which takes
-        half the time where there is only one, as for a plan that is only looked at; ``microbatches=None``
-        then means up to four a rank. A ``profile`` is of dynamic graphs.""",
+        """The folder of a transformers model's weights, as ``save_pretrained`` writes it, for a model on the
+        meta device: each rank reads the weights of its own stages. Default: the model's own values. See
+        docs/memory.md.""",
     )
     timeout: float = option(
         300.0,
         SECONDS,
-        """seconds to wait for another process before giving it up.""",
+        """Seconds to wait for another process before giving it up. Default: 300. See docs/reliability.md.""",
         compared=False,
     )
 
@@ -360,7 +307,7 @@ class Options:
 
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(Options)}
-"""What is declared of each option, in the order of the arguments of ``compile``."""
+"""The declaration of each option, in the order of the arguments of ``compile``."""
 
 
 def takes_options(

@@ -11,9 +11,11 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from constant_batch import constant_front_ends
 from golden_files import compare_golden
 
 from pipec import console
+from pipec.capture import tracer
 from pipec.errors import PipecWarning
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,6 +48,12 @@ def said(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> I
     console.logger.addHandler(handler)
     yield messages
     console.logger.removeHandler(handler)
+
+
+@pytest.fixture
+def constant_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture every graph as that of a model that makes a constant of the batch."""
+    monkeypatch.setattr(tracer, "FRONT_ENDS", constant_front_ends())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

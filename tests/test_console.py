@@ -53,25 +53,6 @@ def test_rank_zero_only_calls_the_function_on_rank_zero_only(rank: str) -> None:
     assert (calls, result) == (([5], "done") if rank == "0" else ([], None))
 
 
-def test_progress_yields_every_item_and_leaves_no_bar_in_a_file(
-    rank: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = []
-    for item in (bar := console.progress(["a", "b"], "training")):
-        bar.show(f"loss of {item}")
-        seen.append(item)
-    assert seen == ["a", "b"]
-    assert capsys.readouterr().out == ""
-
-
-def test_progress_takes_what_does_not_know_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(console, "terminal", lambda: Console(file=out, force_terminal=True, width=80))
-    assert list(console.progress(enumerate("ab"), "training")) == [(0, "a"), (1, "b")]
-    assert "training" in out.getvalue()
-    assert [*console.progress(x for x in "ab")] == ["a", "b"]
-
-
 @contextlib.contextmanager
 def without_handlers() -> Iterator[None]:
     """As in a script that has configured no logging."""
@@ -177,19 +158,6 @@ def test_a_notice_appears_once_patience_is_over(
     assert ("compiles, for a reason: done in " in told()) != in_terminal
 
 
-def test_an_activity_beside_a_bar_is_logged(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    screen = Console(file=io.StringIO(), force_terminal=True, width=80)
-    monkeypatch.setattr(console, "terminal", lambda: screen)
-    monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.0)
-    for _ in console.progress(["a"], "training"):
-        with console.delayed_status("compiles, for a reason"):
-            wait_until(lambda: said)
-    assert [without_seconds(each) for each in said] == [
-        "compiles, for a reason",
-        "compiles, for a reason: done",
-    ]
-
-
 class CountedConsole(Console):
     """Counts the live displays that are in the terminal at the same time."""
 
@@ -224,10 +192,6 @@ def test_the_terminal_has_one_line_whatever_is_in_progress(screen: CountedConsol
     with console.status("loading torch"):
         wait_for("pipec: loading torch ...", out)
         with console.delayed_status("compiling, for a reason"):
-            wait_for("pipec: compiling, for a reason", out)
-            out.truncate(0)
-            for _ in console.progress(["a"], "measuring"):
-                wait_for("measuring", out)
             wait_for("pipec: compiling, for a reason", out)
         out.truncate(0)
         wait_for("pipec: loading torch ...", out)

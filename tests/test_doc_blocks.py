@@ -54,7 +54,7 @@ def test_blocks_that_do_not_run_are_counted() -> None:
 
 def test_languages_say_how_a_block_is_checked() -> None:
     languages = {block.language for found in BLOCKS.values() for block in found}
-    assert languages == {"python", "output", "console", "text", "toml", "{toctree}", "{eval-rst}"}
+    assert languages == {"python", "output", "console", "text", "toml", "diff", "{toctree}", "{eval-rst}"}
 
 
 @pytest.mark.parametrize(

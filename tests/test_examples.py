@@ -1,6 +1,5 @@
 """Every example runs unchanged; alone and under torchrun they print the same losses."""
 
-import difflib
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 import worker_processes
+from doc_blocks import Block, blocks, pages, without_pipec
+from page_views import embedded
 from worker_processes import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -24,7 +25,6 @@ def results(printed: str) -> list[str]:
 @pytest.mark.parametrize(
     ("script", "arguments", "num_ranks"),
     [
-        ("huggingface_gpt2.py", ("--steps", "3"), 4),
         ("resnet_digits.py", ("--epochs", "1"), 4),
         ("data_parallel_digits.py", ("--epochs", "1"), 2),
     ],
@@ -72,14 +72,35 @@ def test_a_llama_from_a_folder_is_the_same_on_any_number_of_ranks(tmp_path: Path
     assert float(alone[0].split()[-1]) == pytest.approx(expected, rel=1e-2)
 
 
+LEARNED = {
+    "semi_supervised.py": (("--epochs", "10"), r"([\d.]+)% with unlabelled images", 85.0),
+    "collaborative.py": (("--rounds", "2"), r"([\d.]+)% of the shared model", 80.0),
+    "evolutionary.py": (("--generations", "2"), r"test accuracy ([\d.]+)%", 90.0),
+    "finetune_digits.py": (("--epochs", "1"), r"([\d.]+)% on 5 to 9", 70.0),
+    "navigation.py": (("--updates", "1"), r"([\d.]+)% after", 60.0),
+    "on_device.py": ((), r"([\d.]+)% on the last", 70.0),
+    "policy_gradient.py": (("--updates", "6"), r"update +24 .* ([\d.]+) moves", 100.0),
+}
+"""Fewer rounds for two processes; where a result is, and what it is at least.
+
+Chance is 10% of the digits, 5% of the walkers, and 20 moves until a pole falls that nobody balances.
+"""
+
+
+@pytest.mark.parametrize("script", LEARNED)
+def test_a_workflow_learns_and_two_processes_begin_alike(script: str, tmp_path: Path) -> None:
+    fewer, pattern, least = LEARNED[script]
+    printed = run_script(EXAMPLES / script, (), 0, tmp_path)
+    found = re.search(pattern, printed)
+    assert found, printed
+    assert float(found[1]) >= least
+    distributed = run_script(EXAMPLES / script, fewer, 2, tmp_path)
+    assert results(distributed)[0] == results(printed)[0]
+
+
 @pytest.mark.parametrize(
     ("script", "arguments"),
-    [
-        ("contrastive_digits.py", ("--epochs", "1")),
-        ("finetune_digits.py", ("--epochs", "1")),
-        ("gan_digits.py", ("--epochs", "2")),
-        ("policy_gradient.py", ("--updates", "2")),
-    ],
+    [("contrastive_digits.py", ("--epochs", "1")), ("gan_digits.py", ("--epochs", "2"))],
 )
 def test_two_processes_print_losses(script: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
     printed = results(run_script(EXAMPLES / script, arguments, 2, tmp_path))
@@ -87,56 +108,42 @@ def test_two_processes_print_losses(script: str, arguments: tuple[str, ...], tmp
     assert "nan" not in "".join(printed)
 
 
-def test_data_parallelism_is_three_lines_and_prints_the_losses_of_plain_pytorch(tmp_path: Path) -> None:
-    scripts = [EXAMPLES / "digits_plain.py", EXAMPLES / "data_parallel_digits.py"]
-    codes = [script.read_text(encoding="utf-8").split('"""', 2)[2].splitlines() for script in scripts]
-    new = [line for line in difflib.ndiff(*codes) if line.startswith("+ ") and line.strip("+ ")]
-    assert len(new) == 3, new
-    plain, parallel = (results(run_script(script, ("--epochs", "2"), 0, tmp_path)) for script in scripts)
-    assert len(plain) == 3, plain
-    assert numbers(parallel) == pytest.approx(numbers(plain), rel=1e-4)
+CHANGES = {
+    block.mark.rpartition("/")[2]: block
+    for page in pages()
+    for block in blocks(page)
+    if block.language == "diff"
+}
+"""What the documentation says of the lines that differ from a script without pipec."""
 
 
-@pytest.mark.parametrize(
-    ("plain", "script"),
-    [("accelerate_plain.py", "accelerate_loop.py"), ("lightning_plain.py", "lightning_module.py")],
-)
-def test_a_loop_of_a_library_differs_in_three_lines_and_not_in_losses(
-    plain: str, script: str, tmp_path: Path
-) -> None:
-    codes = [(EXAMPLES / name).read_text(encoding="utf-8").split('"""', 2)[2] for name in (plain, script)]
-    new = [line for line in difflib.ndiff(*(code.splitlines() for code in codes)) if line[0] in "+-"]
-    changed = [line for line in new if line.startswith("+ ") and line.strip("+ ")]
-    assert len(changed) <= 3, changed
-    expected = numbers(results(run_script(EXAMPLES / plain, ("--epochs", "2"), 0, tmp_path)))
+def plain_script(block: Block, folder: Path) -> Path:
+    """The script without pipec, in a folder with the modules that examples import."""
+    for helper in ("digits.py", "stdlib_llm.py", "stdlib_text.py"):
+        shutil.copy(EXAMPLES / helper, folder)
+    script = folder / "plain.py"
+    script.write_text(without_pipec(block), encoding="utf-8")
+    assert "pipec" not in without_pipec(block).split('"""', 2)[2].lower()
+    return script
+
+
+@pytest.mark.parametrize("name", ["data_parallel_digits.py", "accelerate_loop.py", "lightning_module.py"])
+def test_the_lines_that_change_change_no_losses(name: str, tmp_path: Path) -> None:
+    plain = plain_script(CHANGES[name], tmp_path)
+    expected = numbers(results(run_script(plain, ("--epochs", "2"), 0, tmp_path)))
     for num_ranks in (0, 2):
-        found = results(run_script(EXAMPLES / script, ("--epochs", "2"), num_ranks, tmp_path))
-        assert numbers(found) == pytest.approx(expected, rel=2e-4)
+        found = results(run_script(EXAMPLES / name, ("--epochs", "2"), num_ranks, tmp_path))
+        assert numbers(list(dict.fromkeys(found))) == pytest.approx(expected, rel=2e-4)
 
 
-def test_clip_prints_the_losses_of_the_plain_loop(tmp_path: Path) -> None:
-    plain, alone, distributed = (
-        numbers(results(run_script(EXAMPLES / "clip_digits.py", ("--epochs", "1", *more), count, tmp_path)))
-        for more, count in ((("--plain",), 0), ((), 0), ((), 4))
-    )
-    assert len(plain) == 3, plain
-    assert alone == pytest.approx(plain, rel=1e-3)
-    assert distributed == pytest.approx(plain, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["trainer", "sft"])
-def test_a_trainer_of_a_library_becomes_a_pipeline_by_three_lines(name: str, tmp_path: Path) -> None:
-    scripts = [EXAMPLES / f"{name}_plain.py", EXAMPLES / f"{name}.py"]
-    lines = [script.read_text(encoding="utf-8").split('"""', 2)[2].splitlines() for script in scripts]
-    new = [line for line in difflib.ndiff(*lines) if line.startswith("+ ") and line.strip("+ ")]
-    assert len(new) == 3, new
-
+@pytest.mark.parametrize("name", ["trainer.py", "sft.py"])
+def test_the_lines_that_change_a_trainer_change_no_losses(name: str, tmp_path: Path) -> None:
     def losses(script: Path, num_ranks: int) -> list[float]:
         folder = str(tmp_path / f"{script.stem}_{num_ranks}")
         printed = run_script(script, ("--steps", "4", "--output", folder), num_ranks, tmp_path)
         return numbers(re.findall(r"^step \d+: .*", printed, re.MULTILINE))
 
-    plain, pipeline = losses(scripts[0], 0), losses(scripts[1], 2)
+    plain, pipeline = losses(plain_script(CHANGES[name], tmp_path), 0), losses(EXAMPLES / name, 2)
     assert len(plain) == 12
     assert pipeline == pytest.approx(plain, abs=2e-4)
 
@@ -163,7 +170,7 @@ def numbers(lines: list[str]) -> list[float]:
     return [float(number) for line in lines for number in re.findall(r"\d+(?:\.\d+)?", line)]
 
 
-def test_train_gpt_leaves_the_same_losses_and_an_artifact_a_timeline_and_a_loss_curve(tmp_path: Path) -> None:
+def test_train_gpt_leaves_the_same_losses_an_artifact_and_a_page(tmp_path: Path) -> None:
     outputs = {0: tmp_path / "alone", 4: tmp_path / "distributed"}
     alone, distributed = (
         results(
@@ -175,5 +182,4 @@ def test_train_gpt_leaves_the_same_losses_and_an_artifact_a_timeline_and_a_loss_
     assert distributed == alone
     for output in outputs.values():
         assert (output / "artifact" / "plan.json").is_file()
-        for picture in ("timeline.svg", "loss.svg"):
-            assert "<svg" in (output / picture).read_text(encoding="utf-8")
+        assert "measured" in str(embedded((output / "page.html").read_text(encoding="utf-8")))

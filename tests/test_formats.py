@@ -99,8 +99,9 @@ def read_profile(path: Path) -> None:
 
 
 def read_topology_file(path: Path) -> None:
-    device, level = pipec.Device(memory_bytes=16e9, speed=1.0), pipec.Level(2, 12e9, 5e-6)
-    assert read_topology(path) == pipec.Topology((device,) * 2, (level,))
+    level = {"size": 2, "bytes_per_second": 12e9, "latency_seconds": 5e-6}
+    devices = [{"memory_bytes": 16e9}, {"memory_bytes": 16e9}]
+    assert read_topology(path) == pipec.Topology.of({"devices": devices, "levels": [level]})
 
 
 def read_schedule(path: Path) -> None:

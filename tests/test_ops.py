@@ -199,7 +199,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "1x4": {"devices": 4, "stages": 1},
     "2x2": {"devices": 4, "replicas": 2},
     "2x2 replayed": {"devices": 4, "replicas": 2, "schedule": "gpipe", "recompute": "full"},
-    "2x2 alone": {"devices": 4, "replicas": 2, "microbatches": 2, "dynamic": False},
+    "2x2 alone": {"devices": 4, "replicas": 2, "microbatches": 2},
     "1x2 rounds": {"devices": 2, "stages": 1, "microbatches": 8},
     "2x2 zb-h1": {"devices": 4, "replicas": 2, "schedule": "zb-h1", "microbatches": 4},
     "2x2 zb-v": {"devices": 4, "replicas": 2, "schedule": "zb-v", "microbatches": 4},
@@ -359,7 +359,7 @@ def test_what_replicas_cannot_join_is_refused(name: str) -> None:
 def test_a_profile_knows_of_one_replica_alone() -> None:
     x, y = batch()
     measured = pipec.profile(pipec.Example(linear(), (x,), {}, y, contrastive))
-    pipe = pipec.compile(linear(), devices=2, stages=1, loss_fn=contrastive, profile=measured)
+    pipe = pipec.compile(linear(), devices=2, stages=1, loss_fn=contrastive, costs=measured)
     with pytest.raises(InputError, match="a profile is measured on one replica"):
         pipe.prepare(x, target=y)
 

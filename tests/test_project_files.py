@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from doc_blocks import pages
+from prose import CODE, WORST, faults
 
 import pipec
 from pipec.artifact.artifact import FORMAT as ARTIFACT
@@ -118,6 +119,12 @@ def test_the_pages_name_formats_and_versions_as_the_code_has_them() -> None:
 def test_files_that_the_pages_name_are_there(page: str) -> None:
     paths = re.findall(r"`((?:pipec|tests|docs|benchmarks)/[\w./-]+)`", read(page))
     assert [each for each in paths if not (ROOT / each).exists()] == []
+
+
+def test_prose_is_plain_and_its_check_can_fail() -> None:
+    assert list(faults()) == []
+    text = "A stage, the weights of which `whose` are those of a rank.\n```\nanew\n```\n"
+    assert [found[0] for found in WORST.finditer(CODE.sub("", text))] == ["of which", "those of"]
 
 
 def headings(page: Path) -> set[str]:

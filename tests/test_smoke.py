@@ -42,7 +42,6 @@ def test_a_step_equals_eager_torch(schedule: str) -> None:
         loss_fn=nn.functional.mse_loss,
         schedule=schedule,
         microbatches=NUM_MICROBATCHES,
-        dynamic=False,
     )
     loss = pipe.step(X, target=Y)
     assert pipe.plan.schedule == schedule
@@ -55,9 +54,7 @@ def test_one_batch_without_a_flush_equals_eager_torch(schedule: str) -> None:
     """With one mini-batch in flight no update is delayed."""
     model = tiny_model()
     reference = copy.deepcopy(model)
-    pipe = pipec.compile(
-        model, devices=2, loss_fn=nn.functional.mse_loss, schedule=schedule, optimizer=SGD, dynamic=False
-    )
+    pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, schedule=schedule, optimizer=SGD)
     loss = pipe.step(X, target=Y)
     expected = eager_step(reference, pipe.plan.num_microbatches)
     SGD(reference.parameters()).step()

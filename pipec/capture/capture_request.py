@@ -27,7 +27,6 @@ class CaptureRequest:
             dimension of size one as a constant.
         canonical: Maps every name of a tied tensor to the one that the graph uses.
         device: The model is traced as if it were there, wherever its tensors are.
-        symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
         rewrite_loss: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the
             graph is of the loss as the model has it.
         may_have_tail: Let what mixes rows run once, of the rows of all microbatches.
@@ -47,7 +46,6 @@ class CaptureRequest:
     call: ModelCall
     canonical: Mapping[str, str] = field(default_factory=dict)
     device: torch.device = CPU
-    symbolic: bool = True
     rewrite_loss: bool = True
     may_have_tail: bool = False
     loss_path: LossPath | None = None

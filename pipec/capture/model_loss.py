@@ -1,6 +1,6 @@
 """The loss in a model's results: the one number that requires a gradient, or the one that is named."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ LossPath = tuple[LossKey, ...]
 
 UNKNOWN_LOSS = (
     'the model returns more than a tensor, and its loss neither as .loss nor under "loss"; say which of the '
-    "results is the loss, with loss_key=... in pipec.compile"
+    "results is the loss, such as loss_fn=0 or loss_fn='total' in pipec.compile"
 )
 
 
@@ -52,7 +52,7 @@ def find_loss(output: Any, given: LossPath | None) -> LossPath:
     names = ", ".join(map(path_text, found))
     raise InputError(
         f"the model returns {len(found)} numbers that may be its loss: {names}. Say which one it is, as in "
-        f"loss_key={_as_option(next(iter(found)))} in pipec.compile, or return their sum as the loss"
+        f"loss_fn={_as_option(next(iter(found)))} in pipec.compile, or return their sum as the loss"
     )
 
 
@@ -129,7 +129,7 @@ def _check_path(output: Any, path: LossPath) -> None:
         names = ", ".join(path_text(each) for each, _ in scalars(output)) or "none"
         kind = "nothing" if found is None else f"a {type(found).__name__}"
         raise InputError(
-            f"loss_key is {_as_option(path)}, where the model returns {kind}; the numbers that it returns "
+            f"loss_fn is {_as_option(path)}, where the model returns {kind}; the numbers that it returns "
             f"are: {names}"
         )
 
@@ -144,6 +144,8 @@ def _as_option(path: LossPath) -> str:
     return repr(path[0] if len(path) == 1 else path)
 
 
-def as_path(key: LossKey | LossPath | None) -> LossPath | None:
-    """The path that ``loss_key`` of ``compile`` names."""
-    return key if key is None or isinstance(key, tuple) else (key,)
+def loss_path_of(loss_fn: Callable[..., Any] | LossKey | LossPath | None) -> LossPath | None:
+    """The place of the loss in the model's results, if the option ``loss_fn`` names it."""
+    if loss_fn is None or callable(loss_fn):
+        return None
+    return loss_fn if isinstance(loss_fn, tuple) else (loss_fn,)

@@ -122,7 +122,7 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         _warn_of_missing_guards(model, tracer, failures)
     if is_training:
         _check_trained(graph)
-    if request.symbolic and graph.batch is None:
+    if graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
             graph.batch_size,
@@ -213,7 +213,7 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
     if request.variables:
         return tracer.trace_variables(), []
     errors: list[Exception] = []
-    waiting = [*itertools.product(FRONT_ENDS, (True, False) if request.symbolic else (False,))]
+    waiting = [*itertools.product(FRONT_ENDS, (True, False))]
     dry_run = None
     while waiting:
         name, symbolic = waiting.pop(0)

@@ -51,10 +51,9 @@ class _Seen:
 
 
 class VariableHistory:
-    """The history of one pipeline's calls. Without ``expects_lengths``, the first call has its own sizes."""
+    """The history of one pipeline's calls."""
 
-    def __init__(self, expects_lengths: bool) -> None:
-        self._expects_lengths = expects_lengths
+    def __init__(self) -> None:
         self._seen: dict[Hashable, _Seen] = {}
 
     def of(self, call: ModelCall, mode: Mode) -> tuple[Variable, ...]:
@@ -71,7 +70,7 @@ class VariableHistory:
 
     def _before_any(self, call: ModelCall, values: Mapping[LeafDim, float]) -> _Seen:
         """The history of a call that is the first of its kind."""
-        expected = (*(_lengths(call) if self._expects_lengths else ()), *call.marked)
+        expected = (*_lengths(call), *call.marked)
         return _Seen(values, {site: "" for site in expected if site in values})
 
     def change(self, call: ModelCall, mode: Mode) -> str:

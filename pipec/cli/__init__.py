@@ -1,7 +1,7 @@
-"""The command line, ``pipec COMMAND``: from ``profile`` and ``plan`` to ``run`` and ``checkpoint``.
+"""The command line, ``pipec COMMAND``.
 
-Each command imports other modules only when it runs: ``--help`` and ``schedule NAME`` load no torch,
-``check`` and ``run`` no compiler. Commands share ``drawing``, ``output``, ``flags`` and ``command_variants``.
+Each command imports other modules only when it runs: ``--help`` and ``schedule`` load no torch, ``check`` and
+``run`` no compiler.
 """
 
 from typing import Annotated, Any
@@ -10,32 +10,28 @@ import typer
 from typer.core import TyperGroup
 
 import pipec
-from pipec.cli.artifacts import check, run
 from pipec.cli.checkpoints import commands as checkpoint
-from pipec.cli.command_variants import CommandVariant, command_variant
+from pipec.cli.folders import check, run
 from pipec.cli.output import show_error
-from pipec.cli.plan_and_dump import dump, plan
+from pipec.cli.plan_command import plan
 from pipec.cli.profiling import profile
-from pipec.cli.schedule_command import schedule_name, schedule_target
-from pipec.cli.tracing import trace
+from pipec.cli.schedule_command import schedule
 from pipec.errors import InputError, PipecError
+
+RENAMED = {
+    "dump": "pipec plan TARGET --code prints the code, and pipec plan TARGET -o FOLDER writes the artifact",
+    "trace": "pipec run FOLDER --trace -o page.html records the steps of an artifact",
+}
+"""What took the place of former commands."""
 
 
 class _Commands(TyperGroup):
     """Prints pipec's own errors without a traceback. Any other error is a bug and keeps its traceback."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Find a command. ``schedule`` is one of two commands, depending on its arguments."""
-        name = command_variant(args) if args[0] == "schedule" else args[0]
-        _, command, rest = super().resolve_command(ctx, [name, *args[1:]])
-        return args[0], command, rest
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Completions, in which the two variants of ``schedule`` are one word."""
-        items = super().shell_complete(ctx, incomplete)
-        for item in items:
-            item.value = item.value.partition(" ")[0]
-        return list({item.value: item for item in items}.values())
+        if args[0] in RENAMED:
+            raise InputError(f"there is no command {args[0]} any more; {RENAMED[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -75,12 +71,9 @@ def options(
 
 app.command()(profile)
 app.command()(plan)
-app.command()(dump)
-app.command("schedule NAME", cls=CommandVariant)(schedule_name)
-app.command("schedule TARGET", cls=CommandVariant)(schedule_target)
+app.command()(schedule)
 app.command()(check)
 app.command()(run)
-app.command()(trace)
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -1,38 +1,36 @@
-"""``pipec checkpoint show`` and ``pipec checkpoint convert``."""
+"""``pipec checkpoint convert``, and what ``pipec check`` says of a checkpoint."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.flags import Json
 from pipec.cli.output import show_json
 from pipec.console import status
+from pipec.errors import ArtifactError, InputError
 from pipec.ir.text_format import format_bytes
 
 if TYPE_CHECKING:
     from pipec.checkpoint.metadata import CheckpointMetadata
 
-commands = typer.Typer(help="Inspect and convert checkpoints.", no_args_is_help=True)
+commands = typer.Typer(help="Convert checkpoints.", no_args_is_help=True)
 
 
-@commands.command()
-def show(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that save_checkpoint wrote.")],
-    as_json: Json = False,
-) -> None:
-    """Check every file of a checkpoint, and summarize its contents.
-
-    JSON keys: num_steps, weights and optimizer (tensors and bytes of each), groups, schedulers, ranks,
-    position (mini-batches of a stream, by part of the data), has_extra.
-    """
+def check_checkpoint(directory: Path, as_json: bool) -> None:
+    """Check every file of a checkpoint, and summarize its contents."""
     with status("loading torch"):
         from pipec.checkpoint.convert import open_checkpoint
         from pipec.saved_folders import find_folder
 
-    checkpoint = open_checkpoint(find_folder(directory))
+    place = find_folder(directory)
+    if place.is_dir() and not (place / "checkpoint.pt").exists():
+        raise ArtifactError(
+            f"{place} is no artifact and no checkpoint: it holds neither plan.json nor checkpoint.pt"
+        )
+    checkpoint = open_checkpoint(place)
     metadata = checkpoint.metadata
     summary = {
+        "kind": "checkpoint",
         "num_steps": metadata.num_steps,
         "weights": _sizes(checkpoint.weights),
         "optimizer": _sizes(checkpoint.state),
@@ -41,7 +39,7 @@ def show(
     if as_json:
         show_json(summary)
         return
-    typer.echo(f"{directory} is valid, after {metadata.num_steps} steps")
+    typer.echo(f"{directory} is a valid checkpoint, after {metadata.num_steps} steps")
     for key in ("weights", "optimizer"):
         typer.echo(f"{key:10} {summary[key]['tensors']} tensors, {format_bytes(summary[key]['bytes'])}")
     for group in summary["groups"]:
@@ -89,24 +87,22 @@ def convert(
     num_steps: Annotated[
         int | None, typer.Option("--num-steps", min=0, help="Number of steps so far; default: 0.")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Convert a folder of torch.distributed.checkpoint to a checkpoint of pipec, or the other way round.
 
     Such a folder has weights under model and the optimizer under optim, as that library's get_state_dict
     returns them. No code in a folder is run: its metadata, a pickle, may only name classes of that library.
-
-    JSON keys: made, tensors, bytes, num_steps, skipped_entries.
     """
     with status("loading torch"):
         from pipec.checkpoint.convert import convert
 
     result = convert(source.resolve(), target.resolve(), optimizer, num_steps)
-    skipped = result.skipped_entries
-    if as_json:
-        summary = {"made": result.kind, "tensors": result.num_tensors, "bytes": result.num_bytes}
-        show_json({**summary, "num_steps": result.metadata.num_steps, "skipped_entries": skipped})
-        return
     typer.echo(f"{target} is {result.kind}: {result.num_tensors} tensors, {format_bytes(result.num_bytes)}")
-    if skipped:
-        typer.echo(f"skipped: {', '.join(skipped)}")
+    if result.skipped_entries:
+        typer.echo(f"skipped: {', '.join(result.skipped_entries)}")
+
+
+@commands.command(hidden=True)
+def show(directory: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
+    """Former name of ``pipec check``."""
+    raise InputError(f"there is no command checkpoint show any more; pipec check {directory} does the same")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from pipec.errors import InputError
-from pipec.ir.argument_checks import MOST_RANKS, check_arguments
+from pipec.ir.argument_checks import check_arguments
 from pipec.options import OPTIONS, Flag, Options
 
 
@@ -79,13 +79,6 @@ Target = Annotated[
         metavar="TARGET",
         help="path/to/file.py:factory or package.module:factory; factory() returns a pipec.Example.",
     ),
-]
-Artifact = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A folder that Pipeline.save or `pipec dump -o` wrote.")
-]
-Devices = Annotated[int, typer.Option("--devices", min=1, max=MOST_RANKS, help="Number of ranks.")]
-Calibrate = Annotated[
-    bool, typer.Option("--calibrate", help="Measure this machine's device first, for a second or two.")
 ]
 Drawing = Annotated[
     Path | None,

@@ -1,8 +1,9 @@
-"""Output of the command line: results to stdout, errors to stderr."""
+"""Output of the command line: results to stdout, errors to stderr, drawings to files."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -44,3 +45,21 @@ def show_python(source: str) -> None:
         terminal().print(Syntax("", "python", theme="ansi_dark").highlight(source), end="")
     else:
         typer.echo(source, nl=False)
+
+
+def is_drawing(path: Path) -> bool:
+    """Whether the name of a file is that of a drawing of a step."""
+    from pipec.viz.write_files import SUFFIXES
+
+    return path.suffix in SUFFIXES
+
+
+def check_drawing(path: Path | None) -> None:
+    """Raise InputError if no drawing can be written to ``path``.
+
+    Commands call it before they compute anything.
+    """
+    from pipec.viz.write_files import check_drawing
+
+    if path is not None:
+        check_drawing(path)

@@ -1,15 +1,14 @@
 """``pipec profile``: measure a model on this machine, for later plans."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.flags import Json, Target, compile_flags
-from pipec.cli.output import show_json
+from pipec.cli.flags import Target, compile_flags
 from pipec.cli.target import load_example
-from pipec.console import progress, status
+from pipec.console import status
 from pipec.ir import Phase
 from pipec.ir.text_format import format_seconds
 
@@ -31,7 +30,7 @@ def profile(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to run, such as cpu or cuda:0.")] = "cpu",
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, max=10**6, help="Runs, of which the median is taken.")
+        int, typer.Option("--repeats", min=1, max=10**6, help="Runs; the median counts.")
     ] = 10,
     ranks: Annotated[
         int,
@@ -41,18 +40,19 @@ def profile(
     ] = 1,
     *,
     options: Mapping[str, Any],
-    as_json: Json = False,
 ) -> None:
-    """Measure every operator of a training step, forward and backward, and write a profile.
-
-    JSON keys: output; device; microbatch_size; operators, a number; forward and backward, in seconds.
-    """
+    """Measure every operator of a training step, forward and backward, and write a profile."""
     with status("loading torch") as activity:
         from pipec import api
 
         activity.now(f"loading {target}")
         example = load_example(target)
         activity.now("capturing the model")
+
+        def shown(runs: range) -> Iterator[int]:
+            for number in runs:
+                activity.now(f"measuring, run {number + 1} of {len(runs)}")
+                yield number
 
         result = api.profile(
             example,
@@ -61,24 +61,11 @@ def profile(
             repeats=repeats,
             ranks=ranks,
             precision=options["precision"],
-            progress=lambda runs: progress(runs, "measuring"),
+            progress=shown,
         )
     result.save(output)
-    operators, phases = result.operators, ("forward", "backward")
-    seconds = {phase: sum(op.seconds(phase) for op in operators) for phase in phases}
-    if as_json:
-        show_json(
-            {
-                "output": str(output),
-                "device": result.device,
-                "microbatch_size": result.microbatch_size,
-                "operators": len(operators),
-                **seconds,
-            }
-        )
-    else:
-        typer.echo(profile_table(result))
-        typer.echo(f"wrote {output}")
+    typer.echo(profile_table(result))
+    typer.echo(f"wrote {output}")
 
 
 def profile_table(profile: "Profile", max_rows: int = 12) -> str:

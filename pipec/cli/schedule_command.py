@@ -1,22 +1,22 @@
-"""``pipec schedule``: the timeline of one step, on equal stages or on the costs of a model's plan."""
+"""``pipec schedule``: the timeline of one step on equal stages."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.drawing import check_output, draw, print_steps
-from pipec.cli.flags import Devices, Drawing, Json, Target, compile_flags, parse_replicas
-from pipec.cli.output import show_json
+from pipec.cli.flags import Drawing, Json, parse_replicas
+from pipec.cli.output import check_drawing, show_json, write_stdout
+from pipec.cli.target import refuse_folder
 from pipec.errors import InputError
 from pipec.ir.argument_checks import MOST_MICROBATCHES, MOST_RANKS
 
 if TYPE_CHECKING:
     from pipec.ir import Schedule
     from pipec.schedules import Workload
-    from pipec.viz import DrawnPipeline, DrawnStep
+    from pipec.viz import DrawnStep
 
 CompareSchedule = Annotated[
     str | None,
@@ -51,13 +51,13 @@ def _amount(help: str) -> Any:
 
 
 _MAX_FORWARDS = 2**22
-"""The most forwards of a step on equal stages. More take minutes, and cannot be inspected."""
+"""The most forwards of a step. More take minutes, and cannot be inspected."""
 
 _StepAndJson = tuple["DrawnStep", Mapping[str, object]]
 """A step, and additional keys of its JSON."""
 
 
-def schedule_name(
+def schedule(
     name: ScheduleName,
     stages: Stages = None,
     replicas: Replicas = "1",
@@ -76,7 +76,7 @@ def schedule_name(
     output: Drawing = None,
     as_json: Json = False,
 ) -> None:
-    """Draw the timeline of a schedule's step on equal stages.
+    """Draw the step of a schedule on equal stages.
 
     If stages have different numbers of replicas, a stage with twice as many takes twice as long for a
     microbatch.
@@ -88,7 +88,11 @@ def schedule_name(
     lower_and_verify_seconds. With --compare also compare: the same keys of that schedule.
     """
     from pipec.schedules import Workload
+    from pipec.viz import draw_steps, steps_text
 
+    refuse_folder(name)
+    if ":" in name and not name.endswith(".txt"):
+        raise InputError(f"{name} is a model: pipec plan {name} --devices 4 -o step.html draws its step")
     equal_stages = _EqualStages.of(stages, replicas)
     names = _names(name, compare, output)
     equal_stages.require_few_forwards(microbatches)
@@ -103,58 +107,27 @@ def schedule_name(
         memory_limit=memory_limit,
     )
     steps = [_on_equal_stages(each, equal_stages, microbatches, work, reduce) for each in names]
-    _show(steps, output, as_json)
 
-
-@compile_flags()
-def schedule_target(
-    target: Target,
-    devices: Devices = 4,
-    *,
-    options: Mapping[str, Any],
-    compare: CompareSchedule = None,
-    output: Drawing = None,
-    as_json: Json = False,
-) -> None:
-    """Draw the timeline of a model's step with the costs of its plan.
-
-    JSON keys: as with NAME, without lower_and_verify_seconds.
-    """
-    from pipec.cli.target import compile_target
-    from pipec.viz import DrawnPipeline, DrawnStep
-
-    pipes = {
-        name: compile_target(target, devices, {**options, "schedule": name})
-        for name in _names(options["schedule"], compare, output)
-    }
-    steps = [
-        replace(
-            DrawnStep.of_plan(pipe.plan, pipe.plan.programs, pipe.simulate()),
-            schedule=name,
-            host_seconds=pipe.plan.host.step_seconds,
-        )
-        for name, pipe in pipes.items()
-    ]
-    first = next(iter(pipes.values()))
-    sources = [first.source(stage) for stage in range(len(first.plan.stages))]
-    _show(
-        [(step, {}) for step in steps],
-        output,
-        as_json,
-        DrawnPipeline(first.plan, first.plan.programs, sources),
-    )
+    drawn = [step for step, _ in steps]
+    if output is not None:
+        draw_steps(output, drawn)
+    if as_json:
+        first, *others = (_summary(*each) for each in steps)
+        show_json(first | ({"compare": others[0]} if others else {}))
+    else:
+        write_stdout(f"wrote {output}\n" if output is not None else steps_text(drawn))
 
 
 def _names(name: str, compare: str | None, output: Path | None) -> list[str]:
     """The schedules to draw. Raises InputError if they cannot be drawn."""
-    check_output(output)
+    check_drawing(output)
     if compare is None:
         return [name]
     if compare == name:
         raise InputError(f"--compare names {name!r} again; expected another schedule")
-    if output is not None and output.suffix != ".html":
+    if output is not None and output.suffix not in (".html", ".json"):
         raise InputError(
-            f"--compare with {output.name}: a {output.suffix} file shows one step; expected .html"
+            f"--compare with {output.name}: a {output.suffix} file shows one step; expected .html or .json"
         )
     return [name, compare]
 
@@ -185,7 +158,7 @@ class _EqualStages:
         replicas = parse_replicas(text)
         if isinstance(replicas, str):
             raise InputError(
-                "--replicas auto needs the costs of a model; give a TARGET, or a number of replicas"
+                "--replicas auto needs the costs of a model, as pipec plan has; give a number of replicas"
             )
         if isinstance(replicas, int):
             return cls(4 if stages is None else stages, replicas)
@@ -247,21 +220,6 @@ def _schedule_and_work(
 def _factors(replicas: Sequence[int]) -> list[float]:
     """The time of each stage as a multiple of the time of a stage with the fewest replicas."""
     return [count / min(replicas) for count in replicas]
-
-
-def _show(
-    steps_and_json: Sequence[_StepAndJson],
-    output: Path | None,
-    as_json: bool,
-    pipeline: "DrawnPipeline | None" = None,
-) -> None:
-    steps = [step for step, _ in steps_and_json]
-    draw(steps, output, pipeline)
-    if as_json:
-        first, *others = (_summary(*each) for each in steps_and_json)
-        show_json(first | ({"compare": others[0]} if others else {}))
-    else:
-        print_steps(steps, output)
 
 
 def _summary(step: "DrawnStep", more: Mapping[str, object]) -> dict[str, object]:

@@ -25,9 +25,6 @@ def compile_target(
     target: str,
     devices: int,
     options: Mapping[str, Any],
-    *,
-    calibrated: bool = False,
-    dynamic: bool = True,
 ) -> "Pipeline":
     """Compile a step with the example of ``target``, without running it.
 
@@ -46,19 +43,26 @@ def compile_target(
             "schedule": Path(schedule) if schedule.endswith(".txt") else schedule,
             "replicas": replicas,
             "optimizer": load_optimizer(options["optimizer"]),
+            "costs": calibrate(device) if options["costs"] == "calibrate" else options["costs"],
         }
         pipe = compile(
             example.model,
             devices,
             loss_fn=example.loss_fn,
             batched=example.batched,
-            loss_key=example.loss_key,
-            device_model=calibrate(device) if calibrated else None,
-            dynamic=dynamic,
             **{**options, **parsed},
         )
         activity.now("capturing the model and compiling its stages")
         return pipe.prepare(*example.args, target=example.target, **example.kwargs)
+
+
+def refuse_folder(name: str) -> None:
+    """Raise InputError for a folder in place of a model or a schedule."""
+    if os.path.isdir(name):
+        raise InputError(
+            f"{name} is a folder: pipec check {name} says what it holds, and pipec run {name} --trace -o "
+            "page.html draws the steps of a saved artifact"
+        )
 
 
 def load_example(target: str) -> "Example":

@@ -54,7 +54,6 @@ RESERVED = frozenset(
         "grad_loss",
         "batch_fraction",
         "first_row",
-        "gradient_sums",
     ]
 )
 

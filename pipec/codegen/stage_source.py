@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from pipec.codegen.expressions import expression, free_names, literal, output_argument
+from pipec.codegen.expressions import expression, free_names, output_argument
 from pipec.codegen.formatting import (
     LINE_LENGTH,
     break_lines,
@@ -21,7 +21,6 @@ from pipec.codegen.inlined_views import inlined_views
 from pipec.codegen.names import safe_comment
 from pipec.codegen.tensor_names import name_tensors
 from pipec.graph import (
-    ACCUMULATING_METHODS,
     BatchCount,
     BatchFraction,
     FirstRow,
@@ -29,7 +28,6 @@ from pipec.graph import (
     TailGradient,
     TailInput,
     TrainingGraph,
-    accumulates_in_place,
     is_branch_check,
     is_data_dependent_number,
     is_view,
@@ -319,7 +317,6 @@ class _FunctionSource:
         function, names = self.function, self.module.names
         named = self.module.free_names(function.body)
         read = [name for name in (*self.module.graph.symbol_names, "device", "rng") if name in named]
-        read += ["gradient_sums"] if any(map(accumulates_in_place, function.body)) else []
         values = (*function.received, *function.inputs)
         popped = [names[node] for node in values if self._reads_last(node)]
         read += [names[node] for node in values if not self._reads_last(node)]
@@ -384,25 +381,13 @@ class _FunctionSource:
             if not is_view_copy and (title := self._title(node)) != group:
                 group = title
                 yield with_note(f"    # {title}", self._source_line(node))
-            if accumulates_in_place(node):
-                yield from self._product(node, name)
-            else:
-                source = expression(node, name, symbols, lifetimes.in_place.get(node))
-                yield from self.module.assignment(node, source, read)
+            source = expression(node, name, symbols, lifetimes.in_place.get(node))
+            yield from self.module.assignment(node, source, read)
             dead = [names[each] for each in statement.deleted if each not in views]
             if num_items(node) > sum(1 for _ in defined_by(node, read)) and not is_view(node):
                 dead.append("_")
             if dead:
                 yield from wrap_items("    del ", dead, "")
-
-    def _product(self, node: fx.Node, name: Callable[[fx.Node], str]) -> Iterator[str]:
-        """``gradient_sums[3].addmm_(grad.t(), x)    # grad_weight  f32[8, 8]``"""
-        fqn = next(fqn for fqn, gradient in self.function.gradients if gradient is node)
-        factors = (literal(each, name, self.module.graph.symbols) for each in node.args)
-        index, method = self.module.parameters.index(fqn), ACCUMULATING_METHODS[node.target]
-        code = f"gradient_sums[{index}].{method}({', '.join(factors)})"
-        *lines, last = break_lines(code, 4)
-        yield from (*lines, with_note(last, f"{self.module.names[node]}  {self.module.type_of(node)}"))
 
     def _sent(self) -> dict[str, str]:
         """The names of the values that the function returns for messages, and as results."""
@@ -422,10 +407,7 @@ class _FunctionSource:
                 names[updates[fqn]] if fqn in updates else "None" for fqn in self.module.updated
             ),
             "gradients": tuple_source(
-                names[gradients[fqn]]
-                if fqn in gradients and not accumulates_in_place(gradients[fqn])
-                else "None"
-                for fqn in self.module.parameters
+                names[gradients[fqn]] if fqn in gradients else "None" for fqn in self.module.parameters
             ),
         }
         returned = [parts[key] for key in return_values(function)]

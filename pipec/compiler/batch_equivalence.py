@@ -85,17 +85,6 @@ def require_independent_rows(
         )
 
 
-def require_proved_loss(findings: BatchFindings) -> None:
-    """Raise InputError if the graph does not show how the losses of microbatches make that of the batch."""
-    why = findings.unproven or next((f"it is only assumed that {each}" for each in findings.assumed), "")
-    if why:
-        raise InputError(
-            "nothing proves how the losses of microbatches make the loss of the batch: "
-            f'{why}. Say it with microbatch_weight="sum" if they add up, as where the model '
-            'divides by num_items_in_batch, or "rows" if each is a mean over its rows; or pass microbatches=1'
-        )
-
-
 def refuse_difference(result: CheckResult) -> None:
     """Raise if a check found that the graph does not compute what the model does.
 
@@ -157,7 +146,7 @@ def require_concatenable_outputs(graph: TrainingGraph) -> None:
         raise InputError(
             "the model or loss_fn returns tensors, and nothing shows where their rows are: an argument has "
             "them elsewhere than in dimension 0, and the number of rows is a constant in what was captured; "
-            "compile with dynamic=True, or pass the batch as dimension 0"
+            "pass the batch as dimension 0"
         )
 
 

@@ -40,8 +40,7 @@ class Candidate:
 
     The search chooses the replicas of stages with ``tunes_replicas``, the level of sharding with
     ``tunes_shard``, and the ranks of replicas with ``may_rearrange``. With ``plans_replicas``, the planner
-    chooses the replicas of each stage when it cuts. Unless ``dynamic``, costs are known for one size of
-    microbatch alone, so that one number of microbatches is tried.
+    chooses the replicas of each stage when it cuts.
     """
 
     policy: SchedulePolicy
@@ -54,7 +53,6 @@ class Candidate:
     tunes_shard: bool = False
     may_rearrange: bool = True
     plans_replicas: bool = False
-    dynamic: bool = True
 
     @property
     def tells_replicas(self) -> bool:
@@ -68,8 +66,7 @@ class Candidate:
 
     def counts(self, batch: int) -> list[int]:
         """The numbers of microbatches to try for ``batch`` rows, the usual one first."""
-        counts = [self.num_microbatches] if self.num_microbatches else self.policy.microbatch_counts(batch)
-        return counts if self.dynamic else counts[:1]
+        return [self.num_microbatches] if self.num_microbatches else self.policy.microbatch_counts(batch)
 
     def with_replicas(self, replicas: Replicas) -> "Candidate":
         """The candidate on all ranks with these replicas: one number for all stages, or one for each."""
@@ -110,9 +107,7 @@ class Candidate:
         return replace(self, policy=self.policy.for_next_steps(schedule))
 
     def other_layouts(self) -> list["Candidate"]:
-        """The candidates with other numbers of replicas, in all arrangements; none if sizes are fixed."""
-        if not self.dynamic:
-            return []
+        """The candidates with other numbers of replicas, in all arrangements."""
         equal = map(self.with_replicas, self.policy.other_replica_counts())
         unequal = self.policy.with_unequal_replicas()
         planned = [replace(self, policy=policy, plans_replicas=True) for policy in unequal]

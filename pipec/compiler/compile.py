@@ -26,7 +26,6 @@ from pipec.compiler.batch_equivalence import (
     require_concatenable_outputs,
     require_independent_graphs,
     require_independent_rows,
-    require_proved_loss,
     require_rows_for_norms,
     several_rounds_warning,
     single_row_warning,
@@ -223,7 +222,6 @@ def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]
         request.call.rows(start, start + sizes[0]),
         compiler.canonical,
         settings.device,
-        symbolic=candidate.dynamic or len({*sizes} - {0}) > 1,
         batch=request.call,
         rewrite_loss=not settings.microbatch_weight,
         may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
@@ -234,7 +232,7 @@ def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]
     )
     refuse_float16_weights(settings.precision, compiler.model)
     with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
-        variables = request.key.variables if candidate.dynamic else ()
+        variables = request.key.variables
         says = request.has_changed or request.call.marked
         graph = capture_with_variables(one, variables, log.warning if says else log.debug)
     return replace(graph, variables=request.key.variables, planned_sizes=request.values)
@@ -348,8 +346,6 @@ def _refuse_microbatches(
     if count > 1:
         require_concatenable_outputs(graph)
         require_independent_rows(request.findings(graph), count, _options(candidate))
-        if compiler.settings.requires_proof:
-            require_proved_loss(graph.findings)
 
 
 def _check_new(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -> CheckResult | None:

@@ -28,16 +28,14 @@ class CompileSettings:
     ``device`` is one of the devices that will run the code; a model on another kind of device is captured as
     if it were on this one. Operators compute in ``precision``, or in the model's own types if it is None.
     ``loss_path`` says where the loss is in the model's results, if that is not found by itself.
-    ``microbatch_weight`` is recorded in the plan. With ``requires_proof``, losses whose sum is unproven are
-    refused. With ``checks``, a few rows of a new kind of call are compared with the model itself, and of
-    every ``check_every`` steps one; 0 for none.
+    ``microbatch_weight`` is recorded in the plan. With ``checks``, a few rows of a new kind of call are
+    compared with the model itself, and of every ``check_every`` steps one; 0 for none.
     """
 
     loss_fn: Callable[..., Any] | None
     device: torch.device
     precision: Precision | None = None
     microbatch_weight: str = ""
-    requires_proof: bool = False
     checks: bool = False
     check_every: int = 0
     loss_path: LossPath | None = None
@@ -129,11 +127,10 @@ class Compiler:
         graphs = [staged.graph for staged in self.cache.get(signature).graphs]
         graph = next((each for each in graphs if each.is_valid_for(max(sizes), values)), graphs[0])
         if invalid := [size for size in sizes if not graph.is_valid_for(size, values)]:
-            reason = "the model makes a constant of the batch" if self.decided.dynamic else "dynamic is False"
             raise InputError(
                 "replicas that pass their own parts of a batch run one graph, which cannot take microbatches "
-                f"of {invalid[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
-                "its microbatches divide, as drop_last=True does"
+                f"of {invalid[0]} and {max(sizes)} rows: the model makes a constant of the batch. Pass as "
+                "many rows on every replica, which its microbatches divide, as drop_last=True does"
             )
 
     def traced(self, mode: Mode) -> nn.Module:

@@ -12,7 +12,6 @@ from pipec.passes import Pass
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.extract_tail import ExtractTail
 from pipec.passes.fuse_cross_entropy import FuseCrossEntropy
-from pipec.passes.fuse_gradient_accumulation import FuseGradientAccumulation
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.make_row_sparse_gradients import MakeRowSparseGradients
 from pipec.passes.mark_offload import MarkOffload
@@ -38,9 +37,8 @@ class CompilerOptions:
     "none" or "full". With ``may_offload``, saved values may be copied to host memory. ``profile`` holds
     measured costs of the training graph that decides the cut. ``sync_spec`` says whether the programs update,
     clip and shard, and ``optimizer`` what its updates cost. ``buffers_on_any_stage`` is False if one process
-    has several devices and each buffer is on one of them. With ``fused_gradients``, matrix products
-    accumulate into gradients, and the gradient of cross entropy is computed from probabilities. ``recorded``
-    holds the options of ``compile`` that an artifact records.
+    has several devices and each buffer is on one of them. ``recorded`` holds the options of ``compile`` that
+    an artifact records.
     """
 
     device_model: DeviceModel
@@ -51,7 +49,6 @@ class CompilerOptions:
     sync_spec: SyncSpec = NO_SYNC
     optimizer: OptimizerProperties | None = None
     buffers_on_any_stage: bool = True
-    fused_gradients: bool = False
     recorded: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -80,12 +77,11 @@ def make_passes(
         cut,
         UntieGradients(),
         MakeRowSparseGradients(),  # of tied tables, whose gradients are separate now
-        *([FuseGradientAccumulation()] if options.fused_gradients else []),
         InsertCommunication(options.topology.slowest_link),
         MarkRecompute(None) if options.recompute == "full" else recompute,
         offload,
         SplitAtCollectives(),
         SplitBackward(),
         ReuseMemory(),
-        FuseCrossEntropy(exact=not options.fused_gradients),
+        FuseCrossEntropy(),
     ]

@@ -275,26 +275,20 @@ def make_schedule_policy(
     num_ranks: int,
     stages: int | None = None,
     replicas: Replicas | str = 1,
-    asynchronous: bool = False,
 ) -> SchedulePolicy:
     """The policy of pipelines on ``num_ranks`` ranks, with this number of ``stages`` or of ``replicas``.
 
-    ``replicas="auto"`` starts with one.
+    ``"auto-async"`` is ``"auto"`` among asynchronous schedules, too. ``replicas="auto"`` starts with one.
 
     Raises:
         InputError: the source is no schedule, or does not support these stages or replicas on these ranks.
     """
     one = SchedulePolicy(
-        source,
+        "auto" if source == "auto-async" else source,
         num_ranks,
-        asynchronous=asynchronous and source == "auto",
-        chooses_stages=source in ("1f1b", "auto") and stages is None and not asynchronous,
+        asynchronous=source == "auto-async",
+        chooses_stages=source in ("1f1b", "auto") and stages is None,
     )
-    if asynchronous and not one.may_be_asynchronous:
-        raise InputError(
-            f"asynchronous is True, but schedule {source!r} is synchronous; leave asynchronous out, or pass "
-            f"schedule='auto', which may then choose one of {', '.join(ASYNCHRONOUS_SCHEDULES)}"
-        )
     if stages is not None:
         policy = _with_stages(one, stages)
         if replicas not in (1, policy.replicas):

@@ -108,8 +108,9 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
                 found.append(evaluate_stages(step.cut_as_decided(each), each, step.batch))
     best = min(found, key=lambda result: result.best.score)
     if candidate.tells_replicas:
-        told = _other_layouts(step, candidate, _Tried(step.batch))
-        best = replace(best, alternatives=(*best.alternatives, *(as_alternative(each.best) for each in told)))
+        with suppress(InputError):  # no other layout runs this model
+            told = [as_alternative(each.best) for each in _other_layouts(step, candidate, _Tried(step.batch))]
+            best = replace(best, alternatives=(*best.alternatives, *told))
     return best
 
 

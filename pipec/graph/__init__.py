@@ -19,7 +19,6 @@ from pipec.graph.fingerprint import (
     torch_values,
 )
 from pipec.graph.nodes import (
-    ACCUMULATING_METHODS,
     ArgumentRole,
     BatchCount,
     BatchFraction,
@@ -36,7 +35,6 @@ from pipec.graph.nodes import (
     TailGradient,
     TailInput,
     UpdatedBuffer,
-    accumulates_in_place,
     depends_on_inputs_only,
     depends_on_strides,
     has_data_dependent_size,

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx
 
 from pipec.graph.nodes import (
-    accumulates_in_place,
     depends_on_strides,
     is_collective,
     is_constant,
@@ -67,7 +66,7 @@ ROWWISE: Mapping[Any, OpOverload] = {
 def owns_new_storage(owner: fx.Node) -> bool:
     """Whether a function allocates memory for the value."""
     is_computed = owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
-    return is_computed and not accumulates_in_place(owner) and not is_row_sparse(owner)
+    return is_computed and not is_row_sparse(owner)
 
 
 def in_place_operands(

@@ -169,7 +169,7 @@ def temporary_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) 
     """
     if node.target in LOSSES_WITH_TEMPORARIES and not node.meta["val"].dim():
         return bytes_of(node.all_input_nodes[0])
-    if node.target is cross_entropy_gradient and node.kwargs.get("exact", True):
+    if node.target is cross_entropy_gradient:
         num_classes, itemsize = int(node.meta["val"].shape[1]), int(node.meta["val"].itemsize)
         return min(bytes_of(node), rows_per_block(num_classes, itemsize) * num_classes * itemsize)
     if not num_items(node) or is_view(node):

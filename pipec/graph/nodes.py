@@ -17,7 +17,6 @@ key          set by    meaning
 ``stage``    cut       the stage that runs the node
 ``recompute`` mark      on forward nodes: the phase that recomputes them, ``RECOMPUTE`` or ``BACKWARD``
 ``segment``  a pass    number of the function of its phase that runs the node; 0 if it is missing
-``accumulated_in_place``   a pass    True on gradients that are added to their sum as they are computed
 ``row_sparse``  a pass    True on gradients that are computed for the rows that were looked up
 ``reuses_memory``   a pass    True on values that reuse the memory of an earlier value
 ============ ========= ================================================================================
@@ -25,7 +24,7 @@ key          set by    meaning
 
 import functools
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,12 +143,6 @@ class Gradient:
     fqn: str
 
 
-ACCUMULATING_METHODS: Mapping[object, str] = {
-    torch.ops.aten.mm.default: "addmm_",
-    torch.ops.aten.bmm.default: "baddbmm_",
-}
-"""Matrix products, each with the method that adds it to a sum in place."""
-
 InputRole = ModelInput | LossGradient | BatchFraction | FirstRow | BatchCount | TailInput | TailGradient
 """The arguments of a graph that a step brings, or that another function of it makes."""
 
@@ -239,11 +232,6 @@ def is_contiguous(node: fx.Node) -> bool:
 def has_data_dependent_size(node: fx.Node) -> bool:
     """Whether the size of the node's value depends on values, so that no message can carry it."""
     return bool(node.meta.get("has_data_dependent_size"))
-
-
-def accumulates_in_place(node: fx.Node) -> bool:
-    """Whether the node is a gradient that is added to its sum while it is computed."""
-    return bool(node.meta.get("accumulated_in_place"))
 
 
 def is_row_sparse(node: fx.Node) -> bool:

@@ -95,6 +95,29 @@ class Topology:
                 f"{lost}. Make the product of the sizes equal to the number of devices"
             )
 
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> "Topology":
+        """The topology that a TOML or JSON file of this content has.
+
+        >>> Topology.of({
+        ...     "devices": [{"count": 8, "memory_bytes": 80e9}],
+        ...     "levels": [{"size": 8, "bytes_per_second": 450e9, "latency_seconds": 1e-6}],
+        ... })
+
+        Raises ValueError for another format, LookupError and TypeError for missing and unknown fields.
+        """
+        if document.get("format", FORMAT) != FORMAT:
+            raise ValueError(
+                f"its format is {document['format']!r}, and this version of pipec reads {FORMAT!r}"
+            )
+        devices: list[Device] = []
+        for entry in document["devices"]:
+            figures = {key: float(value) for key, value in entry.items() if key != "count"}
+            count = entry.get("count", 1)
+            check_arguments({"count": integer_between(1, MOST_RANKS)}, locals())
+            devices += [Device(**figures)] * count
+        return cls(tuple(devices), tuple(Level(**entry) for entry in document["levels"]))
+
     def link_between(self, first: int, second: int) -> LinkModel:
         """The link of the innermost level that joins two devices, as a message finds it."""
         reach = 1
@@ -105,7 +128,7 @@ class Topology:
         return level.message_link
 
     def levels_among(self, devices: Sequence[int]) -> list[Level]:
-        """The levels whose links join any two of several devices."""
+        """The levels with links between any two of several devices."""
         levels, groups = list[Level](), {*devices}
         for level in self.levels:
             members, groups = groups, {member // level.size for member in groups}
@@ -115,7 +138,7 @@ class Topology:
 
     @property
     def slowest_level(self) -> Level:
-        """The level whose links have the lowest rate for messages, with the longest latency of any level."""
+        """The level with the lowest rate for messages, and the longest latency of any level."""
         return _slowest(self.levels)
 
     @property
@@ -215,24 +238,12 @@ def read_topology(path: Path) -> Topology:
     """The topology in a file: TOML if its name ends in ``.toml``, else JSON. PlanError if it is malformed."""
     try:
         text = path.read_text(encoding="utf-8")
-        return _parse_topology(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
+        return Topology.of(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
     except DAMAGED_DATA_ERRORS as error:
         raise PlanError(
             f"{path} is not a topology: {error!r}. Expected devices (count, memory_bytes, speed) and levels "
             f"(size, bytes_per_second, latency_seconds, message_bytes_per_second), in TOML or JSON"
         ) from error
-
-
-def _parse_topology(document: Mapping[str, Any]) -> Topology:
-    if document.get("format", FORMAT) != FORMAT:
-        raise ValueError(f"its format is {document['format']!r}, and this version of pipec reads {FORMAT!r}")
-    devices: list[Device] = []
-    for entry in document["devices"]:
-        figures = {key: float(value) for key, value in entry.items() if key != "count"}
-        count = entry.get("count", 1)
-        check_arguments({"count": integer_between(1, MOST_RANKS)}, locals())
-        devices += [Device(**figures)] * count
-    return Topology(tuple(devices), tuple(Level(**entry) for entry in document["levels"]))
 
 
 def _check_level(index: int, level: Level) -> None:

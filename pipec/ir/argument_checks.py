@@ -114,5 +114,5 @@ DEVICES = integer_between(1, MOST_RANKS) | ArgumentRule(
 )
 OPTIMIZER = ArgumentRule("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable)
 KERNELS = one_of("source", "inductor")
-MICROBATCH_WEIGHT = one_of("rows", "sum", "proved") | FUNCTION
+MICROBATCH_WEIGHT = one_of("rows", "sum") | FUNCTION
 """What ``compile`` and ``load`` take as ``devices``, ``optimizer``, ``kernels`` and ``microbatch_weight``."""

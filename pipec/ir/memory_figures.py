@@ -49,9 +49,8 @@ class StageMemory:
     ============== =============== ========================== ==============================================
 
     ``transient[phase]`` is the peak of the other memory of its functions while they run. It includes the
-    gradients of the one microbatch, except those ``accumulated_in_place``: these are added directly to the
-    sum, which exists when the first of them begins. Phases of several functions also have the memory of each
-    function, as ``segments``. ``buffers`` include constants, and inputs that are not split. ``precomputed``
+    gradients of the one microbatch. Phases of several functions also have the memory of each function, as
+    ``segments``. ``buffers`` include constants, and inputs that are not split. ``precomputed``
     values depend on weights and fixed buffers alone and are made once for each version of weights; where
     weights are gathered for use, they are freed with them. ``state`` is the optimizer state, if the program
     updates. ``offloaded`` is the part of ``saved`` that waits in host memory if the program has offloads;
@@ -78,7 +77,6 @@ class StageMemory:
     in_transit: float = 0
     update: float = 0
     precomputed: float = 0
-    accumulated_in_place: float = 0
     segments: Mapping[Phase, tuple[SegmentMemory, ...]] = field(default_factory=dict)
 
     @property

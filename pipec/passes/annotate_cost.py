@@ -54,7 +54,7 @@ def _apply_profile(graph: TrainingGraph, profile: Profile) -> None:
     if any(map(is_collective, graph.nodes)):
         raise InputError(
             "a profile is measured on one replica, but the model has collectives between replicas, by "
-            "pipec.ops or nn.SyncBatchNorm; leave out profile=..."
+            "pipec.ops or nn.SyncBatchNorm; leave out costs=..."
         )
     check_profile(profile, graph)
     seconds = profile.seconds()

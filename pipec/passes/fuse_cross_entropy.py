@@ -28,19 +28,15 @@ MIN_ROW_BYTES = 8192
 
 @dataclass(frozen=True)
 class FuseCrossEntropy:
-    """Fuse the two calls on CPUs, for logits [rows, classes].
+    """Fuse the two calls on CPUs, for logits [rows, classes]; every value keeps its bits.
 
-    This pass runs last, because other passes know only torch's own operators. With ``exact``, every value
-    keeps its bits.
+    This pass runs last, because other passes know only torch's own operators.
     """
-
-    exact: bool = True
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in list(graph.nodes):
             if node.target is aten._log_softmax_backward_data.default and _is_cross_entropy_gradient(node):
                 _fuse(node)
-                node.kwargs = {} if self.exact else {"exact": False}
         return graph
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from pipec.cost.formulas import node_bytes
-from pipec.graph import TrainingGraph, accumulates_in_place
+from pipec.graph import TrainingGraph
 from pipec.ir import MMAP_THRESHOLD_BYTES
 
 aten = torch.ops.aten
@@ -33,4 +33,4 @@ class ReuseMemory:
 
 
 def _is_product(node: fx.Node) -> bool:
-    return node.target in PRODUCTS and not node.kwargs and not accumulates_in_place(node)
+    return node.target in PRODUCTS and not node.kwargs

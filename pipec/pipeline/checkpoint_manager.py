@@ -50,7 +50,7 @@ class CheckpointManager:
         self._watched: weakref.ref[Pipeline] | None = None
 
     def profile(self) -> Profile | None:
-        """The profile by which the newest checkpoint's stages were cut, for stages on other devices.
+        """The profile that cut the stages of the newest checkpoint, for stages on other devices.
 
         None: there is no checkpoint, or it was made without one.
 
@@ -96,7 +96,7 @@ class CheckpointManager:
         scheduler: Any = None,
         extra: Any = None,
     ) -> None:
-        """Save, if that is due after this step. The arguments are those of ``save_checkpoint``."""
+        """Save, if that is due after this step. It takes the arguments of ``save_checkpoint``."""
         self._watch(pipe)
         given = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
         self._latest = pipe.num_steps, given

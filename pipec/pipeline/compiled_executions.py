@@ -118,7 +118,7 @@ class CompiledExecutions(Executions):
         self.loss_path = compiler.settings.loss_path
         self.batch, self.batched = batch, batched
         self.known_splits: dict[str, bool] = {}
-        self.variables = VariableHistory(expects_lengths=compiler.decided.dynamic)
+        self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
         self._checked_calls = CallCache()
         self._batch_axis_is_known = False

@@ -30,7 +30,6 @@ from pipec.runtime.messages.call_description import format_ranks
 from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.processes.launch import Devices
-from pipec.runtime.stages.kernels import require_source
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import CUSTOM_WEIGHT, MicrobatchWeight
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -79,7 +78,6 @@ def load(
             f"pass devices={num_ranks}, or compile and save it for {ranks.count}"
         )
     check_sync_spec(artifact.plan.sync_spec, optimizer, clip_grad_norm)
-    require_source(kernels, artifact.plan)
     return pipeline_of(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight, evaluations)
 
 

@@ -85,7 +85,7 @@ class Pipeline(ConvertedModule):
 
     It makes one call at a time. A call on a second thread raises InputError meanwhile, and changes nothing.
 
-    It has four parts. ``_tensors`` are those of the model, ``_agreement`` makes a call one of all ranks,
+    It has four parts. ``_tensors`` are the model's, ``_agreement`` makes a call one of all ranks,
     ``_executions`` finds what runs a call, and runs it, and ``_stream`` makes the steps of streams.
     """
 
@@ -167,16 +167,16 @@ class Pipeline(ConvertedModule):
 
         If the pipeline was compiled with an optimizer, the step ends with its update, which clears them.
 
-        The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
-        function. Every rank passes the same, unless ``compile`` was told otherwise: with ``batch="local"``
-        the arguments are this replica's part, which may have other numbers of rows. Tensors with the rows of
-        the batch are split into microbatches, others are passed whole; see ``batched`` of ``compile``.
-        A step that draws, as for dropout, takes one number of torch's default generator, rank 0's for all.
+        Pass the model's arguments for the whole mini-batch; ``target`` goes to the loss function. Every rank
+        passes the same, unless ``compile(batch=...)`` says otherwise: with ``"local"`` each rank passes the
+        rows of its replica. Tensors with the rows of the batch are split into microbatches, others are passed
+        whole; see ``batched`` of ``compile``. Dropout follows ``torch.manual_seed``: every rank uses rank 0's
+        seed.
 
         Returns:
-            The loss of the batch, on every rank; with ``outputs``, a tuple of that and the model's output.
-            What ``loss_fn`` returned besides the loss is in ``logs`` then. Of results with a value for each
-            row, a rank gets those of the rows that it passed.
+            The loss of the batch, on every rank; with ``outputs``, a tuple of the loss and the model's
+            output. ``logs`` then has what ``loss_fn`` returned besides the loss. A rank gets the results of
+            the rows that it passed.
 
         Raises:
             CaptureError, InputError, PlanError: the step cannot be run, or the ranks passed different
@@ -275,10 +275,10 @@ class Pipeline(ConvertedModule):
     def as_module(self, outputs: bool = False) -> PipelineModule:
         """A module that a loop takes for the model, since its loss has a ``backward``.
 
-        In training mode and with gradients enabled, ``loss = module(...)`` runs one step, whose gradients are
-        kept apart; ``loss.backward()``, or that of what is computed of the loss, adds them to ``.grad``,
-        times the gradient of the loss. Every rank calls it, and with the same factor. A loss computed outside
-        of other outputs has no gradients. In evaluation mode, or under ``torch.no_grad()``, a call returns
+        In training mode and with gradients enabled, ``loss = module(...)`` runs one step and keeps its
+        gradients apart. ``loss.backward()``, or the backward of a value computed from the loss, adds them to
+        ``.grad``, times the gradient of the loss. Every rank calls it, with the same factor. A loss computed
+        from other outputs has no gradients. In evaluation mode, or under ``torch.no_grad()``, a call returns
         the model's output with its loss. The target of a ``loss_fn`` is passed as ``target=...``. If the
         pipeline was compiled with ``optimizer``, the loop calls ``pipe.optimizer.step()``.
 
@@ -302,7 +302,7 @@ class Pipeline(ConvertedModule):
 
     @property
     def has_loss_fn(self) -> bool:
-        """Whether the loss is that of a ``loss_fn``, which takes a target, and not the model's own."""
+        """Whether a ``loss_fn`` with a target computes the loss, and not the model itself."""
         has_target: bool = self._executions.has_target
         return has_target
 
@@ -446,10 +446,10 @@ class Pipeline(ConvertedModule):
 
     @property
     def num_steps(self) -> int:
-        """How many mini-batches have been trained on, before the checkpoint that was loaded, too.
+        """The number of mini-batches trained on, with those before the checkpoint that was loaded.
 
-        While a loop over a stream runs, those whose losses it was given. One that has ended early may have
-        trained on more, if the schedule is asynchronous; they count, too.
+        While a loop over a stream runs, the number of losses that it was given. A loop that ended early may
+        have trained on more, if the schedule is asynchronous; they count, too.
         """
         return self._steps.num_steps
 
@@ -757,7 +757,7 @@ class Pipeline(ConvertedModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the whole model's state, or that of this rank's stages. Every rank calls this.
+        """Load the state of the whole model, or of this rank's stages. Every rank calls this.
 
         What belongs to other ranks' stages is passed over. A rank that is given an empty state, as
         ``state_dict`` returns on other ranks than 0, takes the values that rank 0 was given. Keys are missing
@@ -841,7 +841,7 @@ class Pipeline(ConvertedModule):
         return super().__getattr__(name)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the model, with the model itself first: what is set there, the next call follows."""
+        """The model's own modules, the model itself first. The next call follows changes in them."""
         refuse_wrappers()
         model = self._executions.model
         named = super().named_modules if model is None else model.named_modules
@@ -938,7 +938,7 @@ class Pipeline(ConvertedModule):
 
     @property
     def num_undelivered(self) -> int:
-        """How many of the last steps are mini-batches whose losses a loop was not given, since it ended."""
+        """The number of steps that a loop over a stream has made and ended without their losses."""
         return self._stream.num_undelivered
 
     def keep_last_position(self) -> None:
@@ -1042,7 +1042,7 @@ class Pipeline(ConvertedModule):
         return predicted_memory(self.plan, self.programs)
 
     def visualize(self, path: str | Path | None = None, trace: "Trace | None" = None) -> str:
-        """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
+        """The timelines as text: the simulated one, or with a ``trace`` the planned and the measured one.
 
         If ``path`` is given, rank 0 also draws them there: .html is a page to explore, .svg and .txt are
         pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError. A

@@ -15,7 +15,6 @@ from pipec.graph import (
     TailGradient,
     TailInput,
     TrainingGraph,
-    accumulates_in_place,
     depends_on_inputs_only,
     is_contiguous,
     is_forward,
@@ -395,9 +394,6 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
         precomputed=sum(map(bytes_of, stage.precomputed)),
         inputs=sum(map(bytes_of, split)),
         gradients=sum(bytes_of(node) for node in stage.parameters if node.meta["role"].fqn in trained),
-        accumulated_in_place=sum(
-            bytes_of(node) for f in stage.functions for _, node in f.gradients if accumulates_in_place(node)
-        ),
         saved=saved + buffers,
         weight_gradient_saved=kept + buffers * (Phase.BACKWARD_INPUT in peaks),
         transient={phase: peak - floors.get(phase, full) for phase, peak in peaks.items()},

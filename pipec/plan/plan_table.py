@@ -139,7 +139,7 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
         _peaks(plan, needs),
     ]
     if plan.cost_source:
-        lines.append(f"seconds are those of {plan.cost_source}")
+        lines.append(f"seconds come from {plan.cost_source}")
     lines += [f"assumed: {each}" for each in plan.assumptions]
     lines += [plan.checked] if plan.checked else []
     if any(need.host_bytes for need in needs):

@@ -252,16 +252,11 @@ class _Account:
         return sum(value_bytes(v, {}) for link in links if link.source == stage for v in link.values)
 
     def _sum_until(self, reductions: Ints, amount: float, stage: int, segment: int) -> None:
-        """Sums that begin with the first gradients of a segment after each reduction.
-
-        Sums in which gradients are accumulated directly begin earlier.
-        """
+        """Sums that begin with the first gradients of a segment after each reduction."""
         made = self._making(stage, segment)
         rounds, first = np.unique(np.searchsorted(reductions, made), return_index=True)
-        in_place, gradients = self.stages[stage].accumulated_in_place, self.stages[stage].gradients
-        early = amount * in_place / gradients if in_place else 0.0
-        self.grow("gradients", made[first], early, amount - early)
-        self._keep_until_accumulated(np.delete(made, first), stage, amount - early)
+        self.grow("gradients", made[first], 0.0, amount)
+        self._keep_until_accumulated(np.delete(made, first), stage, amount)
         self.grow("gradients", reductions[rounds[rounds < reductions.size]], 0.0, -amount)
 
     def _making(self, stage: int, segment: int) -> Ints:

@@ -171,7 +171,7 @@ class GivenExecutions(Executions):
             raise InputError(
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}. "
-                "Pass as many, or compile with dynamic=True and save again"
+                "Pass as many: the model makes a constant of the batch"
             )
         _check_guards(plan, distinct, values)
         if plan.model_collectives:

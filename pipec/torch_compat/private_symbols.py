@@ -8,7 +8,7 @@ operators, whatever their name (``aten._softmax``, ``torch._foreach_add_``, ``te
 class, or under an object: ``torch.nn.Module()._forward_hooks``, ``torch.ops.aten.add.Tensor._schema``.
 
 ``tests/torch_compat/test_private_symbols.py`` compares both tables with the source and with the installed
-torch, and writes ``docs/reference/private_torch.md``.
+torch.
 """
 
 import importlib

@@ -18,16 +18,16 @@ from pipec.pipeline import Pipeline
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 
 
-def compiled(dynamic: bool) -> Pipeline:
+def compiled() -> Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, microbatches=4, dynamic=dynamic)
+    pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, microbatches=4)
     return pipe.prepare(X, target=Y)
 
 
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
-    return compiled(dynamic=True)
+    return compiled()
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_bad_call_is_refused_and_the_next_good_one_works(
 
 def test_a_batch_of_another_size_is_as_good(saved: Path) -> None:
     x, y = torch.cat([X, X])[:11], torch.cat([Y, Y])[:11]
-    assert torch.equal(pipec.load(saved).step(x, target=y), compiled(True).step(x, target=y))
+    assert torch.equal(pipec.load(saved).step(x, target=y), compiled().step(x, target=y))
 
 
 def test_a_batch_norm_is_refused_one_row(saved: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_batch_norm_is_refused_one_row(saved: Path) -> None:
 
 
 def test_an_artifact_of_evaluation_mode_stays_in_it(tmp_path: Path) -> None:
-    pipe = compiled(dynamic=True).eval()
+    pipe = compiled().eval()
     pipe.prepare(X, target=Y).save(tmp_path / "saved", tensors=True)
     loaded = pipec.load(tmp_path / "saved").eval()
     assert not loaded.training
@@ -137,8 +137,9 @@ def test_keywords_are_matched_by_name(tmp_path: Path) -> None:
         loaded.step(a=X, c=X, target=Y)
 
 
+@pytest.mark.usefixtures("constant_batch")
 def test_an_artifact_for_one_size_takes_no_other(tmp_path: Path) -> None:
-    fixed = compiled(dynamic=False)
+    fixed = compiled()
     fixed.save(tmp_path / "fixed", tensors=True)
     loaded = pipec.load(tmp_path / "fixed")
     with pytest.raises(InputError, match="exactly 2 rows, so a batch of 8; the batch has 4"):
@@ -299,7 +300,7 @@ def test_a_loaded_artifact_saves_and_resumes_as_the_pipeline_does(tmp_path: Path
 
 
 def test_a_loaded_artifact_evaluates_what_was_evaluated_before(tmp_path: Path) -> None:
-    pipe = compiled(dynamic=True)
+    pipe = compiled()
     pipe.eval()
     expected = pipe.eval_step(X, target=Y), pipe(X[:6])
     pipe.train()

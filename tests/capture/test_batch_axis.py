@@ -323,18 +323,27 @@ class Flat(nn.Module):
         return hidden.flatten(0, 1), hidden
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 3, "stages": 1}, {"dynamic": False}])
+@pytest.mark.usefixtures("constant_batch")
+def test_outputs_of_one_size_have_their_rows_in_order() -> None:
+    model, x = made(Flat), torch.randn(TIME, 4, 4).double()
+    pipe = pipec.compile(model, devices=2, microbatches=2, batched={"x": 1})
+    for found, expected in zip(pipe(x), model(x), strict=True):
+        assert relative_error(found, expected.detach()) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 3, "stages": 1}])
 def test_outputs_have_their_rows_in_order(options: dict[str, Any]) -> None:
-    model, rows = made(Flat), 4 if "dynamic" in options else ROWS
+    model = made(Flat)
     pipe = pipec.compile(model, **{"devices": 2, "microbatches": 2, "batched": {"x": 1}, **options})
     for time in (TIME, 4, 9) if not options else (TIME,):
-        x = torch.randn(time, rows, 4, generator=torch.Generator().manual_seed(1)).double()
+        x = torch.randn(time, ROWS, 4, generator=torch.Generator().manual_seed(1)).double()
         for found, expected in zip(pipe(x), model(x), strict=True):
             assert relative_error(found, expected.detach()) < 1e-12
 
 
 @pytest.mark.slow
 @pytest.mark.slow
+@pytest.mark.usefixtures("constant_batch")
 def test_outputs_are_refused_where_nothing_shows_their_rows() -> None:
     class Turned(Flat):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,7 +353,7 @@ def test_outputs_are_refused_where_nothing_shows_their_rows() -> None:
     def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
         return F.mse_loss(output[1], target)
 
-    pipe = pipec.compile(made(Turned), 2, loss_fn=loss, microbatches=2, batched={"x": 1}, dynamic=False)
+    pipe = pipec.compile(made(Turned), 2, loss_fn=loss, microbatches=2, batched={"x": 1})
     x, target = torch.randn(TIME, 4, 4).double(), torch.randn(4, TIME, 3).double()
     with pytest.raises(InputError, match="is a constant in what"):
         pipe.step(x, target=target, outputs=True)

@@ -82,8 +82,13 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_what_may_be_split_or_whole_is_tried(name: str) -> None:
-    for dynamic in (True, False):
-        check(*AMBIGUOUS[name], dynamic=dynamic)
+    check(*AMBIGUOUS[name])
+
+
+@pytest.mark.usefixtures("constant_batch")
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_what_may_be_split_or_whole_is_tried_for_one_size(name: str) -> None:
+    check(*AMBIGUOUS[name])
 
 
 def test_a_table_in_front_of_weights_is_whole() -> None:

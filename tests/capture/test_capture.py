@@ -261,22 +261,6 @@ def test_a_tensor_on_meta_that_is_no_buffer_is_refused_where_it_is_used() -> Non
     assert model.mask.is_meta
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [8, 10])  # microbatches of one size, and of two
-def test_a_plan_of_one_size_of_microbatch_is_that_of_every_size(batch: int) -> None:
-    tokens = torch.zeros(batch, 8, dtype=torch.int64)
-    one, every = (
-        pipec.compile(_Attending(), 2, loss_fn=_token_loss, microbatches=4, dynamic=dynamic)
-        .prepare(tokens, target=tokens)
-        .plan
-        for dynamic in (False, True)
-    )
-    assert [stage.parameters for stage in one.stages] == [stage.parameters for stage in every.stages]
-    assert [stage.cost for stage in one.stages] == [stage.cost for stage in every.stages]
-    assert one.num_microbatches == every.num_microbatches == 4
-    assert one.dynamic_batch == (batch == 10)
-
-
 class _Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from constant_batch import constant_front_ends
 from slow_params import slow_but
 from torch import Tensor, nn
 from worker_processes import run_ranks
 
 import pipec
+from pipec.capture import tracer
 from pipec.errors import InputError
 from pipec.runtime.absent_tensors import is_absent
 
@@ -40,15 +42,19 @@ OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_outputs_are_those_of_the_unsplit_model(dynamic: bool) -> None:
+@pytest.mark.parametrize("symbolic", [True, False])
+def test_outputs_are_those_of_the_unsplit_model(symbolic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def finish(y: Tensor) -> dict[str, Tensor]:
-        return {name: output(y) for name, output in OUTPUTS.items() if dynamic or name != "sum over the rows"}
+        return {
+            name: output(y) for name, output in OUTPUTS.items() if symbolic or name != "sum over the rows"
+        }
+
+    monkeypatch.setattr(tracer, "FRONT_ENDS", tracer.FRONT_ENDS if symbolic else constant_front_ends())
 
     x, model = torch.randn(ROWS, WIDTH), Model(finish)
     with torch.no_grad():
         expected = model(x)
-    found = pipec.compile(model, devices=2, microbatches=3, dynamic=dynamic)(x)
+    found = pipec.compile(model, devices=2, microbatches=3)(x)
     assert found.keys() == expected.keys()
     for name in found:
         assert found[name].dtype == expected[name].dtype, name
@@ -63,16 +69,17 @@ OF_ALL_ROWS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("call", slow_but(OF_ALL_ROWS, "softmax"))
-def test_a_value_of_all_rows_together(call: str) -> None:
+def test_a_value_of_all_rows_together(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is computed once, of all rows; a graph for one number of rows alone cannot do that."""
     x, model = torch.randn(ROWS, WIDTH), Model(OF_ALL_ROWS[call])
     with torch.no_grad():
         expected = model(x)
-    for microbatches, dynamic in ((2, True), (1, False)):
-        found = pipec.compile(model, devices=2, microbatches=microbatches, dynamic=dynamic)(x)
+    for microbatches, symbolic in ((2, True), (1, False)):
+        monkeypatch.setattr(tracer, "FRONT_ENDS", tracer.FRONT_ENDS if symbolic else constant_front_ends())
+        found = pipec.compile(model, devices=2, microbatches=microbatches)(x)
         torch.testing.assert_close(found, expected)
     with pytest.raises(InputError, match=rf"of all rows together[\s\S]* {call} at test_outputs\.py:"):
-        pipec.compile(model, devices=2, microbatches=2, dynamic=False)(x)
+        pipec.compile(model, devices=2, microbatches=2)(x)
 
 
 def loss_and_logs(output: dict[str, Tensor], target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

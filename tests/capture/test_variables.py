@@ -388,12 +388,6 @@ def test_lengths_are_those_of_the_batch_if_time_is_first() -> None:
     assert found == [1, 0, 0]
 
 
-def test_with_a_fixed_batch_each_length_is_compiled() -> None:
-    pair = reader(dynamic=False)
-    assert [pair.step(**read(length)) for length in (8, 10, 10)] == [1, 1, 0]
-    assert symbolic(pair) == set()
-
-
 def test_a_length_that_equals_a_size_of_weights_is_a_symbol_as_soon_as_they_differ(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

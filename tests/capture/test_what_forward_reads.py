@@ -679,7 +679,7 @@ def net_of(read: Read) -> Any:
 
 
 def captured(net: nn.Module, x: Tensor) -> tuple[TrainingGraph, Fingerprint]:
-    graph = capture(CaptureRequest(net, None, Mode.FORWARD, ModelCall((x,), {}), symbolic=False))
+    graph = capture(CaptureRequest(net, None, Mode.FORWARD, ModelCall((x,), {})))
     return graph, fingerprint(net)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from page_views import embedded
 from slow_params import slow
 from typer.testing import CliRunner, Result
 
@@ -55,10 +54,10 @@ def pipec_json(*arguments: object) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The artifact of ``mlp`` on two stages, dumped by the command line, without tensors."""
+    """The artifact of ``mlp`` on two stages, written by the command line, without tensors."""
     directory = tmp_path_factory.mktemp("cli") / "artifact"
-    output = pipec_cli("dump", MLP, "--devices", 2, "--microbatches", 4, "--output", directory).stdout
-    assert output == f"wrote plan.json, the code of 2 stages and their programs to {directory}\n"
+    output = pipec_cli("plan", MLP, "--devices", 2, "--microbatches", 4, "--output", directory).stdout
+    assert output == f"wrote plan, code and programs to {directory}\n"
     return directory
 
 
@@ -67,7 +66,7 @@ def artifact(directory: Path) -> Artifact:
     return read_artifact(directory)[0]
 
 
-# plan and dump
+# plan
 
 
 def test_plan_prints_the_table_of_the_plan() -> None:
@@ -89,25 +88,26 @@ def test_a_target_may_be_a_module_of_the_current_folder(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_dump_prints_what_it_would_write(directory: Path) -> None:
-    options = (MLP, "--devices", 2, "--microbatches", 4)
+def test_plan_prints_the_code_that_it_would_write(directory: Path) -> None:
+    options = (MLP, "--devices", 2, "--microbatches", 4, "--code")
     sources = [(directory / f"stage_{stage}.py").read_text() for stage in range(2)]
-    assert pipec_cli("dump", *options, "--stage", 1).stdout == sources[1]
-    assert pipec_cli("dump", *options).stdout == "\n\n".join(sources)
+    assert pipec_cli("plan", *options).stdout == "\n\n".join(sources)
+    assert pipec_json("plan", *options)["sources"] == {"0": sources[0], "1": sources[1]}
 
 
-def test_dump_as_json_has_the_documented_keys(directory: Path, tmp_path: Path) -> None:
-    facts = pipec_json("dump", MLP, "--devices", 2, "--microbatches", 4, "-o", tmp_path / "again")
-    assert set(facts) == {"sources", "programs", "directory"}
-    assert facts["sources"]["1"] == (directory / "stage_1.py").read_text()
-    assert facts["programs"]["0"] == (directory / "rank_0.txt").read_text()
-    assert (tmp_path / "again" / "plan.json").read_bytes() == (directory / "plan.json").read_bytes()
-
-
-def test_dump_replaces_no_folder_of_another_kind(tmp_path: Path) -> None:
+def test_plan_replaces_no_folder_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    result = pipec_cli("dump", MLP, "--devices", 2, "-o", tmp_path, status=1)
+    result = pipec_cli("plan", MLP, "--devices", 2, "-o", tmp_path, status=1)
     assert "is not an artifact of pipec" in result.stderr
+
+
+def test_plan_draws_the_step_of_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    options = ("--devices", 2, "--schedule", "gpipe", "--microbatches", 4)
+    assert pipec_cli("plan", MLP, *options, "-o", path).stdout == f"wrote {path}\n"
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    counted = {next(iter(event["args"])) for event in events if event["ph"] == "C"}
+    assert counted == {"microbatches", "parameters"}
 
 
 # targets
@@ -213,13 +213,6 @@ def test_a_step_of_very_many_events_is_told_by_its_sums(monkeypatch: pytest.Monk
     assert "events" not in facts
 
 
-def test_schedule_of_a_model_uses_its_plan() -> None:
-    facts = pipec_json("schedule", MLP, "--devices", 2, "--schedule", "gpipe", "--microbatches", 4)
-    assert (facts["schedule"], facts["num_microbatches"], facts["unit"]) == ("gpipe", 4, "s")
-    computes = [event for event in facts["events"] if event["op"] in ("forward", "backward")]
-    assert len(computes) == 2 * 2 * 4
-
-
 def test_schedule_searches_within_a_memory_limit() -> None:
     limit = ("--memory-backward", 2, "--memory-weight", 1, "--memory-limit", 6)
     facts = pipec_json("schedule", "zb-2p", "--stages", 4, "--microbatches", 8, *limit)
@@ -249,14 +242,6 @@ def test_schedule_shows_another_beside_it(tmp_path: Path) -> None:
     assert "gpipe and zb-h1, 8 microbatches" in page.read_text(encoding="utf-8")
 
 
-def test_schedule_of_a_model_beside_another_shows_bytes_by_category(tmp_path: Path) -> None:
-    page = tmp_path / "both.html"
-    pipec_cli("schedule", MLP, "--devices", 2, "--microbatches", 4, "--compare", "gpipe", "--output", page)
-    steps = embedded(page.read_text(encoding="utf-8"))["timelines"]
-    assert [{*memory["kinds"]} >= {"parameters", "saved"} for memory in steps[0]["memory"]] == [True] * 2
-    assert [len(step["memory"]) for step in steps] == [2, 2]
-
-
 @pytest.mark.parametrize("suffix", [".svg", ".txt"])
 def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "pictures" / f"timeline{suffix}"
@@ -273,8 +258,9 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
         (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .svg, .txt"),
         (("zb-2p", "--memory-limit", "3GB"), "Invalid value for '--memory-limit'"),
         (("orders.txt",), "orders.txt"),
-        (("gpipe", "--devices", 4), "No such option: --devices. It belongs to"),
-        ((MLP, "--forward=2.0"), "No such option: --forward. It belongs to"),
+        (("gpipe", "--devices", 4), "No such option: --devices"),
+        ((MLP,), f"pipec plan {MLP} --devices 4 -o step.html draws its step"),
+        ((ROOT,), f"pipec run {ROOT} --trace -o page.html draws the steps of a saved artifact"),
         (("gpipe", "--copies", 4), "No such option: --copies"),
         (("gpipe", "--compare", "gpipe"), "--compare names 'gpipe' again; expected another schedule"),
         (
@@ -287,28 +273,13 @@ def test_schedule_refuses_what_it_cannot_draw(arguments: tuple[object, ...], mes
     assert message in pipec_cli("schedule", *arguments, status=2).stderr
 
 
-def test_a_target_is_told_from_a_name_by_its_colon_wherever_it_stands(tmp_path: Path) -> None:
-    options = ("--output", tmp_path / "a:b.txt", "--microbatches", 2)
-    pipec_cli("schedule", *options, "--devices", 2, MLP)
-    assert (tmp_path / "a:b.txt").read_text(encoding="utf-8").startswith("1f1b, 2 microbatches\n")
-    pipec_cli("schedule", *options, "--stages", 2, "gpipe")
-    assert (tmp_path / "a:b.txt").read_text(encoding="utf-8").startswith("gpipe, 2 microbatches\n")
-
-
-def test_help_of_schedule_shows_both_forms() -> None:
-    words = pipec_cli("schedule", "--help").stdout.split()
-    assert {"NAME", "TARGET", "--stages", "--devices", "--forward", "--recompute"} <= set(words)
-    named, target = (pipec_cli("schedule", what, "--help").stdout for what in ("1f1b", MLP))
-    assert named.split() == target.split() == words
-
-
 # check
 
 
-def test_check_accepts_what_dump_wrote(directory: Path) -> None:
+def test_check_accepts_what_plan_wrote(directory: Path) -> None:
     facts = pipec_json("check", directory)
-    assert set(facts) == {"stages", "ranks", "instructions"}
-    assert (facts["stages"], facts["ranks"]) == (2, 2)
+    assert set(facts) == {"kind", "stages", "ranks", "instructions"}
+    assert (facts["kind"], facts["stages"], facts["ranks"]) == ("artifact", 2, 2)
     assert "2 stages, 2 ranks" in pipec_cli("check", directory).stdout
 
 
@@ -319,8 +290,8 @@ def test_check_refuses_a_changed_file(directory: Path, tmp_path: Path) -> None:
     assert "stage_1.py is not what was saved" in pipec_cli("check", tmp_path, status=1).stderr
 
 
-def test_check_refuses_a_folder_without_a_plan(tmp_path: Path) -> None:
-    assert "holds no plan.json" in pipec_cli("check", tmp_path, status=1).stderr
+def test_check_refuses_a_folder_of_another_kind(tmp_path: Path) -> None:
+    assert "is no artifact and no checkpoint" in pipec_cli("check", tmp_path, status=1).stderr
 
 
 def without_sends(program: Program) -> Program:
@@ -410,7 +381,7 @@ def test_run_with_saved_tensors_and_inputs_gives_the_loss_of_the_model(tmp_path:
 
 @pytest.mark.slow
 def test_run_draws_integers_below_int_high(tmp_path: Path) -> None:
-    pipec_cli("dump", f"{MODELS}:tagger", "--devices", 2, "-o", tmp_path / "artifact")
+    pipec_cli("plan", f"{MODELS}:tagger", "--devices", 2, "-o", tmp_path / "artifact")
     assert pipec_json("run", tmp_path / "artifact", "--int-high", 3)["losses"]
     message = pipec_cli("run", tmp_path / "artifact", "--int-high", 1000, status=1).stderr
     assert "index out of range" in message or "out of bounds" in message
@@ -472,9 +443,8 @@ def test_a_command_loads_only_what_it_needs(
 def test_a_failure_is_one_message_on_stderr(tmp_path: Path) -> None:
     done = spawn("-m", "pipec", "check", str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
-    assert (
-        done.stderr == f"error: {tmp_path} holds no plan.json: expected a folder written by Pipeline.save()\n"
-    )
+    what = "is no artifact and no checkpoint: it holds neither plan.json nor checkpoint.pt"
+    assert done.stderr == f"error: {tmp_path} {what}\n"
 
 
 @pytest.mark.slow
@@ -486,6 +456,20 @@ def test_run_gives_the_same_losses_under_torchrun(directory: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["losses"] == alone["losses"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("dump", MLP), "there is no command dump any more; pipec plan TARGET --code prints the code"),
+        (("trace", "DIR", "-o", "x.html"), "pipec run FOLDER --trace -o page.html"),
+        (("checkpoint", "show", "DIR"), "pipec check DIR does the same"),
+        (("plan", ROOT, "--devices", 2), f"{ROOT} is a folder: pipec check {ROOT} says what it holds"),
+        (("run", ROOT, "-o", "x.html"), "give --trace, too"),
+    ],
+)
+def test_a_former_name_is_answered_with_the_new_one(arguments: tuple[object, ...], message: str) -> None:
+    assert message in pipec_cli(*arguments, status=2).stderr
 
 
 def test_version_and_help_have_their_usual_options() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 import pipec
-from pipec.compiler.schedule_policy import make_schedule_policy
 from pipec.errors import InputError
 from pipec.hardware.devices import DEVICES, LinkModel
 from pipec.hardware.topology import equal_devices
@@ -20,7 +19,7 @@ from tests.pipeline.test_pipedream_house import MOMENTUM, TARGET
 
 
 def compiled(stages: int = 3, **options: Any) -> pipec.Pipeline:
-    given = {"model": model(), "schedule": "auto", "asynchronous": True, "optimizer": SGD, **options}
+    given = {"model": model(), "schedule": "auto-async", "optimizer": SGD, **options}
     return pipec.compile(given.pop("model"), stages, loss_fn=LOSS, **given)
 
 
@@ -49,8 +48,8 @@ def test_the_search_takes_a_schedule_without_a_flush_and_stays_with_it() -> None
 @pytest.mark.slow
 def test_a_schedule_that_flushes_is_taken_where_it_is_faster() -> None:
     """Six microbatches wait for messages under 2BW; orders that a search finds wait less."""
-    how = {"microbatches": 6, "device_model": replace(DEVICES["cpu"], host=HostCost())}
-    pipe, plain = compiled(**how), compiled(**how, asynchronous=False)
+    how = {"microbatches": 6, "costs": replace(DEVICES["cpu"], host=HostCost())}
+    pipe, plain = compiled(**how), compiled(**how, schedule="auto")
     losses = list(pipe.stream(batches(4)))
     assert pipe.plan.sync_spec.stream is None
     assert "pipedream-2bw" in tried(pipe)
@@ -68,7 +67,7 @@ def test_double_buffering_has_as_many_microbatches_as_are_fastest() -> None:
 
 def planned(bytes_per_second: float, schedule: str) -> Plan:
     links = equal_devices(4, LinkModel(bytes_per_second, 0.0))
-    return shared(Wide(), links, microbatches=None, optimizer=SGD, schedule=schedule, asynchronous=True).plan
+    return shared(Wide(), links, microbatches=None, optimizer=SGD, schedule=schedule).plan
 
 
 @pytest.mark.slow
@@ -81,7 +80,7 @@ def test_stages_get_replicas() -> None:
 @pytest.mark.slow
 def test_delays_are_not_taken_for_nothing() -> None:
     """With fast links data parallelism has no bubble either."""
-    plan = planned(1e12, "auto")
+    plan = planned(1e12, "auto-async")
     assert plan.sync_spec.stream is None
     told = [each.rejection_reason for each in plan.alternatives if each.schedule in ASYNCHRONOUS_SCHEDULES]
     assert any("about as fast" in each or "0.0% slower" in each for each in told), told
@@ -90,24 +89,19 @@ def test_delays_are_not_taken_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "1f1b"}, "asynchronous is True, but schedule '1f1b' is synchronous"),
-        ({"optimizer": None}, "'auto' with asynchronous=True updates each stage .* pass optimizer="),
-        ({"shard": "optimizer", "replicas": 3}, "asynchronous=True updates a stage while its replicas"),
+        ({"optimizer": None}, "schedule 'auto-async' updates each stage .* pass optimizer="),
+        ({"shard": "optimizer", "replicas": 3}, "auto-async' updates a stage while its replicas"),
         ({"batch": "rank0"}, "batch is 'rank0'"),
     ],
-    ids=["a flush", "no optimizer", "shard", "batches"],
+    ids=["no optimizer", "shard", "batches"],
 )
 def test_what_contradicts_it_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         compiled(**options)
 
 
-def test_a_name_may_say_it_as_well() -> None:
-    assert make_schedule_policy("pipedream", 3, asynchronous=True).is_asynchronous
-
-
 @pytest.mark.slow
 def test_the_command_line_has_it() -> None:
-    options = ("--schedule", "auto", "--asynchronous", "--optimizer", MOMENTUM)
+    options = ("--schedule", "auto-async", "--optimizer", MOMENTUM)
     printed = pipec_cli("plan", TARGET, "--devices", 2, *options).stdout
     assert "2 stages on 2 ranks, pipedream, 1 microbatches" in printed

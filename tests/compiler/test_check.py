@@ -17,7 +17,7 @@ from pipec.capture.batch import rules
 from pipec.capture.batch.dependence import PerRow, Whole
 from pipec.compiler import compile
 from pipec.compiler.check.draws import FixedDraws
-from pipec.errors import MixedRowsError, PipecWarning, UnequalStepError
+from pipec.errors import MixedRowsError, UnequalStepError
 
 WIDTH = 6
 
@@ -152,8 +152,7 @@ def test_a_right_step_passes(name: str) -> None:
 
 
 def test_without_microbatches_the_step_has_one() -> None:
-    with pytest.warns(PipecWarning, match="one microbatch"):
-        pipe, loss, before = step(UNEQUAL["rows as a factor"], microbatches=None, dynamic=False)
+    pipe, loss, before = step(UNEQUAL["rows as a factor"], microbatches=None)
     with torch.no_grad():
         torch.testing.assert_close(loss, loss_of(before(*batch()), torch.linspace(-1, 1, 16).double()))
     assert pipe.plan.num_microbatches == 1

@@ -111,7 +111,7 @@ class KeepFirstLayers:
 def test_another_batch_is_cut_in_the_same_place_between_parameters() -> None:
     """Also where code is for one size, so that each size has a graph of its own."""
     layers = nn.Sequential(nn.Linear(32, 32), *(nn.Tanh() for _ in range(8)), nn.Linear(32, 32))
-    pipe = pipec.compile(layers, 2, loss_fn=nn.functional.mse_loss, microbatches=2, dynamic=False)
+    pipe = pipec.compile(layers, 2, loss_fn=nn.functional.mse_loss, microbatches=2)
     ends = []
     for rows in (ROWS, 2 * ROWS):
         x = torch.zeros(rows, 32)

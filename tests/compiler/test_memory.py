@@ -33,7 +33,6 @@ def prepared(memory_limit: int | str | None, recompute: str = "auto", devices: i
         microbatches=4,
         recompute=recompute,
         memory_limit=memory_limit,
-        dynamic=False,
     )
     return pipe.prepare(*batch()[:1], target=batch()[1])
 
@@ -130,7 +129,7 @@ def test_an_asynchronous_schedule_recomputes_where_its_weights_fit() -> None:
     """Its program ends with microbatches in flight, whose values can be recomputed."""
 
     def streamed(recompute: str, memory_limit: int | None = None) -> Pipeline:
-        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "dynamic": False}
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss}
         sgd = functools.partial(torch.optim.SGD, lr=0.1)
         options |= {"schedule": "pipedream", "optimizer": sgd, "recompute": recompute}
         pipe = pipec.compile(wide_mlp(), 4, memory_limit=memory_limit, **options)
@@ -186,7 +185,7 @@ class Checkpointed(nn.Module):
 
 def checkpointed(model: nn.Module, **options: object) -> Pipeline:
     x, y = batch()
-    options = {"microbatches": 4, "loss_fn": nn.functional.mse_loss, "dynamic": False} | options
+    options = {"microbatches": 4, "loss_fn": nn.functional.mse_loss} | options
     return pipec.compile(model, **{"devices": 2, **options}).prepare(x, target=y)  # type: ignore[arg-type]
 
 
@@ -238,7 +237,6 @@ def test_the_curves_of_the_page_rise_to_what_the_plan_says(schedule: str, recomp
         microbatches=4,
         schedule=schedule,
         recompute=recompute,
-        dynamic=False,
     ).prepare(x, target=y)
     curves = rank_memory_over_time(pipe.plan, pipe.programs, pipe.simulate())
     highest = [curve.total.amounts.max() for curve in curves]

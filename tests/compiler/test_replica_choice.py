@@ -49,7 +49,7 @@ def prepared(model: nn.Module, topology: Topology, **options: object) -> Pipelin
         len(topology.devices),
         loss_fn=nn.functional.mse_loss,
         topology=topology,
-        device_model=device(),
+        costs=device(),
         **{"microbatches": MICROBATCHES, "replicas": "auto", **options},  # type: ignore[arg-type]
     )
     x, y = batch()

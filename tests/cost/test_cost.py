@@ -515,9 +515,7 @@ def test_a_measured_device_model_prices_the_plan() -> None:
     slow = replace(DEVICES["cpu"], flops_per_second={"float32": 1e6}, launch_seconds=0.0)
     model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
     plans = [
-        pipec.compile(model, 1, loss_fn=F.mse_loss, microbatches=1, device_model=device)
-        .prepare(x, target=x)
-        .plan
+        pipec.compile(model, 1, loss_fn=F.mse_loss, microbatches=1, costs=device).prepare(x, target=x).plan
         for device in (None, slow)
     ]
     seconds = [plan.stages[0].cost.seconds[Phase.FORWARD] for plan in plans]

@@ -1,6 +1,7 @@
 """Profiles: what is measured, kept, read back, refused, and what a plan makes of it."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ def measure(model: nn.Module, repeats: int = 1) -> Profile:
 
 def compiled(model: nn.Module, profile: Profile | Path, microbatches: int = 2) -> pipec.Pipeline:
     pipe = pipec.compile(
-        model, devices=2, microbatches=microbatches, loss_fn=nn.functional.mse_loss, profile=profile
+        model, devices=2, microbatches=microbatches, loss_fn=nn.functional.mse_loss, costs=profile
     )
     return pipe.prepare(X, target=Y)
 
@@ -186,7 +187,7 @@ def test_a_damaged_file_is_refused(
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(InputError, match=message):
-        pipec.compile(Uneven(), devices=2, profile=path)
+        pipec.compile(Uneven(), devices=2, costs=path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -210,14 +211,12 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 
 def test_the_command_line_measures_and_plans(tmp_path: Path) -> None:
     target, path = f"{Path(__file__).parents[1] / 'helpers' / 'cli_models.py'}:mlp", tmp_path / "profile.json"
-    options = ["-o", str(path), "--repeats", "1", "--ranks", "2", "--json"]
+    options = ["-o", str(path), "--repeats", "1", "--ranks", "2"]
     made = CliRunner().invoke(app, ["profile", target, *options])
     assert made.exit_code == 0, made.output
-    facts = json.loads(made.stdout)
-    assert facts["microbatch_size"] == 1
-    assert facts["forward"] > 0
-    assert facts["backward"] > 0
-    planned = CliRunner().invoke(app, ["plan", target, "--devices", "2", "--profile", str(path), "--json"])
+    assert re.search(r"microbatches of 1: forward [1-9].* backward [1-9]", made.stdout), made.stdout
+    assert load_profile(path).microbatch_size == 1
+    planned = CliRunner().invoke(app, ["plan", target, "--devices", "2", "--costs", str(path), "--json"])
     assert planned.exit_code == 0, planned.output
     stages = json.loads(planned.stdout)["plan"]["stages"]
     assert sum(s["cost"]["seconds"]["forward"] for s in stages) > 0

@@ -10,6 +10,7 @@ lines. Comments that readers do not see direct the test:
     <!-- needs: gpu -->    the block below is compiled and not run: gpu, network, cluster or time
     <!-- quotes: a.py -->  the block below is an excerpt of this file of the repository, and not run
     <!-- raises: Name -->  the block below ends in this error, whose text is the output
+    <!-- diff: a.py -->    the block below says which lines this file changes of a script without pipec
 """
 
 import re
@@ -23,7 +24,7 @@ NEEDS = ("gpu", "network", "cluster", "time")
 
 _BLOCK = re.compile(
     r"<!-- setup\n(?P<setup>.*?)-->"
-    r"|(?:<!-- (?P<mark>(?:file|needs|raises|quotes): \S+) -->\n)?"
+    r"|(?:<!-- (?P<mark>(?:file|needs|raises|quotes|diff): \S+) -->\n)?"
     r"^(?P<indent> *)```(?P<language>[\w{}-]*)[^\n]*\n(?P<text>.*?)^ *```",
     re.DOTALL | re.MULTILINE,
 )
@@ -108,3 +109,15 @@ def _is(printed: str, wanted: str) -> bool:
     if wanted.endswith("..."):
         return printed.startswith(wanted.removesuffix("...").rstrip())
     return printed == wanted
+
+
+def without_pipec(block: Block) -> str:
+    """The script that a ``diff`` block starts from: the file that it names, with the old lines in place."""
+    code = (ROOT / block.mark.removeprefix("diff: ")).read_text(encoding="utf-8")
+    for change in block.text.split("...\n"):
+        old, new = (
+            "".join(line[1:] + "\n" for line in change.splitlines() if line.startswith(sign)) for sign in "-+"
+        )
+        assert code.count(new) == 1, new
+        code = code.replace(new, old)
+    return code

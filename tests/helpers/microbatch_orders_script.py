@@ -21,7 +21,7 @@ def worst_difference(schedule: Path) -> float:
     expected = dict(
         zip(dict(plain.named_parameters()), torch.autograd.grad(loss, plain.parameters()), strict=True)
     )
-    pipe = pipec.compile(model, 2, loss_fn=F.mse_loss, schedule=schedule, microbatches=4, dynamic=False)
+    pipe = pipec.compile(model, 2, loss_fn=F.mse_loss, schedule=schedule, microbatches=4)
     found = [(pipe.step(x, target=y), loss.detach())]
     found += [(p.grad, expected[name]) for name, p in pipe.named_parameters() if p.grad is not None]
     assert len(found) > 1

@@ -75,9 +75,7 @@ class Centered(nn.Module):
 def test_what_only_the_tail_reads_counts_for_its_stage() -> None:
     """The second stage has a trained layer, which counts twice, and the head."""
     call = ModelCall((torch.randn(ROWS, WIDTH),), {}, None)
-    captured = capture(
-        CaptureRequest(Centered(), None, Mode.TRAIN, call, symbolic=True, batch=call, may_have_tail=True)
-    )
+    captured = capture(CaptureRequest(Centered(), None, Mode.TRAIN, call, batch=call, may_have_tail=True))
     graph = run_passes(captured, [Simplify(), AnnotateCost(DEVICES["cpu"]), ExtractTail()])
     assert graph.tail is not None
     assert cut(graph, 4 * LAYER_BYTES).assignment.stages[-1] == 1

@@ -23,6 +23,7 @@ import copy, functools, os, sys
 sys.path.insert(0, {tests!r})
 import torch, pipec
 from torch import nn
+from constant_batch import constant_front_ends
 from unsplit_reference import relative_error
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
@@ -383,9 +384,12 @@ def test_what_replicas_cannot_do_with_parts_is_refused_on_every_rank(tmp_path: P
             weights = target / target.sum()
             return (output.square().mean(1) * weights).sum() / (weights * weights).sum()
         attempt(lambda: compiled(model(), relative).step(x, target=y.abs().double()))
-        fixed = compiled(model(), dynamic=False)
+        front_ends = pipec.capture.tracer.FRONT_ENDS
+        pipec.capture.tracer.FRONT_ENDS = constant_front_ends()
+        fixed = compiled(model())
         attempt(lambda: fixed.step(x[: 8 - rank], target=y[: 8 - rank]))
         print(float(fixed.step(x, target=y)) > 0)
+        pipec.capture.tracer.FRONT_ENDS = front_ends
         attempt(lambda: compiled(model(), batch=["local", "same"][rank]))
         weighted = compiled(model(), nn.CrossEntropyLoss(torch.ones(3).double()))
         y[-1] = 3 * rank
@@ -403,7 +407,7 @@ def test_what_replicas_cannot_do_with_parts_is_refused_on_every_rank(tmp_path: P
     assert "pipe.join(scheduler.step)" in rate
     assert "which is no sum over its rows" in largest
     assert "which is no sum over its rows" in relative
-    assert "cannot take microbatches of 3 and 4 rows: dynamic is False" in fixed
+    assert "cannot take microbatches of 3 and 4 rows: the model makes a constant" in fixed
     assert fixed.endswith("\nTrue\n")
     assert "batch: 'local' on rank 0; 'same' on rank 1" in some
 

@@ -42,7 +42,6 @@ def pipeline(
         loss_fn=LOSS,
         schedule=schedule,
         optimizer=optimizer,
-        dynamic=False,
         **options,
     )
     x, y = next(batches(1))

@@ -75,8 +75,8 @@ def test_the_command_line_draws_several_periods(tmp_path: Path) -> None:
 def test_the_command_line_runs_a_model_without_a_flush(tmp_path: Path) -> None:
     options = ("--devices", 2, "--schedule", "pipedream", "--optimizer", MOMENTUM)
     assert "a mini-batch every" in pipec_cli("plan", TARGET, *options).stdout
-    pipec_cli("dump", TARGET, *options, "-o", tmp_path / "saved")
-    assert "is valid: 2 stages, 2 ranks" in pipec_cli("check", tmp_path / "saved").stdout
+    pipec_cli("plan", TARGET, *options, "-o", tmp_path / "saved")
+    assert "is a valid artifact: 2 stages, 2 ranks" in pipec_cli("check", tmp_path / "saved").stdout
     facts = pipec_json("run", tmp_path / "saved", "--optimizer", MOMENTUM, "--steps", 5)
     pipes = [load_with_random_tensors(tmp_path / "saved", 0, MOMENTUM)[0] for _ in range(2)]
     given = list(islice(random_batches(pipes[0].plan, 2), 5))

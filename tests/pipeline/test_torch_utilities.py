@@ -1,16 +1,17 @@
-"""Torch's utilities over two processes: each is right or refuses, and the table of the docs says which."""
+"""Torch's utilities over two processes: each is right or refuses, and a table says which."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+from golden_files import compare_golden
 from worker_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "libraries.md"
+TABLE = ROOT / "tests" / "golden" / "torch_utilities.md"
 REMEDY = r"[Cc]all |[Ee]very rank calls|Leave it out|[Ll]eave out|Save |Use |clip_grad_norm_\("
 HEAD = "| torch, given a pipeline or its model | over several processes |\n| --- | --- |\n"
 
@@ -19,11 +20,7 @@ def test_each_is_right_or_refuses_as_the_table_says(tmp_path: Path, request: pyt
     script = ROOT / "tests" / "helpers" / "torch_utilities_script.py"
     ranks = [json.loads(printed.splitlines()[-1]) for printed in run_ranks(script, 2, tmp_path)]
     lines = [line(name, [rank[name] for rank in ranks]) for name in ranks[0]]
-    before, found, after = re.split(rf"({re.escape(HEAD)}(?:\|.*\n)*)", PAGE.read_text())
-    if request.config.getoption("--update-golden"):
-        PAGE.write_text(before + HEAD + "".join(lines) + after)
-        return
-    assert found.splitlines() == (HEAD + "".join(lines)).splitlines()
+    compare_golden(HEAD + "".join(lines), TABLE, request.config.getoption("--update-golden"))
 
 
 def line(name: str, ranks: list[str]) -> str:

@@ -239,7 +239,7 @@ def test_state_goes_to_the_plain_optimizer_and_on_to_another_layout(
 
 @pytest.mark.parametrize(
     ("rows", "microbatches", "options"),
-    [(7, 3, {**UNEQUAL, "shard": "gradients"}), slow(10, 4, {**DATA_PARALLEL, "dynamic": False})],
+    [(7, 3, {**UNEQUAL, "shard": "gradients"}), slow(10, 4, DATA_PARALLEL)],
 )
 def test_rows_need_not_divide_evenly(rows: int, microbatches: int, options: dict[str, Any]) -> None:
     """With one graph for each size of microbatch, there are two programs, and the last one updates."""

@@ -143,7 +143,7 @@ def in_layers(latency: float = 0.0, **options: Any) -> Pipeline:
     link = LinkModel(1e15, latency)
     given = {"devices": 2, "microbatches": 2, "shard": "parameters", **options}
     given["topology"] = equal_devices(given["devices"], link)
-    given["device_model"] = DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, link, "made up")
+    given["costs"] = DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, link, "made up")
     return compiled(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), **given)
 
 

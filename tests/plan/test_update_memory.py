@@ -66,8 +66,8 @@ def prepared(**options: Any) -> Pipeline:
 def test_an_update_takes_the_time_of_the_memory_it_moves() -> None:
     """It reads and writes parameters and state, and reads gradients."""
     device = DEVICES["a100"]
-    without = prepared(device_model=device)
-    pipe = prepared(device_model=device, optimizer=functools.partial(optim.SGD, lr=0.1, momentum=0.9))
+    without = prepared(costs=device)
+    pipe = prepared(costs=device, optimizer=functools.partial(optim.SGD, lr=0.1, momentum=0.9))
     update = (3 * P + 2 * P) / device.memory_bytes_per_second
     assert pipe.simulate().makespan - without.simulate().makespan == pytest.approx(update)
 

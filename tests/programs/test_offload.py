@@ -310,7 +310,7 @@ def compiled(**options: Any) -> pipec.Pipeline:
     layers = [nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 8)) for _ in "1234"]
     model = nn.Sequential(*layers)
     return pipec.compile(
-        model, 2, loss_fn=nn.functional.mse_loss, schedule="gpipe", microbatches=8, dynamic=False, **options
+        model, 2, loss_fn=nn.functional.mse_loss, schedule="gpipe", microbatches=8, **options
     )
 
 
@@ -328,7 +328,7 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
     limit = int(0.7 * free.memory().peak_bytes)
     for recompute in ("none", "auto"):
         device = replace(DEVICES["cpu"], host=HostCost())
-        pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute, device_model=device)
+        pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute, costs=device)
         assert all(map(torch.equal, step(pipe), expected))
         pipe.zero_grad()
         predicted, measured = pipe.memory(), measure_memory(pipe, x, target=y)
@@ -369,7 +369,7 @@ def trained(steps: int = 3, **options: Any) -> tuple[pipec.Pipeline, list[Tensor
     adam = functools.partial(torch.optim.AdamW, lr=1e-2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
-    options = {"loss_fn": nn.functional.mse_loss, "microbatches": 4, "dynamic": False, **options}
+    options = {"loss_fn": nn.functional.mse_loss, "microbatches": 4, **options}
     pipe = pipec.compile(model, 2, optimizer=adam, clip_grad_norm=0.5, **options)
     torch.manual_seed(1)
     batches = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(steps)]

@@ -46,7 +46,8 @@ def test_every_rank_is_traced_and_rank_zero_tells(tmp_path: Path) -> None:
     artifact = compiled(model, Variant(2, "1f1b", "none"))
     directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
     pages = [tmp_path / f"{rank}.html" for rank in (0, 1)]
-    traced = [("trace", str(directory), "--steps", "2", "--json", "--output", str(page)) for page in pages]
+    options = ("--trace", "--steps", "2", "--json", "--output")
+    traced = [("run", str(directory), *options, str(page)) for page in pages]
     told, silence = pipec_cli(traced, tmp_path)
     assert silence == ""
     facts = json.loads(told)

@@ -159,7 +159,7 @@ def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -
     """Each is simulated on the stages it would have. Of those about as fast the simplest is taken."""
     device = replace(DEVICES["cpu"], host=HostCost())
     makespan = {
-        name: trained(name, microbatches=8, device_model=device)[0].simulate().makespan
+        name: trained(name, microbatches=8, costs=device)[0].simulate().makespan
         for name in ("auto", "1f1b", "zb-v")
     }
     assert makespan["auto"] <= min(makespan.values()) * (1 + PREDICTION_TOLERANCE)

@@ -172,9 +172,10 @@ def test_every_nth_step_is_recorded_with_the_update_that_follows_and_what_was_sp
     assert counts == [2, 2, 0, 2, 0, 2]
 
 
+@pytest.mark.usefixtures("constant_batch")
 def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
     """Batches of another size have another plan, where sizes do not vary."""
-    pipe = pipec.compile(net(), devices=2, microbatches=4, loss_fn=nn.functional.mse_loss, dynamic=False)
+    pipe = pipec.compile(net(), devices=2, microbatches=4, loss_fn=nn.functional.mse_loss)
     with pipe.trace() as run:
         for rows in (4, 4, 4, 8):
             pipe.step(X[:rows], target=Y[:rows])
@@ -254,9 +255,7 @@ def times(timeline: Timeline, rank: int, op: Op, microbatch: int) -> tuple[float
 def test_a_wait_that_is_moved_in_the_text_of_a_program_moves_on_the_timelines(tmp_path: Path) -> None:
     """The second message to rank 1 is awaited behind its first forward, and before it once that is moved."""
     saved = tmp_path / "saved"
-    pipe = pipec.compile(
-        net(), devices=2, microbatches=2, schedule="gpipe", loss_fn=nn.functional.mse_loss, dynamic=False
-    )
+    pipe = pipec.compile(net(), devices=2, microbatches=2, schedule="gpipe", loss_fn=nn.functional.mse_loss)
     expected = loss_of(pipe)
     pipe.save(saved, tensors=True)
     played, recorded = [], []
@@ -317,7 +316,7 @@ def test_the_command_line_traces_a_saved_artifact(pipe: Pipeline, tmp_path: Path
     pipe.save(tmp_path / "artifact")
     page = tmp_path / "step.html"
     made = CliRunner().invoke(
-        app, ["trace", str(tmp_path / "artifact"), "-o", str(page), "--steps", "2", "--json"]
+        app, ["run", str(tmp_path / "artifact"), "--trace", "-o", str(page), "--steps", "2", "--json"]
     )
     assert made.exit_code == 0, made.output
     facts = json.loads(made.stdout)

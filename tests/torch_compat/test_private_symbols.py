@@ -1,27 +1,23 @@
 """The table of private symbols of torch: each is in the installed torch and in use, and no other is used."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from golden_files import compare_golden
 from private_torch_scan import Use, is_public, uses
 
 from pipec.errors import UnsupportedTorchError
 from pipec.torch_compat import private_symbols
 from pipec.torch_compat.private_symbols import (
-    GONE,
     REPLACED,
     SYMBOLS,
     Symbol,
     require,
     resolve,
 )
-from pipec.torch_compat.versions import OLDEST, parsed_version, version_text
+from pipec.torch_compat.versions import parsed_version, version_text
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reference" / "private_torch.md"
 HOME = ROOT / "pipec" / "torch_compat"
 
 MOST_SYMBOLS, MOST_REPLACED = 52, 12
@@ -102,33 +98,6 @@ def test_symbols_are_few_and_listed_once() -> None:
     for table in (SYMBOLS, REPLACED):
         assert len({each.name for each in table}) == len(table)
     assert not [each.name for each in SYMBOLS if is_public(each.name)]
-
-
-def test_the_page_lists_them(request: pytest.FixtureRequest) -> None:
-    compare_golden(page(), PAGE, request.config.getoption("--update-golden"))
-
-
-def page() -> str:
-    parts = [
-        "# Private parts of torch\n",
-        "pipec needs these parts of torch, which any version of torch may change. A test goes through the\n"
-        "list. The page is written from `pipec/torch_compat/private_symbols.py`, which says what counts as\n"
-        "private.\n",
-    ]
-    for needed, gone in GONE.items():
-        parts += [f"## Needed {'by' if needed == 'inductor' else 'at'} {needed}\n"]
-        parts += [f"Without one of these, {gone}.\n"]
-        parts += [_table("symbol", [each for each in SYMBOLS if each.needed == needed])]
-    parts += ["## Replaced functions\n", "pipec puts functions of its own in the place of these.\n"]
-    return "\n".join([*parts, _table("function", REPLACED)])
-
-
-def _table(head: str, rows: Sequence[Symbol]) -> str:
-    lines = [f"| {head} | what for |", "|---|---|"]
-    for each in rows:
-        since = f" (since torch {version_text(each.since)})" * (each.since > OLDEST)
-        lines.append(f"| `{each.name}`{since} | {each.purpose} |")
-    return "\n".join(lines) + "\n"
 
 
 # errors

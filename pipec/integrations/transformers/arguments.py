@@ -17,14 +17,13 @@ from pipec.errors import InputError
 from pipec.options import OPTIONS, Options
 from pipec.runtime.processes.launch import default_num_ranks, world
 
-_OF_TRAINER = {"loss_fn", "optimizer", "clip_grad_norm", "precision", "batch", "asynchronous"}
+_OF_TRAINER = {"loss_fn", "optimizer", "clip_grad_norm", "precision", "batch"}
 """Options that follow from what the Trainer is given."""
 
 _TYPES = {
     "devices": int | None,
     "replicas": int,
     "microbatch_weight": str | None,
-    "dynamic": bool,
     "timeout": float,
 }
 """Types of fields, where the flag of an option does not tell it."""
@@ -48,7 +47,7 @@ def _option_fields() -> list[tuple[str, Any, Any]]:
         if option in _OF_TRAINER:
             continue
         declared, default = OPTIONS[option], getattr(_DEFAULTS, option)
-        default = {"recompute": None, "microbatch_weight": "proved"}.get(option, default)
+        default = None if option == "recompute" else default
         kind: Any = _TYPES.get(option, Any)
         if option not in _TYPES and declared.flag is not None:
             kind = bool if isinstance(default, bool) else (declared.flag.reads or str) | None

@@ -27,7 +27,6 @@ class StageCode(Protocol):
 
     =============== ===================================================================================
     ``w``           list of parameters, in the order of ``PARAMETERS``
-    ``gradient_sums`` sums of their gradients by index, to which a function may add
     ``precomputed`` list of what ``precompute`` returns for these parameters
     ``buffers``     list of buffers at the microbatch's forward, in the order of ``BUFFERS``
     ``constants``   tuple returned by ``constants``
@@ -152,9 +151,7 @@ class BoundStage:
         ``key`` seeds random operators: the step's seed, and the microbatch's number in the batch.
         """
         frame = self.frames[microbatch]
-        frame.update(
-            w=self.weights, gradient_sums=self.gradients, buffers=self.buffers, device=self.device, **sizes
-        )
+        frame.update(w=self.weights, buffers=self.buffers, device=self.device, **sizes)
         frame["rng"] = OperatorGenerators(self.device, key)
         frame["constants"] = self._constants(*(sizes[name] for name in self._constants_arguments))
         if self._precompute_arguments and not self.is_versioned:

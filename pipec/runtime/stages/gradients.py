@@ -87,7 +87,7 @@ class GradientAccumulator:
             if gradient is None:
                 continue
             if isinstance(gradient, RowSparseGradient):
-                gradient.add_to(self[index], factor)
+                gradient.add_to(self._sum(index), factor)
                 continue
             if gradient.is_complex():
                 gradients[index] = gradient = gradient.resolve_conj()  # sums need plain memory
@@ -102,8 +102,8 @@ class GradientAccumulator:
         if totals:
             _add_all(totals, terms, alpha=factor)
 
-    def __getitem__(self, index: int) -> Tensor:
-        """The sum for a parameter, to which its next gradient is added in place; zeros before the first."""
+    def _sum(self, index: int) -> Tensor:
+        """The sum for a parameter, to which rows of its gradient are added; zeros before the first."""
         total = self._totals[index]
         if total is None:
             zeros = functools.partial(torch.zeros_like, self._parameters[index], requires_grad=False)

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from pipec.console import delayed_status, warn
-from pipec.errors import InputError
-from pipec.ir import Plan
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.bound_stage import Frame
 from pipec.runtime.stages.inductor import Fits, compile_function
@@ -31,20 +29,6 @@ MAX_COMPILED = 32
 
 _tensor_options = attrgetter("dtype", "device", "shape")
 _tensor_kind = attrgetter("dtype", "device", "ndim")
-
-
-def require_source(kernels: str, plan: Plan | None = None) -> None:
-    """Raise InputError if functions that accumulate gradients in place would be compiled.
-
-    Without a ``plan``, functions are assumed to accumulate.
-    """
-    adds = plan is None or any(stage.cost.memory.accumulated_in_place for stage in plan.stages)
-    if adds and kernels != "source":
-        raise InputError(
-            "with fused_gradients, stage functions accumulate gradients in place, but "
-            f"kernels={kernels!r} compiles functions that return them; pass kernels='source', or compile "
-            "without fused_gradients"
-        )
 
 
 def compile_functions(code: types.ModuleType, functions: Iterable[str]) -> None:

@@ -8,15 +8,15 @@ from pipec.errors import InputError
 from pipec.ir.batch_axis import BatchAxis
 
 MicrobatchWeight = Callable[..., Any] | str
-"""``"rows"``, ``"sum"``, ``"proved"``, or a function of what ``step`` takes that returns a number."""
+"""``"rows"``, ``"sum"``, or a function of what ``step`` takes that returns a number."""
 
 CUSTOM_WEIGHT = "function"
 """What a plan has for a function, which an artifact cannot hold."""
 
 
 def weight_name(weight: MicrobatchWeight | None) -> str:
-    """The plan's text for ``weight``. None and "proved" are "": the graph shows how losses add up."""
-    return CUSTOM_WEIGHT if callable(weight) else weight if weight in ("rows", "sum") else ""
+    """The plan's text for ``weight``. None is "": the graph shows how losses add up."""
+    return CUSTOM_WEIGHT if callable(weight) else weight or ""
 
 
 def loss_weights(

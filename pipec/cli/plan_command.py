@@ -1,0 +1,76 @@
+"""``pipec plan``: compile a model, and print, write or draw its plan."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipec.cli.flags import Json, Target, compile_flags
+from pipec.cli.output import is_drawing, plan_summary, show_json, show_python
+from pipec.cli.target import compile_target, refuse_folder
+from pipec.errors import InputError
+from pipec.ir.argument_checks import MOST_RANKS
+
+
+@compile_flags()
+def plan(
+    target: Target,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices", min=1, max=MOST_RANKS, help="Number of ranks; default: those of --topology."
+        ),
+    ] = None,
+    code: Annotated[bool, typer.Option("--code", help="Print the code of the stages.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="A folder for plan, code and programs; or a file for a drawing of the step: .html, .svg, "
+            ".txt, or .json for Perfetto and Chrome.",
+        ),
+    ] = None,
+    *,
+    options: Mapping[str, Any],
+    as_json: Json = False,
+) -> None:
+    """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and other candidates.
+
+    A folder that -o writes is an artifact without parameters; Pipeline.save(folder, tensors=True) saves those
+    too.
+
+    JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank; with --code
+    also sources, by stage.
+    """
+    refuse_folder(target)
+    if devices is None:
+        if options["topology"] is None:
+            raise InputError(
+                "the number of ranks is missing; give it with --devices, or a file with --topology"
+            )
+        devices = _num_devices(options["topology"])
+    pipe = compile_target(target, devices, options)
+    sources = {str(stage): pipe.source(stage) for stage in range(len(pipe.plan.stages))}
+    if output is not None and is_drawing(output):
+        pipe.visualize(output)
+    elif output is not None:
+        pipe.save(output)
+    if as_json:
+        summary = plan_summary(pipe.plan, pipe.plan.programs)
+        show_json({**summary, "sources": sources} if code else summary)
+    elif code:
+        show_python("\n\n".join(sources.values()))
+    else:
+        typer.echo(pipe.plan if output is None else _wrote(output))
+
+
+def _wrote(output: Path) -> str:
+    return f"wrote {output}" if is_drawing(output) else f"wrote plan, code and programs to {output}"
+
+
+def _num_devices(topology: Path) -> int:
+    from pipec.hardware.topology import read_topology
+
+    return len(read_topology(topology).devices)
