@@ -257,9 +257,9 @@ def test_other_arguments_of_compile_are_named(tmp_path: Path) -> None:
 def test_weights_start_as_rank_0s_and_a_line_says_so(tmp_path: Path) -> None:
     """Rank 0 looks at all of them, rank 1 at those that it keeps."""
     body = """
-    from pipec.runtime.messages import agreement
-    digested, describe_leaf = [], agreement.describe_leaf
-    agreement.describe_leaf = lambda tensor: digested.append(tensor) or describe_leaf(tensor)
+    from pipec.runtime.messages import exchange
+    digested, describe_leaf = [], exchange.describe_leaf
+    exchange.describe_leaf = lambda tensor: digested.append(tensor) or describe_leaf(tensor)
     pipe = compiled(model(rank))
     for step in range(2):
         print(float(pipe.step(x, target=y)).hex())

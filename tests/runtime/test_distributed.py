@@ -161,10 +161,10 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
     """Messages that are aborted leave garbage, on which the next instruction may fail."""
 
     class Broken:
-        PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+        PARAMETERS = BUFFERS = UPDATED_BUFFERS = INPUTS = ()
 
         @staticmethod
-        def forward() -> None:
+        def forward(frame: object) -> None:
             alone._star.fail("rank 1: out of memory")
             monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
             raise ValueError("garbage")
@@ -181,7 +181,7 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
 def test_a_connection_that_cannot_be_opened_fails_every_rank(
     alone: DistributedTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise TimeoutError
 
     monkeypatch.setattr(alone._connections, "open", refuse)

@@ -26,7 +26,7 @@ from torch import Tensor
 from pipec import errors
 from pipec.errors import InputError, PipecError, TransportError
 from pipec.runtime.messages.call_description import CallDescription, describe_leaf
-from pipec.runtime.messages.connections import Connections
+from pipec.runtime.messages.cpu import GlooConnections
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
@@ -96,11 +96,6 @@ class Exchange:
         others = self._peers if transport.rank == 0 else [0]
         self._channels = {peer: transport.channel(peer, PacketKind.CALL) for peer in others}
         self._announcements = {peer: transport.channel(peer, PacketKind.ANNOUNCEMENT) for peer in others}
-        self._gloo = (
-            transport.gloo_connections()
-            if transport.device.type == "cuda"  # NCCL carries no CPU tensors
-            else None
-        )
 
     def require_same_call(
         self,
@@ -237,13 +232,13 @@ class Exchange:
         if rank == owner:
             flat = tensor.detach().cpu().contiguous().flatten()
             for peer in readers:
-                with self._together_with(peer, activity) as via:
-                    via.send([flat], peer, _TAG)
-                    via.drain()
+                with self._together_with(peer, activity) as gloo:
+                    gloo.send([flat], peer, _TAG)
+                    gloo.drain()
             return tensor
         received = torch.empty(tensor.numel(), dtype=tensor.dtype)
-        with self._together_with(owner, activity) as via:
-            via.wait(via.receive(received, owner, _TAG))
+        with self._together_with(owner, activity) as gloo:
+            gloo.wait(gloo.receive(received, owner, _TAG))
         return received.view(tensor.shape)
 
     def broadcast_pytree(
@@ -301,12 +296,12 @@ class Exchange:
         return dict(differing)
 
     @contextlib.contextmanager
-    def _together_with(self, peer: int, activity: str) -> Iterator[Connections]:
-        """Yield the connections; an error names the peer and is sent to the other ranks."""
+    def _together_with(self, peer: int, activity: str) -> Iterator[GlooConnections]:
+        """Yield connections for CPU tensors; an error names the peer and is sent to the other ranks."""
         try:
             together = f"{activity}, together with rank {peer}"
-            with self._transport.error_context(together, peer) as connections:
-                yield self._gloo or connections
+            with self._transport.error_context(together, peer):
+                yield self._transport.gloo
         except TransportError as error:
             self._transport.fail(error)
             raise
