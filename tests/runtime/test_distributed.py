@@ -165,7 +165,7 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
 
         @staticmethod
         def forward(frame: object) -> None:
-            alone._star.fail("rank 1: out of memory")
+            alone.star.fail("rank 1: out of memory")
             monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
             raise ValueError("garbage")
 
@@ -187,14 +187,14 @@ def test_a_connection_that_cannot_be_opened_fails_every_rank(
     monkeypatch.setattr(alone._connections, "open", refuse)
     with pytest.raises(TransportError, match="the connections of the programs together with all ranks, took"):
         alone.connect([], (), "text")
-    assert "making the connections" in str(alone._star.reason())
+    assert "making the connections" in str(alone.star.reason())
 
 
 def test_a_reason_that_comes_a_moment_after_the_connection_was_lost_is_told(
     alone: DistributedTransport,
 ) -> None:
     """gloo closes the connections of a rank that times out before the rank can say that it did."""
-    threading.Timer(0.05, alone._star.fail, ("rank 1: out of time",)).start()
+    threading.Timer(0.05, alone.star.fail, ("rank 1: out of time",)).start()
     with pytest.raises(TransportError, match="rank 1: out of time"), alone.error_context("sending"):
         raise ConnectionError
 

@@ -1,6 +1,5 @@
 """Descriptions of a call's arguments: short texts and digests, equal on all ranks for equal arguments."""
 
-import ctypes
 import functools
 import hashlib
 import re
@@ -9,7 +8,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,25 +149,10 @@ def values_digest(tensor: Tensor) -> str:
     if num_bytes > _CRC_BYTES:
         hashes = _row_hashes(flat_memory(tensor).view(torch.uint8))
         return hashlib.blake2b(hashes.cpu().numpy().data, digest_size=8).hexdigest()
-    if _is_plain(tensor):
-        memory: Any = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr()) if num_bytes else b""
-    else:
-        memory = flat_memory(tensor).cpu().view(torch.uint8).numpy().data
-    return f"{zlib.crc32(memory):08x}"
+    return f"{zlib.crc32(flat_memory(tensor).cpu().view(torch.uint8).numpy().data):08x}"
 
 
 _CRC_BYTES, _ROW_WORDS = 2**16, 4096
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the elements lie in order, unmodified, in memory that the host can read without torch."""
-    return (
-        type(tensor) is Tensor
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
 
 
 def _row_hashes(flat: Tensor) -> Tensor:

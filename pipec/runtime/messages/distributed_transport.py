@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.processes.judge import describe_overdue_wait, format_ranks
 from pipec.runtime.processes.launch import world
 from pipec.runtime.processes.rendezvous import call_with_timeout, connect_ranks
-from pipec.runtime.processes.star import Channel, PacketKind
+from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
 T = TypeVar("T")
@@ -66,8 +66,8 @@ class DistributedTransport:
         self.rank, self.num_ranks = here.rank, here.size
         self.device = device
         self._timeout = timeout
-        self._star, store = connect_ranks(here, next(_transport_numbers), timeout)
-        multiprocessing.util.Finalize(self, self._star.close, exitpriority=0)
+        self.star, store = connect_ranks(here, next(_transport_numbers), timeout)
+        multiprocessing.util.Finalize(self, self.star.close, exitpriority=0)
         if device.type == "cuda":
             require_own_gpus(self.all_gather_text(str(torch.cuda.get_device_properties(device).uuid)))
         if not dist.is_initialized():
@@ -92,16 +92,12 @@ class DistributedTransport:
 
         self._connections: Connections
         if device.type == "cuda":
-            self._connections = NcclConnections(device, self.rank, self.num_ranks, self._star.note_progress)
+            self._connections = NcclConnections(device, self.rank, self.num_ranks, self.star.note_progress)
         else:
             connect = functools.partial(shared.connect, addresses)
             self.call_on_all_ranks("the connections of each host", connect)
             self._connections = CpuConnections(self.rank, self.gloo, shared)
-        self._star.on_failure = self._close
-
-    def channel(self, peer: int, kind: PacketKind) -> Channel:
-        """Messages of a kind to and from another rank, beside those of programs."""
-        return self._star.channel(peer, kind)
+        self.star.on_failure = self._close
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
         """The result of ``make``, which all ranks call together. Each of its segments may take the timeout.
@@ -111,15 +107,15 @@ class DistributedTransport:
         """
         activity = f"making {what} together with all ranks"
         try:
-            with self._star.waiting(activity):
-                return call_with_timeout(make, num_segments * self._timeout, self._star.check)
+            with self.star.waiting(activity):
+                return call_with_timeout(make, num_segments * self._timeout, self.star.check)
         except (
             TimeoutError,
             ConnectionError,
             RuntimeError,
         ) as error:  # the store or a connection is gone
             failure = self.transport_error(error, activity, None)
-            self._star.fail(str(failure))
+            self.star.fail(str(failure))
             raise failure from failure.__cause__
 
     def connect(self, programs: Sequence[Program], groups: Sequence[Sequence[int]], text: str) -> None:
@@ -147,32 +143,19 @@ class DistributedTransport:
         """
         _check_equal(self.all_gather_text(hashlib.sha256(text.encode()).hexdigest()))
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """The text of each rank, on every rank.
+    def all_gather_text(
+        self,
+        text: str,
+        activity: str = "comparing calls with all ranks",
+        limited: bool = True,
+        kind: PacketKind = PacketKind.TEXT,
+    ) -> list[str]:
+        """The text of each rank, on every rank. A wait that is not ``limited`` lasts while all ranks live.
 
         Raises:
             TransportError: some ranks did not answer.
         """
-        return self._all_gather(text, PacketKind.TEXT, "comparing calls with all ranks")
-
-    def all_gather_text_no_timeout(self, text: str, activity: str) -> list[str]:
-        """The text of each rank, on every rank. Waits without a timeout while all ranks live."""
-        return self._all_gather(text, PacketKind.TEXT, activity, limited=False)
-
-    def all_gather_text_in_background(self, text: str) -> list[str]:
-        """``all_gather_text_no_timeout`` for a background thread. Raises TransportError if a process ends."""
-        return self._all_gather(text, PacketKind.BACKGROUND_TEXT, "", limited=False, of_processes=True)
-
-    def _all_gather(self, text: str, kind: PacketKind, activity: str, **options: bool) -> list[str]:
-        return [part.decode() for part in self._star.all_gather(text.encode(), kind, activity, **options)]
-
-    def exchange_final_status(self, text: str) -> dict[int, str | None]:
-        """The text of each other living rank, after a failure of the pipeline; None if it sends none."""
-        return self._star.exchange_final_status(text)
-
-    def check_processes(self) -> None:
-        """Raise TransportError if the process of another rank has ended, even if a step has failed before."""
-        self._star.check_processes()
+        return [part.decode() for part in self.star.all_gather(text.encode(), kind, activity, limited)]
 
     def call_on_rank_0(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
@@ -182,18 +165,13 @@ class DistributedTransport:
         self.require_same_text(request)
         with STOP_SIGNALS.uninstalled():
             if self.rank == 0:
-                with self._star.interrupted_by_failures():
-                    made = pickle.dumps(_result_or_error(make))
-                self._star.send_to_all(PacketKind.TEXT, made)
+                with self.star.interrupted_by_failures():
+                    made = pickle.dumps(result_or_error(make))
+                self.star.send_to_all(PacketKind.TEXT, made)
             else:
-                with self._star.waiting("waiting for rank 0 to compile", 0, expected=True):
-                    made = self._star.receive(0, PacketKind.TEXT)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
-            result, error = pickle.loads(made)
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
+                with self.star.waiting("waiting for rank 0 to compile", 0, expected=True):
+                    made = self.star.receive(0, PacketKind.TEXT)
+        return result_of(made)  # type: ignore[no-any-return]
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
         assert instruction.link is not None
@@ -228,8 +206,8 @@ class DistributedTransport:
 
     def fail(self, error: BaseException) -> None:
         """Send the other ranks the reason, unless one of them failed first; then close."""
-        known = self._star.reason() if isinstance(error, TransportError) else None
-        self._star.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
+        known = self.star.reason() if isinstance(error, TransportError) else None
+        self.star.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
 
     def _close(self) -> None:
         self.gloo.close()
@@ -241,13 +219,13 @@ class DistributedTransport:
         ``peer`` is the rank for which this one waits.
         """
         return _ErrorContext(
-            self, self._connections, self._star.waiting(activity, peer, limited=True), activity, peer
+            self, self._connections, self.star.waiting(activity, peer, limited=True), activity, peer
         )
 
     def transport_error(self, error: Exception, activity: str, peer: int | None) -> TransportError:
         """The error to raise for an error of torch; that stays the cause only if no better one is known."""
         is_lost = not isinstance(error, TimeoutError)
-        if reason := self._star.reason(_REASON_COMES_WITHIN if is_lost else 0.0):
+        if reason := self.star.reason(_REASON_COMES_WITHIN if is_lost else 0.0):
             if reason.startswith(own := f"rank {self.rank}: "):
                 return TransportError(reason.removeprefix(own))
             return TransportError(
@@ -256,7 +234,7 @@ class DistributedTransport:
         failure = TransportError(
             f"the connection was lost while {activity}, although all processes live; see the network"
             if is_lost
-            else describe_overdue_wait(activity, self._timeout, self._star.waits_for(peer))
+            else describe_overdue_wait(activity, self._timeout, self.star.waits_for(peer))
         )
         failure.__cause__ = error
         return failure
@@ -285,13 +263,24 @@ def _leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The result on rank 0, or the error for all ranks to raise."""
     try:
         return make(), None
     except PipecError as error:
         return None, error
     except Exception as error:  # of a class that other ranks may not know
         return None, PipecError(f"rank 0: {type(error).__name__}: {error}")
+
+
+def result_of(outcome: bytes) -> Any:
+    """The result that ``result_or_error`` found on rank 0, pickled; or raises its error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
+        result, error = pickle.loads(outcome)
+    if error is not None:
+        raise error
+    return result
 
 
 class _ErrorContext:
