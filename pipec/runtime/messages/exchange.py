@@ -10,7 +10,6 @@ two calls as long as that one lives.
 import contextlib
 import functools
 import hashlib
-import json
 import pickle
 import struct
 import warnings
@@ -114,22 +113,14 @@ class Exchange:
         self, call_description: CallDescription, mismatch_message: MismatchMessage
     ) -> NoReturn:
         """Raise InputError, which says how the descriptions differ, on every rank. All ranks call this."""
-        raise InputError(
-            mismatch_message(
-                [json.loads(text) for text in self._transport.all_gather_text(json.dumps(call_description))]
-            )
-        )
+        raise InputError(mismatch_message(self.all_gather("comparing calls", call_description)))
 
     def hosts(self) -> list[int]:
         """The host of each rank, on every rank: the lowest rank with which it can share memory."""
         return self._transport.hosts
 
-    def all_gather_flags(self, own: Sequence[bool]) -> list[list[bool]]:
-        """The flags of each rank, on every rank."""
-        return [json.loads(text) for text in self._transport.all_gather_text(json.dumps(own))]
-
-    def all_gather(self, activity: str, own: Tensor) -> list[Tensor]:
-        """The tensor of each rank, on every rank, on the CPU."""
+    def all_gather(self, activity: str, own: S) -> list[S]:
+        """The value of each rank, on every rank; tensors are on the CPU."""
         every = self._transport.star.all_gather(pickle.dumps(own), PacketKind.CALL, activity)
         return [pickle.loads(each) for each in every]
 
@@ -205,7 +196,7 @@ class Exchange:
             for name, tensor in tensors.items()
             if rank in (0, *keepers.get(name, every))
         }
-        digests = [json.loads(text) for text in self._transport.all_gather_text(json.dumps(own))]
+        digests = self.all_gather("comparing the values of tensors", own)
         differing: dict[int, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
             found = {other: digests[other][name] for other in every if name in digests[other]}
