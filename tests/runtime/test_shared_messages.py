@@ -1,5 +1,6 @@
 """Messages through memory that two processes share: here both ends are in one process, on threads."""
 
+import json
 import os
 import socket
 import threading
@@ -184,7 +185,7 @@ def test_strangers_of_the_host_are_not_let_in() -> None:
     for said in (b"", (1).to_bytes(8, "little")):
         if not (child := os.fork()):
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stranger.connect(ends[0]._name)
+            stranger.connect(json.loads(ends[0].address)[2])
             stranger.send(said)
             os._exit(0)
         children.append(child)

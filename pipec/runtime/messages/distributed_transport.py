@@ -210,8 +210,8 @@ class DistributedTransport:
         self.star.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
 
     def _close(self) -> None:
-        self.gloo.close()
         self._connections.close()
+        self.gloo.close()
 
     def error_context(self, activity: str, peer: int | None = None) -> "_ErrorContext":
         """A context for a use of the connections, which yields them and explains their errors.

@@ -171,7 +171,7 @@ class Exchange:
             return [*leaves], structure
         share = functools.partial(self.broadcast_tensor, owner, activity, to=readers)
         if rank == owner:
-            layouts = [_Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            layouts = [_like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             text = torch.frombuffer(bytearray(pickle.dumps((layouts, structure))), dtype=torch.uint8)
             share(torch.tensor([len(text)]))
             share(text)
@@ -180,7 +180,8 @@ class Exchange:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
             layouts, structure = pickle.loads(text.numpy().tobytes())
-        return [x.filled(share) if isinstance(x, _Layout) else x for x in layouts], structure
+        made = [_like(x, "cpu") if isinstance(x, Tensor) else x for x in layouts]
+        return [x.copy_(share(x)) if isinstance(x, Tensor) else x for x in made], structure
 
     def broadcast_from_rank_0(
         self, tensors: Mapping[str, Tensor], keepers: Mapping[str, Sequence[int]]
@@ -248,17 +249,6 @@ def _digest(call_description: CallDescription) -> tuple[int, ...]:
     return struct.unpack("2q", hashlib.blake2b(text, digest_size=16).digest())
 
 
-class _Layout:
-    """The layout of a tensor in memory, without its values."""
-
-    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._shape, self._stride, self._dtype = shape, stride, dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Layout":
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    def filled(self, fetch: Callable[[Tensor], Tensor]) -> Tensor:
-        """A tensor of this layout with the values that ``fetch`` returns."""
-        tensor = torch.empty_strided(self._shape, self._stride, dtype=self._dtype)
-        return tensor.copy_(fetch(tensor))
+def _like(tensor: Tensor, device: str) -> Tensor:
+    """An uninitialised tensor with the same layout in memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

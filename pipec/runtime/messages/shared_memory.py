@@ -18,6 +18,7 @@ import ctypes
 import itertools
 import json
 import os
+import secrets
 import socket
 import struct
 import weakref
@@ -51,12 +52,12 @@ class SharedMemory:
 
     def __init__(self, rank: int) -> None:
         self._rank, self._pairs = rank, dict[int, _Pair]()
+        name = f"\0pipec-{secrets.token_hex(16)}"
         self._listener = _unix_socket()
         if host := _host():
-            self._listener.bind("")
+            self._listener.bind(name)
             self._listener.listen(128)
-        self._name = self._listener.getsockname()
-        self.address = json.dumps([host or str(rank), os.getpid(), self._name.hex() if host else ""])
+        self.address = json.dumps([host or str(rank), os.getpid(), name])
 
     @property
     def peers(self) -> list[int]:
@@ -69,7 +70,7 @@ class SharedMemory:
         for rank in here:
             if rank < self._rank:
                 connection = _unix_socket()
-                connection.connect(bytes.fromhex(found[rank][2]))
+                connection.connect(found[rank][2])
                 connection.send(struct.pack("=q", self._rank))
                 self._pairs[rank] = _Pair(connection)
         while len(self._pairs) < len(here) - 1:

@@ -449,7 +449,8 @@ class Star:
             wait = self.wait_status
             if wait is not self._last_wait:
                 self._last_wait, self._wait_number = wait, self._wait_number + 1
-            state = self._wait_number, wait, self.last_activity, "" if wait.activity else _line_of_script()
+            line = "" if wait.activity else _line_of_script()
+            state = self._wait_number, wait, self.last_activity, line
             self._spread(PacketKind.HEARTBEAT, json.dumps(state))
             try:
                 self._judge.note(self.rank, *state)
@@ -479,10 +480,10 @@ def _line_of_script() -> str:
     """The line of the script that the main thread runs, or "" while it is in a call of pipec."""
     frame, line = sys._current_frames().get(threading.main_thread().ident or 0), ""
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package == "pipec":
+        module = frame.f_globals.get("__name__")
+        if isinstance(module, str) and module.partition(".")[0] == "pipec":
             return ""
-        if package == "__main__" and not line:
+        if module == "__main__" and not line:
             code = frame.f_code
             line = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
@@ -494,7 +495,7 @@ def _line_of_script() -> str:
 
 async def _streams(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     close_in_forks(connection)
-    return await asyncio.open_connection(sock=connection)
+    return await asyncio.open_connection(sock=connection, limit=1 << 20)
 
 
 def encode_packet(kind: PacketKind, payload: bytes = b"") -> bytes:
