@@ -275,12 +275,17 @@ def result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def result_of(outcome: bytes) -> Any:
     """The result that ``result_or_error`` found on rank 0, pickled; or raises its error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
-        result, error = pickle.loads(outcome)
+    result, error = unpickled(outcome)
     if error is not None:
         raise error
     return result
+
+
+def unpickled(data: bytes) -> Any:
+    """The object, without torch's own FutureWarning when it restores a TreeSpec."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return pickle.loads(data)
 
 
 class _ErrorContext:
@@ -424,20 +429,15 @@ def _message(instruction: Instruction) -> str:
     return format_link(instruction.link) + of
 
 
-def _is_read_last(instruction: Instruction) -> bool:
-    """Whether an instruction sends or receives a value that is awaited at the end of the program."""
-    return instruction.link is not None and instruction.link.payload is Payload.RESULT
-
-
 def _directions(programs: Sequence[Program]) -> tuple[set[Direction], bool]:
-    """The directions in which programs send, and whether they send results, which are read last."""
+    """The directions in which programs send, and whether they send results, which go to all ranks."""
     sends = {
-        (program.rank, each.peer, _is_read_last(each))
+        (program.rank, each.peer, each.link is not None and each.link.payload is Payload.RESULT)
         for program in programs
         for each in program.instructions
         if each.op is Op.SEND
     }
-    return {(rank, peer) for rank, peer, is_last in sends if not is_last}, any(last for *_, last in sends)
+    return {(rank, peer) for rank, peer, is_result in sends if not is_result}, any(x for *_, x in sends)
 
 
 def _check_equal(digests: Sequence[str]) -> None:

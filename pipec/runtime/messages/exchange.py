@@ -12,7 +12,6 @@ import functools
 import hashlib
 import pickle
 import struct
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,12 @@ from torch import Tensor
 from pipec.errors import InputError, TransportError
 from pipec.runtime.messages.call_description import CallDescription, describe_leaf
 from pipec.runtime.messages.cpu import GlooConnections
-from pipec.runtime.messages.distributed_transport import DistributedTransport, result_of, result_or_error
+from pipec.runtime.messages.distributed_transport import (
+    DistributedTransport,
+    result_of,
+    result_or_error,
+    unpickled,
+)
 from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
@@ -121,7 +125,7 @@ class Exchange:
 
     def all_gather(self, activity: str, own: S) -> list[S]:
         """The value of each rank, on every rank; tensors are on the CPU."""
-        every = self._transport.star.all_gather(pickle.dumps(own), PacketKind.CALL, activity)
+        every = self._transport.star.all_gather(pickle.dumps(own), PacketKind.TEXT, activity)
         return [pickle.loads(each) for each in every]
 
     def start_comparison(self, activity: str, call_description: CallDescription) -> Callable[[], bool]:
@@ -177,9 +181,7 @@ class Exchange:
             share(text)
             return [share(x) if isinstance(x, Tensor) else x for x in leaves], structure
         text = share(torch.empty(int(share(torch.tensor([0]))), dtype=torch.uint8))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
-            layouts, structure = pickle.loads(text.numpy().tobytes())
+        layouts, structure = unpickled(text.numpy().tobytes())
         made = [_like(x, "cpu") if isinstance(x, Tensor) else x for x in layouts]
         return [x.copy_(share(x)) if isinstance(x, Tensor) else x for x in made], structure
 
