@@ -49,9 +49,9 @@ def connect_ranks(world: World, number: int, timeout: float) -> tuple[Star, Stor
 def connect(star: Star, store: Store, timeout: float) -> bytes:
     """Publish the address of rank 0, to which all other ranks connect; returns the token of this start.
 
-    If ranks of an earlier start died, the store of ``torchrun`` still has their rank 0's address, until rank
-    0 of this start replaces it. No restart count identifies a start on all hosts, since each host counts its
-    own restarts.
+    It is deleted in the end: no restart count identifies a start on all hosts, since each host counts its own
+    restarts. If ranks of an earlier start died while they connected, the store still has rank 0's address,
+    until rank 0 of this start replaces it.
     """
     query = functools.partial(_query_store, star=star, timeout=timeout)
     if star.rank == 0:
@@ -61,6 +61,7 @@ def connect(star: Star, store: Store, timeout: float) -> bytes:
         address = json.dumps([[*here], server.getsockname()[1], token.hex()])
         query(lambda: store.set(_ADDRESS, address))
         star.wait_for_all()
+        query(lambda: store.delete_key(_ADDRESS))
         return token
     error: OSError | None = None
     deadline, where = time.monotonic() + timeout, ""
