@@ -148,7 +148,7 @@ class Tensors:
     def _refuse_tensors_elsewhere(self, needed: Mapping[str, Sequence[int]]) -> None:
         """Refuse tensors that another pipeline has left on other ranks than this one needs, on all ranks."""
         unique = {fqn: x for fqn, x in self.names.unique().items() if not is_unread(x)}
-        every = self.ranks.exchange.all_gather_flags([is_absent(x) for x in unique.values()])
+        every = self.ranks.exchange.all_gather("finding tensors", [is_absent(x) for x in unique.values()])
         for fqn, *absent in zip(unique, *every, strict=True):
             if any(absent[rank] for rank in needed.get(fqn, ())):
                 held = tuple(rank for rank, gone in enumerate(absent) if not gone)
@@ -166,7 +166,9 @@ class Tensors:
         The model has converted them itself, as ``model.double()`` does with buffers.
         """
         unique = self.names.unique()
-        every = self.ranks.exchange.all_gather_flags([is_absent(unique[fqn]) for fqn in names])
+        every = self.ranks.exchange.all_gather(
+            "finding new tensors", [is_absent(unique[fqn]) for fqn in names]
+        )
         owners = {
             fqn: tuple(rank for rank, gone in enumerate(absent) if not gone)
             for fqn, *absent in zip(names, *every, strict=True)
@@ -233,7 +235,7 @@ class Tensors:
             InputError: only some of these ranks changed it, or only ranks that do not hold the parameter.
                 Every rank raises it.
         """
-        flags = self.ranks.exchange.all_gather_flags(self.names.requires_grad_flags())
+        flags = self.ranks.exchange.all_gather("comparing what is trained", self.names.requires_grad_flags())
         trains, every_rank = list[bool](), range(len(flags))
         differing: list[CallDescription] = [{} for _ in flags]
         for fqn, before, *found in zip(self.names.parameters, self._trainable, *flags, strict=True):

@@ -29,7 +29,6 @@ from pipec.ir import Program
 from pipec.runtime.messages.collective_group import InProcessCollectives, InProcessGroup
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.messages.nccl import NcclConnections
-from pipec.runtime.messages.shared_memory import SharedMemory
 from pipec.runtime.processes.star import PacketKind
 
 T = TypeVar("T")
@@ -221,7 +220,7 @@ class _Star:
     ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def all_gather(self, own: bytes, kind: PacketKind, activity: str) -> list[bytes]:
+    def all_gather(self, own: bytes, kind: PacketKind, activity: str, limited: bool) -> list[bytes]:
         return [own] * self._num_ranks
 
     def check(self) -> None:
@@ -236,8 +235,7 @@ class Emulated(DistributedTransport):
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks, self.device, self._timeout = rank, num_ranks, torch.device("cpu"), PATIENCE
-        self._star: Any = _Star(num_ranks)
-        self._shared, self._hosts = SharedMemory(rank, num_ranks), [["", ""]] * num_ranks
+        self.star: Any = _Star(num_ranks)
         self._connections = NcclConnections(self.device, rank, num_ranks, bool)
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:

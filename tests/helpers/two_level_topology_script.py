@@ -7,7 +7,6 @@ sends to each rank, and all that it really sends in one step.
 import functools
 import json
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from pipec.hardware.topology import Topology, equal_devices, uniform_topology
 from pipec.ir import Op
 from pipec.ir.text_format import value_bytes
 from pipec.runtime.messages import shared_memory
-from pipec.runtime.messages.connections import GlooConnections
+from pipec.runtime.messages.cpu import GlooConnections
 
 SGD = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
 STEPS, ROWS, RANKS = 3, 8, 4
@@ -80,23 +79,16 @@ def facts(
 
 SENT: Counter[int] = Counter()
 
-isend, send = dist.isend, GlooConnections.send
+start_send = GlooConnections.start_send
 
 
-def counting(tensor: torch.Tensor, peer: int, **options: Any) -> Any:
+def counting(connections: GlooConnections, tensor: torch.Tensor, peer: int, tag: int) -> Any:
     SENT[peer] += tensor.numel() * tensor.itemsize
-    return isend(tensor, peer, **options)
-
-
-def counting_messages(
-    connections: GlooConnections, tensors: Sequence[torch.Tensor], peer: int, tag: int
-) -> None:
-    SENT[peer] += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-    send(connections, tensors, peer, tag)
+    return start_send(connections, tensor, peer, tag)
 
 
 if __name__ == "__main__":
-    dist.isend, GlooConnections.send = counting, counting_messages  # type: ignore[method-assign]
+    GlooConnections.start_send = counting  # type: ignore[method-assign]
     shared_memory._host = lambda: ""  # as on hosts, which share no memory
     found = {f"{shard} on hosts": facts(shard, HOSTS) for shard in LEVELS}
     found |= {f"{shard} flat": facts(shard, FLAT) for shard in LEVELS}

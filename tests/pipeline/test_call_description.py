@@ -17,7 +17,6 @@ TENSORS = {
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
 def test_a_digest_is_of_values_however_they_are_read(tensor: Tensor) -> None:
-    """Memory of plain tensors is read without torch, that of others is not."""
     other = nn.Parameter(tensor.clone(), requires_grad=tensor.is_floating_point())
     assert values_digest(other) == values_digest(tensor)
 

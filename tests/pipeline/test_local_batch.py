@@ -148,7 +148,7 @@ def test_parts_of_gpt2s_batch_have_the_loss_and_gradients_of_the_whole(tmp_path:
         print(relative_error(loss, expected.loss.detach()) < 1e-6, worst < 1e-6)
         logits = part(pipe, rows, expected.logits.detach())
         print(output.logits.shape == logits.shape, relative_error(output.logits, logits) < 1e-6)
-        from pipec.runtime.messages.connections import GlooConnections
+        from pipec.runtime.messages.cpu import GlooConnections
         send, sent = GlooConnections.send, []
         def counted(connections, tensors, peer, tag):
             sent.append((peer % 2 == pipe.replica, sum(x.numel() for x in tensors)))

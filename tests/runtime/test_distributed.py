@@ -162,8 +162,8 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
         PARAMETERS = BUFFERS = UPDATED_BUFFERS = INPUTS = ()
 
         @staticmethod
-        def forward(frame: dict[str, Any]) -> None:
-            alone._star.fail("rank 1: out of memory")
+        def forward(frame: object) -> None:
+            alone.star.fail("rank 1: out of memory")
             monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
             raise ValueError("garbage")
 
@@ -179,20 +179,20 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
 def test_a_connection_that_cannot_be_opened_fails_every_rank(
     alone: DistributedTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise TimeoutError
 
     monkeypatch.setattr(alone._connections, "open", refuse)
     with pytest.raises(TransportError, match="the connections of the programs together with all ranks, took"):
         alone.connect([], (), "text")
-    assert "making the connections" in str(alone._star.reason())
+    assert "making the connections" in str(alone.star.reason())
 
 
 def test_a_reason_that_comes_a_moment_after_the_connection_was_lost_is_told(
     alone: DistributedTransport,
 ) -> None:
     """gloo closes the connections of a rank that times out before the rank can say that it did."""
-    threading.Timer(0.05, alone._star.fail, ("rank 1: out of time",)).start()
+    threading.Timer(0.05, alone.star.fail, ("rank 1: out of time",)).start()
     with pytest.raises(TransportError, match="rank 1: out of time"), alone.error_context("sending"):
         raise ConnectionError
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import emulated_nccl
 import pytest
@@ -46,8 +46,8 @@ from pipec.errors import InputError
 from pipec.ir import Compute, InputLeaf, Link, Mode, Payload, Phase, Plan, Program, Schedule, Stage, Value
 from pipec.programs.lower import chain_links
 from pipec.runtime import Interpreter
-from pipec.runtime.messages import distributed_group, nccl
 from pipec.runtime.messages import distributed_transport as transport_of_processes
+from pipec.runtime.messages import nccl
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT, NO_LIMIT, Direction
 from pipec.runtime.messages.nccl import NcclConnections, edge_coloring_order, nccl_compatible
 from pipec.runtime.step.batch_slice import BatchSlice
@@ -299,7 +299,7 @@ def test_posted_receives_are_launched_in_order_behind_a_compute(
     before = 10**6
     monkeypatch.setattr(nccl, "PastLaunches", PastLaunches)
     found = connected(distributed, 0, (0, 1), (1, 0), (2, 0))
-    found.open_groups([(0, 1)])
+    found.open([], [(0, 1)])
     earlier = found.receive(torch.zeros(1), 1, tag=0)
     found.wait(earlier)
     distributed.asked.clear()
@@ -312,9 +312,7 @@ def test_posted_receives_are_launched_in_order_behind_a_compute(
     number = torch.zeros(1)
     calls: dict[str, Callable[[], object]] = {
         "send": lambda: found.send([torch.zeros(1)], 1, tag=0),
-        "collective": lambda: found.collective(
-            (0, 1), lambda group: distributed.all_reduce(number, cast("Group", group), async_op=True)
-        ),
+        "collective": lambda: found.all_reduce((0, 1), number),
         "wait": lambda: found.wait(receives[0]),
         "drain": found.drain,
     }
@@ -462,11 +460,11 @@ def test_a_host_that_runs_ahead_waits_before_it_uses_more_memory(
 def test_what_is_read_last_travels_as_one(distributed: Distributed, begins: str) -> None:
     """Loss ranks send to each other, too. One after the other, each would wait for the other's receive."""
     found = connected(distributed, 1, (0, 1))
-    found.open_results()
+    found.open([], has_results=True)
     distributed.asked.clear()
-    found.send_result([torch.zeros(1), torch.zeros(2)], 0, tag=3)
-    found.send_result([torch.zeros(1), torch.zeros(2)], 2, tag=3)
-    arriving = found.receive_result(torch.zeros(1), 2, tag=4)
+    found.send([torch.zeros(1), torch.zeros(2)], 0, 3, Payload.RESULT)
+    found.send([torch.zeros(1), torch.zeros(2)], 2, 3, Payload.RESULT)
+    arriving = found.receive(torch.zeros(1), 2, 4, Payload.RESULT)
     assert distributed.asked == []
     found.wait(arriving) if begins == "the reader" else found.drain()
     assert distributed.asked == [*[("send", (0, 1, 2, 3))] * 4, ("receive", (0, 1, 2, 3))]
@@ -474,7 +472,7 @@ def test_what_is_read_last_travels_as_one(distributed: Distributed, begins: str)
     found.wait(arriving)
     found.drain()
     assert len(distributed.asked) == 5
-    found.send_result([torch.zeros(1)], 0, tag=3)
+    found.send([torch.zeros(1)], 0, 3, Payload.RESULT)
     found.drain()
     assert len(distributed.asked) == 6
 
@@ -511,7 +509,7 @@ def _num_turns(directions: Sequence[Direction]) -> int:
 def test_groups_have_streams_of_their_own(distributed: Distributed) -> None:
     """Streams that scripts make are of another pool; and what waits takes few multiprocessors."""
     found = connected(distributed, 0, (0, 1))
-    found.open_groups([(0, 1)])
+    found.open([], [(0, 1)])
     direction, collective = distributed.groups
     assert direction.options.is_high_priority_stream
     assert collective.options.is_high_priority_stream
@@ -694,10 +692,9 @@ def test_what_nccl_carries_is_not_viewed() -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> emulated_nccl.Distributed:
     found = emulated_nccl.Distributed()
-    for module in (nccl, distributed_group):
-        monkeypatch.setattr(module, "dist", found)
-    monkeypatch.setattr(distributed_group, "_reduce_scatter", found.reduce_scatter)
-    monkeypatch.setattr(distributed_group, "_all_gather", found.all_gather)
+    monkeypatch.setattr(nccl, "dist", found)
+    monkeypatch.setattr(nccl, "_reduce_scatter", found.reduce_scatter)
+    monkeypatch.setattr(nccl, "_all_gather", found.all_gather)
     return found
 
 
@@ -708,7 +705,7 @@ def test_collectives_are_in_the_order_of_the_ranks(
     """A group gives its k-th rank the k-th part, though torch sorts the ranks."""
 
     def run(rank: int, transport: emulated_nccl.Emulated) -> tuple[list[float], list[float]] | None:
-        transport._connections.open_groups([ranks])
+        transport._connections.open([], [ranks], has_results=False)
         if rank not in ranks:
             return None
         group, size = transport.group(ranks), len(ranks)

@@ -1,15 +1,12 @@
 """Descriptions of a call's arguments: short texts and digests, equal on all ranks for equal arguments."""
 
-import ctypes
 import functools
 import hashlib
 import re
-import types
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +19,7 @@ def describe_leaf(leaf: object, values: bool = True) -> str:
     """The type of an argument; for a tensor also its shape and, with ``values``, a digest of its values."""
     if isinstance(leaf, Tensor):
         return f"{describe_tensor(leaf)}, values {values_digest(leaf)}" if values else describe_tensor(leaf)
-    return _identity(leaf)
+    return describe_argument(leaf)
 
 
 def describe_tensor(tensor: Tensor) -> str:
@@ -31,72 +28,16 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def describe_argument(value: object) -> str:
-    """A text for an argument of ``compile``, the same in every process with the same argument.
+    """A text for an argument, the same in every process with the same argument.
 
-    A file is described by its contents, a function by its name, its code and the values that it reads,
-    and another object by its ``repr`` without addresses.
+    A file is described by its contents, and another object by its ``repr`` without addresses: of functions
+    and modules, such as the loss, rank 0's are captured, whatever the others of this name would compute.
     """
     if isinstance(value, Path) and value.is_file():
         return f"{value} ({hashlib.sha256(value.read_bytes()).hexdigest()[:8]})"
-    return _identity(value)
-
-
-def _identity(value: object, depth: int = 4) -> str:
-    if isinstance(value, Tensor):
-        return describe_leaf(value)
-    if depth and isinstance(value, functools.partial):
-        parts = [value.func, *value.args, *value.keywords.items()]
-        return f"partial({', '.join(_identity(part, depth - 1) for part in parts)})"
-    if depth and isinstance(value, types.MethodType):
-        return f"{_identity(value.__self__, depth - 1)}.{_identity(value.__func__, depth - 1)}"
-    if depth and isinstance(value, types.FunctionType):
-        return _function(value, depth)
-    if isinstance(value, nn.Module):
-        return _module(value)
     if isinstance(value, set | frozenset):  # its order differs between processes
         return f"{{{', '.join(sorted(map(repr, value)))}}}"
     return _short(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))
-
-
-def _module(module: nn.Module) -> str:
-    plain = [
-        f"{name}={value}"
-        for part in module.modules()
-        for name, value in vars(part).items()
-        if isinstance(value, int | float | str)
-    ]
-    tensors = [f"{name} {describe_leaf(tensor)}" for name, tensor in module.state_dict().items()]
-    return _short(" ".join([repr(module), *plain, *tensors]))
-
-
-def _function(function: types.FunctionType, depth: int) -> str:
-    """A function's name, and a digest of its code and of the numbers, tensors and functions that it reads.
-
-    Other objects that it reads, such as a device, are ignored: they may differ between processes.
-    """
-    code = function.__code__
-    found = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    found += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-    read: list[object] = [value for value in found if isinstance(value, _READ)]
-    read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    values = [_identity(value, depth - 1) for value in read]
-    digest = hashlib.sha256("\n".join([_code(code), *values]).encode()).hexdigest()[:8]
-    return f"{function.__module__}.{function.__qualname__} ({digest})"
-
-
-_READ = (int, float, complex, Tensor, nn.Module, types.FunctionType, functools.partial)
-
-
-def _code(code: types.CodeType) -> str:
-    consts = [_code(x) if isinstance(x, types.CodeType) else _identity(x, 0) for x in code.co_consts]
-    return repr((code.co_code, code.co_names, consts))
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def _short(text: str) -> str:
@@ -151,25 +92,10 @@ def values_digest(tensor: Tensor) -> str:
     if num_bytes > _CRC_BYTES:
         hashes = _row_hashes(flat_memory(tensor).view(torch.uint8))
         return hashlib.blake2b(hashes.cpu().numpy().data, digest_size=8).hexdigest()
-    if _is_plain(tensor):
-        memory: Any = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr()) if num_bytes else b""
-    else:
-        memory = flat_memory(tensor).cpu().view(torch.uint8).numpy().data
-    return f"{zlib.crc32(memory):08x}"
+    return f"{zlib.crc32(flat_memory(tensor).cpu().view(torch.uint8).numpy().data):08x}"
 
 
 _CRC_BYTES, _ROW_WORDS = 2**16, 4096
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the elements lie in order, unmodified, in memory that the host can read without torch."""
-    return (
-        type(tensor) is Tensor
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
 
 
 def _row_hashes(flat: Tensor) -> Tensor:

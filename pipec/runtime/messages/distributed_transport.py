@@ -14,7 +14,6 @@ import atexit
 import functools
 import hashlib
 import itertools
-import json
 import multiprocessing.util
 import pickle
 import textwrap
@@ -23,27 +22,26 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipec.errors import InputError, PipecError, TransportError
-from pipec.ir import Instruction, Op, Payload, Program, Sizes
-from pipec.ir.text_format import format_link
-from pipec.runtime.messages.collective_group import CollectiveGroup
-from pipec.runtime.messages.connections import Connections, Direction, GlooConnections, Work
+from pipec.errors import ExecutionError, InputError, PipecError, TransportError
+from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
+from pipec.ir.text_format import evaluate_dim, format_link
+from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
+from pipec.runtime.messages.connections import Connections, Direction, Work
+from pipec.runtime.messages.cpu import CpuConnections, GlooConnections
 from pipec.runtime.messages.cuda import current_device
-from pipec.runtime.messages.distributed_group import DistributedGroup
-from pipec.runtime.messages.link_values import LinkValues, as_in_memory
 from pipec.runtime.messages.nccl import NcclConnections
-from pipec.runtime.messages.shared_memory import SharedMemory
+from pipec.runtime.messages.shared_memory import SharedMemory, hosts
 from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.processes.judge import describe_overdue_wait, format_ranks
 from pipec.runtime.processes.launch import world
 from pipec.runtime.processes.rendezvous import call_with_timeout, connect_ranks
-from pipec.runtime.processes.star import Channel, PacketKind
+from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
 T = TypeVar("T")
@@ -68,9 +66,8 @@ class DistributedTransport:
         self.rank, self.num_ranks = here.rank, here.size
         self.device = device
         self._timeout = timeout
-        self._star, store = connect_ranks(here, next(_transport_numbers), timeout)
-        multiprocessing.util.Finalize(self, self._star.close, exitpriority=0)
-        self._shared = SharedMemory(self.rank, self.num_ranks)
+        self.star, store = connect_ranks(here, next(_transport_numbers), timeout)
+        multiprocessing.util.Finalize(self, self.star.close, exitpriority=0)
         if device.type == "cuda":
             require_own_gpus(self.all_gather_text(str(torch.cuda.get_device_properties(device).uuid)))
         if not dist.is_initialized():
@@ -85,38 +82,22 @@ class DistributedTransport:
             self.call_on_all_ranks("the process group", join)
             if device.type == "cuda":
                 atexit.register(_leave_process_group)
-        self._connections: Connections = (
-            NcclConnections(device, self.rank, self.num_ranks, self._star.note_progress)
-            if device.type == "cuda"
-            else self.gloo_connections()
-        )
-        own = json.dumps([self._shared.host, self._shared.address])
-        self._hosts = [json.loads(text) for text in self.all_gather_text(own)]
-        self._star.on_failure = self._close
-
-    def gloo_connections(self) -> GlooConnections:
-        """Connections for CPU tensors. All ranks call this in the same order."""
-        make = functools.partial(GlooConnections, self.rank, self.num_ranks)
-        return self.call_on_all_ranks("the gloo connections", make)
-
-    @property
-    def hosts(self) -> list[int]:
+        shared = SharedMemory(self.rank)
+        addresses = self.all_gather_text(shared.address)
+        self.hosts = hosts(addresses)
         """The host of each rank: the lowest rank with which it can share memory."""
-        names = [name or str(rank) for rank, (name, _) in enumerate(self._hosts)]
-        return [names.index(name) for name in names]
 
-    def _addresses_of_host(self) -> dict[int, str]:
-        """Where the other ranks of this host listen for ranks that share memory."""
-        own = self.hosts[self.rank]
-        return {
-            rank: address
-            for rank, (_, address) in enumerate(self._hosts)
-            if rank != self.rank and self.hosts[rank] == own
-        }
+        self.gloo = self.call_on_all_ranks("the gloo connections", GlooConnections)
+        """Connections for CPU tensors, besides those of programs."""
 
-    def channel(self, peer: int, kind: PacketKind) -> Channel:
-        """Messages of a kind to and from another rank, beside those of programs."""
-        return self._star.channel(peer, kind)
+        self._connections: Connections
+        if device.type == "cuda":
+            self._connections = NcclConnections(device, self.rank, self.num_ranks, self.star.note_progress)
+        else:
+            connect = functools.partial(shared.connect, addresses)
+            self.call_on_all_ranks("the connections of each host", connect)
+            self._connections = CpuConnections(self.rank, self.gloo, shared)
+        self.star.on_failure = self._close
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
         """The result of ``make``, which all ranks call together. Each of its segments may take the timeout.
@@ -126,15 +107,15 @@ class DistributedTransport:
         """
         activity = f"making {what} together with all ranks"
         try:
-            with self._star.waiting(activity):
-                return call_with_timeout(make, num_segments * self._timeout, self._star.check)
+            with self.star.waiting(activity):
+                return call_with_timeout(make, num_segments * self._timeout, self.star.check)
         except (
             TimeoutError,
             ConnectionError,
             RuntimeError,
         ) as error:  # the store or a connection is gone
             failure = self.transport_error(error, activity, None)
-            self._star.fail(str(failure))
+            self.star.fail(str(failure))
             raise failure from failure.__cause__
 
     def connect(self, programs: Sequence[Program], groups: Sequence[Sequence[int]], text: str) -> None:
@@ -146,16 +127,11 @@ class DistributedTransport:
             TransportError: the ranks hold different texts, or a connection cannot be opened.
         """
         self.require_same_text(text)
-        directions, has_last = _directions(programs)
+        directions, has_results = _directions(programs)
 
         def connect() -> None:
-            if self.device.type == "cpu":
-                self._shared.open(directions, self._addresses_of_host())
             with current_device(self.device):
-                self._connections.open(directions)
-                self._connections.open_groups(tuple(ranks) for ranks in groups)
-                if has_last:
-                    self._connections.open_results()
+                self._connections.open(directions, map(tuple, groups), has_results)
 
         self.call_on_all_ranks("the connections of the programs", connect, 2 + len(directions) + len(groups))
 
@@ -167,32 +143,19 @@ class DistributedTransport:
         """
         _check_equal(self.all_gather_text(hashlib.sha256(text.encode()).hexdigest()))
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """The text of each rank, on every rank.
+    def all_gather_text(
+        self,
+        text: str,
+        activity: str = "comparing calls with all ranks",
+        limited: bool = True,
+        kind: PacketKind = PacketKind.TEXT,
+    ) -> list[str]:
+        """The text of each rank, on every rank. A wait that is not ``limited`` lasts while all ranks live.
 
         Raises:
             TransportError: some ranks did not answer.
         """
-        return self._all_gather(text, PacketKind.TEXT, "comparing calls with all ranks")
-
-    def all_gather_text_no_timeout(self, text: str, activity: str) -> list[str]:
-        """The text of each rank, on every rank. Waits without a timeout while all ranks live."""
-        return self._all_gather(text, PacketKind.TEXT, activity, limited=False)
-
-    def all_gather_text_in_background(self, text: str) -> list[str]:
-        """``all_gather_text_no_timeout`` for a background thread. Raises TransportError if a process ends."""
-        return self._all_gather(text, PacketKind.BACKGROUND_TEXT, "", limited=False, of_processes=True)
-
-    def _all_gather(self, text: str, kind: PacketKind, activity: str, **options: bool) -> list[str]:
-        return [part.decode() for part in self._star.all_gather(text.encode(), kind, activity, **options)]
-
-    def exchange_final_status(self, text: str) -> dict[int, str | None]:
-        """The text of each other living rank, after a failure of the pipeline; None if it sends none."""
-        return self._star.exchange_final_status(text)
-
-    def check_processes(self) -> None:
-        """Raise TransportError if the process of another rank has ended, even if a step has failed before."""
-        self._star.check_processes()
+        return [part.decode() for part in self.star.all_gather(text.encode(), kind, activity, limited)]
 
     def call_on_rank_0(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
@@ -202,46 +165,36 @@ class DistributedTransport:
         self.require_same_text(request)
         with STOP_SIGNALS.uninstalled():
             if self.rank == 0:
-                with self._star.interrupted_by_failures():
-                    made = pickle.dumps(_result_or_error(make))
-                self._star.send_to_all(PacketKind.TEXT, made)
+                with self.star.interrupted_by_failures():
+                    made = pickle.dumps(result_or_error(make))
+                self.star.send_to_all(PacketKind.TEXT, made)
             else:
-                with self._star.waiting("waiting for rank 0 to compile", 0, expected=True):
-                    made = self._star.receive(0, PacketKind.TEXT)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
-            result, error = pickle.loads(made)
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
+                with self.star.waiting("waiting for rank 0 to compile", 0, expected=True):
+                    made = self.star.receive(0, PacketKind.TEXT)
+        return result_of(made)  # type: ignore[no-any-return]
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
         assert instruction.link is not None
         peer, values = instruction.peer, LinkValues(instruction.link)
+        payload = instruction.link.payload
         sending = self.error_context(f"sending {_message(instruction)} to rank {peer}", peer)
-        if shared := self._shared.sender(instruction, tag, sending):
-            return shared
-        start = self._connections.send_result if _is_read_last(instruction) else self._connections.send
 
         def send(tensors: Sequence[Tensor], sizes: Sizes) -> None:
             values.check(tensors, sizes)
-            with sending:
-                start([as_in_memory(tensor) for tensor in tensors if tensor.numel()], peer, tag)
+            with sending as connections:
+                connections.send([as_in_memory(x) for x in tensors if x.numel()], peer, tag, payload)
 
         return send
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         activity = f"receiving {_message(instruction)} from rank {instruction.peer}"
-        receiving = self.error_context(activity, instruction.peer)
-        if shared := self._shared.receiver(instruction, tag, receiving):
-            return shared
-        return _Receiver(instruction, tag, self.device, receiving)
+        return _Receiver(instruction, tag, self.device, self.error_context(activity, instruction.peer))
 
     def group(self, ranks: Sequence[int]) -> CollectiveGroup:
-        members, others = tuple(ranks), [rank for rank in ranks if rank != self.rank]
+        others = [rank for rank in ranks if rank != self.rank]
         activity = f"meeting {format_ranks(others)} in a collective"
         error_context = functools.partial(self.error_context, activity)
-        return DistributedGroup(members.index(self.rank), members, error_context)
+        return _Group(ranks.index(self.rank), tuple(ranks), error_context)
 
     def finish(self) -> None:
         with self.error_context("finishing the step") as connections:
@@ -253,12 +206,12 @@ class DistributedTransport:
 
     def fail(self, error: BaseException) -> None:
         """Send the other ranks the reason, unless one of them failed first; then close."""
-        known = self._star.reason() if isinstance(error, TransportError) else None
-        self._star.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
+        known = self.star.reason() if isinstance(error, TransportError) else None
+        self.star.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
 
     def _close(self) -> None:
-        self._shared.close()
         self._connections.close()
+        self.gloo.close()
 
     def error_context(self, activity: str, peer: int | None = None) -> "_ErrorContext":
         """A context for a use of the connections, which yields them and explains their errors.
@@ -266,13 +219,13 @@ class DistributedTransport:
         ``peer`` is the rank for which this one waits.
         """
         return _ErrorContext(
-            self, self._connections, self._star.waiting(activity, peer, limited=True), activity, peer
+            self, self._connections, self.star.waiting(activity, peer, limited=True), activity, peer
         )
 
     def transport_error(self, error: Exception, activity: str, peer: int | None) -> TransportError:
         """The error to raise for an error of torch; that stays the cause only if no better one is known."""
         is_lost = not isinstance(error, TimeoutError)
-        if reason := self._star.reason(_REASON_COMES_WITHIN if is_lost else 0.0):
+        if reason := self.star.reason(_REASON_COMES_WITHIN if is_lost else 0.0):
             if reason.startswith(own := f"rank {self.rank}: "):
                 return TransportError(reason.removeprefix(own))
             return TransportError(
@@ -281,7 +234,7 @@ class DistributedTransport:
         failure = TransportError(
             f"the connection was lost while {activity}, although all processes live; see the network"
             if is_lost
-            else describe_overdue_wait(activity, self._timeout, self._star.waits_for(peer))
+            else describe_overdue_wait(activity, self._timeout, self.star.waits_for(peer))
         )
         failure.__cause__ = error
         return failure
@@ -289,10 +242,6 @@ class DistributedTransport:
 
 _REASON_COMES_WITHIN = 0.5
 """Seconds. A process that dies, or fails, closes connections of several kinds one after the other."""
-
-
-_FINAL_STATUS_SECONDS = 1.0
-"""Seconds. Ranks learn of a failure at once, unless they are in the middle of a long compute."""
 
 
 def require_own_gpus(uuids: Sequence[str]) -> None:
@@ -314,13 +263,29 @@ def _leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The result on rank 0, or the error for all ranks to raise."""
     try:
         return make(), None
     except PipecError as error:
         return None, error
     except Exception as error:  # of a class that other ranks may not know
         return None, PipecError(f"rank 0: {type(error).__name__}: {error}")
+
+
+def result_of(outcome: bytes) -> Any:
+    """The result that ``result_or_error`` found on rank 0, pickled; or raises its error."""
+    result, error = unpickled(outcome)
+    if error is not None:
+        raise error
+    return result
+
+
+def unpickled(data: bytes) -> Any:
+    """The object, without torch's own FutureWarning when it restores a TreeSpec."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return pickle.loads(data)
 
 
 class _ErrorContext:
@@ -360,28 +325,102 @@ class _Receiver:
         assert instruction.link is not None
         self._link_values, self._device = LinkValues(instruction.link), device
         self._peer, self._tag, self._error_context = instruction.peer, tag, error_context
-        self._is_last, self._is_weight = (
-            _is_read_last(instruction),
-            instruction.link.payload is Payload.WEIGHT,
-        )
+        self._payload = instruction.link.payload
         self._values: list[Tensor] = []
         self._pending: list[Work] = []
 
     def post(self, sizes: Sizes) -> None:
-        if not (self._is_weight and self._values):
+        if not (self._payload is Payload.WEIGHT and self._values):
             self._values = self._link_values.empty(sizes, self._device)
         with self._error_context as connections:
-            receive = connections.receive_result if self._is_last else connections.receive
-            self._pending = [receive(value, self._peer, self._tag) for value in self._values if value.numel()]
+            self._pending = [
+                connections.receive(value, self._peer, self._tag, self._payload)
+                for value in self._values
+                if value.numel()
+            ]
 
     def wait(self) -> Sequence[Tensor]:
         with self._error_context as connections:
             for work in self._pending:
                 connections.wait(work)
         self._pending, values = [], self._values
-        if not self._is_weight:
+        if self._payload is not Payload.WEIGHT:
             self._values = []
         return values
+
+
+class _Group:
+    """A group of ranks in several processes; this process has its ``index``-th rank."""
+
+    def __init__(
+        self, index: int, ranks: tuple[int, ...], error_context: Callable[[], "_ErrorContext"]
+    ) -> None:
+        self.index, self.size = index, len(ranks)
+        self._ranks, self._error_context = ranks, error_context
+
+    def all_reduce(self, tensor: Tensor) -> CollectiveWait:
+        with self._error_context() as connections:
+            return self._explained(connections.all_reduce(self._ranks, tensor))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
+        with self._error_context() as connections:
+            return self._explained(connections.reduce_scatter(self._ranks, output, tensor))
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
+        with self._error_context() as connections:
+            return self._explained(connections.all_gather(self._ranks, output, tensor))
+
+    def _explained(self, wait: CollectiveWait) -> CollectiveWait:
+        def explained() -> None:
+            with self._error_context():
+                wait()
+
+        return explained
+
+
+class LinkValues:
+    """The values of a link, with shapes that follow from the sizes of a microbatch."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._dtypes = [getattr(torch, value.dtype) for value in link.values]
+        self._shapes: tuple[Sizes, list[tuple[int, ...]]] = {}, []
+
+    def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        """The shapes for ``sizes``; evaluated once while these stay the same."""
+        if self._shapes[0] != sizes or not self._shapes[1]:
+            shapes = [tuple(evaluate_dim(dim, sizes) for dim in value.shape) for value in self._link.values]
+            self._shapes = dict(sizes), shapes
+        return self._shapes[1]
+
+    def empty(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
+        """Memory for the values on a device."""
+        return [
+            torch.empty(shape, dtype=dtype, device=device)
+            for shape, dtype in zip(self.shapes(sizes), self._dtypes, strict=True)
+        ]
+
+    def check(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
+        """Check that tensors have the dtypes and shapes that the receiver expects.
+
+        Raises:
+            ExecutionError: a tensor differs.
+        """
+        for number, (tensor, dtype, shape) in enumerate(
+            zip(tensors, self._dtypes, self.shapes(sizes), strict=True)
+        ):
+            if tensor.dtype is not dtype or tensor.shape != shape:
+                raise ExecutionError(
+                    f"{format_link(self._link)}: {self._link.values[number].name} is a tensor of "
+                    f"{tensor.dtype} with shape {tuple(tensor.shape)}, but the plan has {dtype} "
+                    f"with shape {shape}: an operator returns another result than when the model was "
+                    "captured; check the fake implementations of custom operators"
+                )
+
+
+def as_in_memory(tensor: Tensor) -> Tensor:
+    """The tensor with its elements in order, without a lazy conjugation or negation: what is sent."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _message(instruction: Instruction) -> str:
@@ -390,20 +429,15 @@ def _message(instruction: Instruction) -> str:
     return format_link(instruction.link) + of
 
 
-def _is_read_last(instruction: Instruction) -> bool:
-    """Whether an instruction sends or receives a value that is awaited at the end of the program."""
-    return instruction.link is not None and instruction.link.payload is Payload.RESULT
-
-
 def _directions(programs: Sequence[Program]) -> tuple[set[Direction], bool]:
-    """The directions in which programs send, and whether they send results, which are read last."""
+    """The directions in which programs send, and whether they send results, which go to all ranks."""
     sends = {
-        (program.rank, each.peer, _is_read_last(each))
+        (program.rank, each.peer, each.link is not None and each.link.payload is Payload.RESULT)
         for program in programs
         for each in program.instructions
         if each.op is Op.SEND
     }
-    return {(rank, peer) for rank, peer, is_last in sends if not is_last}, any(last for *_, last in sends)
+    return {(rank, peer) for rank, peer, is_result in sends if not is_result}, any(x for *_, x in sends)
 
 
 def _check_equal(digests: Sequence[str]) -> None:

@@ -10,24 +10,26 @@ two calls as long as that one lives.
 import contextlib
 import functools
 import hashlib
-import json
 import pickle
 import struct
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from pipec import errors
-from pipec.errors import InputError, PipecError, TransportError
+from pipec.errors import InputError, TransportError
 from pipec.runtime.messages.call_description import CallDescription, describe_leaf
-from pipec.runtime.messages.connections import Connections
-from pipec.runtime.messages.distributed_transport import DistributedTransport
+from pipec.runtime.messages.cpu import GlooConnections
+from pipec.runtime.messages.distributed_transport import (
+    DistributedTransport,
+    result_of,
+    result_or_error,
+    unpickled,
+)
 from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
@@ -38,14 +40,6 @@ _TAG = 2**31 - 2
 
 MismatchMessage = Callable[[Sequence[CallDescription]], str]
 """Makes the error's text from the description of every rank."""
-
-
-class Channel(Protocol):
-    """Messages to and from another rank."""
-
-    def send(self, message: bytes) -> None: ...
-
-    def receive(self, num_bytes: int) -> bytes: ...
 
 
 class CallRole(IntEnum):
@@ -71,7 +65,7 @@ class RankNote:
 
 @dataclass(frozen=True)
 class Answer:
-    """Rank 0's answer, plain JSON, and the pending stop signal of each rank, if any rank has one."""
+    """Rank 0's answer, and the pending stop signal of each rank, if any rank has one."""
 
     value: Any
     stops: list[int]
@@ -89,18 +83,9 @@ def no_decision(notes: Sequence[RankNote]) -> None:
 class Exchange:
     """This process's side of the exchanges. Errors that not all ranks raise close ``transport``."""
 
-    def __init__(self, transport: DistributedTransport, timeout: float) -> None:
+    def __init__(self, transport: DistributedTransport) -> None:
         self._transport = transport
-        self._timeout = timeout
         self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
-        others = self._peers if transport.rank == 0 else [0]
-        self._channels = {peer: transport.channel(peer, PacketKind.CALL) for peer in others}
-        self._announcements = {peer: transport.channel(peer, PacketKind.ANNOUNCEMENT) for peer in others}
-        self._gloo = (
-            transport.gloo_connections()
-            if transport.device.type == "cuda"  # NCCL carries no CPU tensors
-            else None
-        )
 
     def require_same_call(
         self,
@@ -122,110 +107,39 @@ class Exchange:
         """
         padding = [0] * (_MAX_NUMBERS - len(numbers))
         own = _NOTE.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *numbers, *padding)
-        error: Exception | None = None
-        if self._transport.rank == 0:
-            verdict, answer, error = self._decided(activity, own, decide)
-            self._send_answer(activity, verdict, json.dumps(answer).encode())
-        else:
-            verdict, answer = self._ask_rank_0(activity, own)
-        if verdict == _Verdict.MISMATCH:
+        answer = functools.partial(_answer, decide)
+        result = result_of(self._transport.star.start_consulting(own, PacketKind.CALL, activity, answer)())
+        if result is None:
             self.raise_mismatch(call_description, mismatch_message)
-        if verdict == _Verdict.REFUSED:
-            raise error or getattr(errors, answer[0])(answer[1])
-        return Answer(*answer)
-
-    def _decided(self, activity: str, own: bytes, decide: Decide) -> tuple["_Verdict", Any, Exception | None]:
-        rows = [_NOTE.unpack(own)]
-        for peer in self._peers:
-            with self._together_with(peer, activity):
-                rows.append(_NOTE.unpack(self._channels[peer].receive(_NOTE.size)))
-        is_required = any(row[2] == CallRole.REQUIRED for row in rows)
-        compared = [row[:2] for row in rows if is_required or row[2] != CallRole.JOINED]
-        if any(each != compared[0] for each in compared):
-            return _Verdict.MISMATCH, None, None
-        stops = [row[3] for row in rows]
-        try:
-            value = decide([RankNote(row[2] == CallRole.JOINED, row[3], [*row[4:]]) for row in rows])
-        except PipecError as error:
-            return _Verdict.REFUSED, [type(error).__name__, str(error)], error
-        except Exception as error:
-            return _Verdict.REFUSED, ["InputError", f"rank 0: {type(error).__name__}: {error}"], error
-        return _Verdict.AGREED, [value, stops if any(stops) else []], None
-
-    def _send_answer(self, activity: str, verdict: "_Verdict", text: bytes) -> None:
-        for peer in self._peers:
-            with self._together_with(peer, activity):
-                self._channels[peer].send(_ANSWER.pack(verdict, len(text)))
-                self._channels[peer].send(text)
-
-    def _ask_rank_0(self, activity: str, own: bytes) -> tuple["_Verdict", Any]:
-        channel = self._channels[0]
-        with self._together_with(0, activity):
-            channel.send(own)
-            verdict, size = _ANSWER.unpack(channel.receive(_ANSWER.size))
-            return _Verdict(verdict), json.loads(channel.receive(size))
+        return result  # type: ignore[no-any-return]
 
     def raise_mismatch(
         self, call_description: CallDescription, mismatch_message: MismatchMessage
     ) -> NoReturn:
         """Raise InputError, which says how the descriptions differ, on every rank. All ranks call this."""
-        raise InputError(
-            mismatch_message(
-                [json.loads(text) for text in self._transport.all_gather_text(json.dumps(call_description))]
-            )
-        )
+        raise InputError(mismatch_message(self.all_gather("comparing calls", call_description)))
 
     def hosts(self) -> list[int]:
         """The host of each rank, on every rank: the lowest rank with which it can share memory."""
         return self._transport.hosts
 
-    def all_gather_flags(self, own: Sequence[bool]) -> list[list[bool]]:
-        """The flags of each rank, on every rank."""
-        return [json.loads(text) for text in self._transport.all_gather_text(json.dumps(own))]
-
-    def all_gather(self, activity: str, own: Tensor) -> list[Tensor]:
-        """The tensor of each rank, on every rank. All have the same shape and type, and are on the CPU."""
-        received = self._start_exchange(self._channels, activity, own.numpy().tobytes())()
-        return [torch.frombuffer(bytearray(each), dtype=own.dtype).view(own.shape) for each in received]
+    def all_gather(self, activity: str, own: S) -> list[S]:
+        """The value of each rank, on every rank; tensors are on the CPU."""
+        every = self._transport.star.all_gather(pickle.dumps(own), PacketKind.TEXT, activity)
+        return [pickle.loads(each) for each in every]
 
     def start_comparison(self, activity: str, call_description: CallDescription) -> Callable[[], bool]:
         """Send ``call_description`` asynchronously; returns a function that says whether all ranks continue.
 
-        The function waits for the other descriptions; comparisons end in the order in which they start. Ranks
+        The function waits for rank 0's answer; comparisons end in the order in which they start. Ranks
         continue if all descriptions are equal, and no rank has a pending stop signal.
         """
         own = _COMPARED.pack(*_digest(call_description), STOP_SIGNALS.pending)
         expected = _COMPARED.pack(*_digest(call_description), 0)
-        wait = self._start_exchange(self._announcements, activity, own)
-        return lambda: all(each == expected for each in wait())
-
-    def _start_exchange(
-        self, channels: Mapping[int, Channel], activity: str, own: bytes
-    ) -> Callable[[], list[bytes]]:
-        """Start to exchange bytes with all ranks; returns a function that waits for those of each rank.
-
-        All have the same number of bytes. Rank 0 collects them, and sends all of them to each rank.
-        """
-        if self._transport.rank == 0:
-            return lambda: self._collect(channels, activity, own)
-        channels[0].send(own)
-
-        def wait() -> list[bytes]:
-            with self._together_with(0, activity):
-                joined = channels[0].receive(len(own) * self._transport.num_ranks)
-            size = len(own)
-            return [joined[rank * size : (rank + 1) * size] for rank in range(self._transport.num_ranks)]
-
-        return wait
-
-    def _collect(self, channels: Mapping[int, Channel], activity: str, own: bytes) -> list[bytes]:
-        parts = [own]
-        for peer, channel in channels.items():
-            with self._together_with(peer, activity):
-                parts.append(channel.receive(len(own)))
-        for channel in channels.values():
-            channel.send(b"".join(parts))
-        return parts
+        wait = self._transport.star.start_consulting(
+            own, PacketKind.ANNOUNCEMENT, activity, lambda every: bytes([{*every} == {expected}])
+        )
+        return lambda: wait() == b"\1"
 
     def broadcast_tensor(
         self, owner: int, activity: str, tensor: Tensor, to: Sequence[int] | None = None
@@ -237,13 +151,13 @@ class Exchange:
         if rank == owner:
             flat = tensor.detach().cpu().contiguous().flatten()
             for peer in readers:
-                with self._together_with(peer, activity) as via:
-                    via.send([flat], peer, _TAG)
-                    via.drain()
+                with self._together_with(peer, activity) as gloo:
+                    gloo.send([flat], peer, _TAG)
+                    gloo.drain()
             return tensor
         received = torch.empty(tensor.numel(), dtype=tensor.dtype)
-        with self._together_with(owner, activity) as via:
-            via.wait(via.receive(received, owner, _TAG))
+        with self._together_with(owner, activity) as gloo:
+            gloo.wait(gloo.receive(received, owner, _TAG))
         return received.view(tensor.shape)
 
     def broadcast_pytree(
@@ -261,16 +175,15 @@ class Exchange:
             return [*leaves], structure
         share = functools.partial(self.broadcast_tensor, owner, activity, to=readers)
         if rank == owner:
-            layouts = [_Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            layouts = [_like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             text = torch.frombuffer(bytearray(pickle.dumps((layouts, structure))), dtype=torch.uint8)
             share(torch.tensor([len(text)]))
             share(text)
             return [share(x) if isinstance(x, Tensor) else x for x in leaves], structure
         text = share(torch.empty(int(share(torch.tensor([0]))), dtype=torch.uint8))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
-            layouts, structure = pickle.loads(text.numpy().tobytes())
-        return [x.filled(share) if isinstance(x, _Layout) else x for x in layouts], structure
+        layouts, structure = unpickled(text.numpy().tobytes())
+        made = [_like(x, "cpu") if isinstance(x, Tensor) else x for x in layouts]
+        return [x.copy_(share(x)) if isinstance(x, Tensor) else x for x in made], structure
 
     def broadcast_from_rank_0(
         self, tensors: Mapping[str, Tensor], keepers: Mapping[str, Sequence[int]]
@@ -286,7 +199,7 @@ class Exchange:
             for name, tensor in tensors.items()
             if rank in (0, *keepers.get(name, every))
         }
-        digests = [json.loads(text) for text in self._transport.all_gather_text(json.dumps(own))]
+        digests = self.all_gather("comparing the values of tensors", own)
         differing: dict[int, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
             found = {other: digests[other][name] for other in every if name in digests[other]}
@@ -301,30 +214,33 @@ class Exchange:
         return dict(differing)
 
     @contextlib.contextmanager
-    def _together_with(self, peer: int, activity: str) -> Iterator[Connections]:
-        """Yield the connections; an error names the peer and is sent to the other ranks."""
+    def _together_with(self, peer: int, activity: str) -> Iterator[GlooConnections]:
+        """Yield connections for CPU tensors; an error names the peer and is sent to the other ranks."""
         try:
             together = f"{activity}, together with rank {peer}"
-            with self._transport.error_context(together, peer) as connections:
-                yield self._gloo or connections
+            with self._transport.error_context(together, peer):
+                yield self._transport.gloo
         except TransportError as error:
             self._transport.fail(error)
             raise
 
 
-class _Verdict(IntEnum):
-    AGREED = 0
-    MISMATCH = 1
-    REFUSED = 2
+def _answer(decide: Decide, every: Sequence[bytes]) -> bytes:
+    """Rank 0's answer to the notes of all ranks, or an error; neither if their digests differ."""
+    rows = [_NOTE.unpack(each) for each in every]
+    is_required = any(row[2] == CallRole.REQUIRED for row in rows)
+    compared = [row[:2] for row in rows if is_required or row[2] != CallRole.JOINED]
+    if any(each != compared[0] for each in compared):
+        return pickle.dumps((None, None))
+    stops = [row[3] for row in rows]
+    notes = [RankNote(row[2] == CallRole.JOINED, row[3], [*row[4:]]) for row in rows]
+    return pickle.dumps(result_or_error(lambda: Answer(decide(notes), stops if any(stops) else [])))
 
 
 _MAX_NUMBERS = 5
 
 _NOTE = struct.Struct(f"={4 + _MAX_NUMBERS}q")
 """A digest of the call's description, its role, the signal to stop, and the ``numbers``."""
-
-_ANSWER = struct.Struct("=2q")
-"""The verdict, and the number of bytes of JSON that follow."""
 
 _COMPARED = struct.Struct("=3q")
 """A digest of the call's description, and the signal to stop."""
@@ -335,17 +251,6 @@ def _digest(call_description: CallDescription) -> tuple[int, ...]:
     return struct.unpack("2q", hashlib.blake2b(text, digest_size=16).digest())
 
 
-class _Layout:
-    """The layout of a tensor in memory, without its values."""
-
-    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._shape, self._stride, self._dtype = shape, stride, dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Layout":
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    def filled(self, fetch: Callable[[Tensor], Tensor]) -> Tensor:
-        """A tensor of this layout with the values that ``fetch`` returns."""
-        tensor = torch.empty_strided(self._shape, self._stride, dtype=self._dtype)
-        return tensor.copy_(fetch(tensor))
+def _like(tensor: Tensor, device: str) -> Tensor:
+    """An uninitialised tensor with the same layout in memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import InputError
+from pipec.ir import Payload
+from pipec.runtime.messages.collective_group import CollectiveWait
 from pipec.runtime.messages.connections import (
     MAX_IN_TRANSIT,
     NO_LIMIT,
-    Collective,
     Direction,
     Work,
-    require_work,
 )
+from pipec.runtime.messages.cpu import require_work
 from pipec.runtime.messages.cuda import PastLaunches
 
 log = logging.getLogger("pipec")
@@ -75,7 +76,6 @@ class NcclConnections:
         self._rank = rank
         self._everyone = tuple(range(num_ranks))
         self._on_progress = on_progress
-        self._opened: set[tuple[int, ...]] = set()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._pending: dict[tuple[int, ...], _Messages] = defaultdict(deque)
         self._posted: deque[tuple[_Receive, Callable[[], dist.Work]]] = deque()
@@ -90,41 +90,68 @@ class NcclConnections:
         _ignore_warnings()
         _warn_of_few_connections()
 
-    def open(self, directions: Iterable[Direction]) -> None:
-        """Make the groups, and send a first message over each, because the first use of a group blocks.
+    def open(
+        self,
+        directions: Iterable[Direction],
+        groups: Iterable[tuple[int, ...]] = (),
+        has_results: bool = False,
+    ) -> None:
+        """Make the groups, and use each of them once, because the first use of a group blocks.
 
         All ranks use groups in the same order, so that none blocks on a group that its peer uses later. Every
         rank takes part in making every group; torch returns a number instead of a group to non-members. First
         messages are sent in the order of an edge coloring, so that disjoint pairs of ranks do not wait for
         each other.
         """
-        new = sorted(set(directions) - self._opened)
-        self._check_streams(new)
-        own = {direction for direction in new if self._make_group(direction)}
-        for direction in edge_coloring_order(new):
-            if direction in own:
-                self._greet(*direction)
-
-    def open_results(self) -> None:
-        self.open_groups([self._everyone])
-
-    def open_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Make the groups, and reduce a number over each. They are distinct from the groups of directions."""
-        new = sorted({(*ranks, -1) for ranks in groups} - self._opened)
+        pairs = edge_coloring_order(sorted({*directions} - self._groups.keys()))
+        collectives = {(*ranks, -1) for ranks in ({*groups} | ({self._everyone} if has_results else set()))}
+        new = [*sorted(pairs), *sorted(collectives - self._groups.keys())]
         self._check_streams(new)
         for ranks in new:
-            if self._make_group(ranks):
-                self._sum_once(ranks[:-1])
+            self._make_group(ranks)
+        for ranks in [*pairs, *new[len(pairs) :]]:
+            if self._rank in ranks:
+                self._use_once(ranks)
 
-    def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
+    def all_reduce(self, ranks: tuple[int, ...], tensor: Tensor) -> CollectiveWait:
+        return self._collective(ranks, lambda group: dist.all_reduce(tensor, group=group, async_op=True))
+
+    def reduce_scatter(self, ranks: tuple[int, ...], output: Tensor, tensor: Tensor) -> CollectiveWait:
+        order = _sorted_order(ranks)
+        parts = tensor if order is None else tensor.view(len(ranks), -1)[order].view(-1)
+        return self._collective(
+            ranks, lambda group: _reduce_scatter(output, parts, group=group, async_op=True)
+        )
+
+    def all_gather(self, ranks: tuple[int, ...], output: Tensor, tensor: Tensor) -> CollectiveWait:
+        order = _sorted_order(ranks)
+        gathered = output if order is None else torch.empty_like(output)
+        wait = self._collective(
+            ranks, lambda group: _all_gather(gathered, tensor, group=group, async_op=True)
+        )
+
+        def wait_and_order() -> None:
+            wait()
+            output.view(len(ranks), -1)[order] = gathered.view(len(ranks), -1)
+
+        return wait if order is None else wait_and_order
+
+    def _collective(
+        self, ranks: tuple[int, ...], start: Callable[[dist.ProcessGroup], dist.Work | None]
+    ) -> CollectiveWait:
         key = (*ranks, -1)
         self._launch_receives()
         with self._nccl_errors():
             work = require_work(start(self._groups[key]))
             self._remember(key, [work], [])
-        return work
+        return functools.partial(self.wait, work)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+    def send(
+        self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload = Payload.ACTIVATION
+    ) -> None:
+        if payload is Payload.RESULT:
+            self._last += [self._last_message(dist.isend, tensor, peer) for tensor in tensors]
+            return
         direction = self._rank, peer
         self._launch_receives()
         self._wait_until(lambda: self._in_transit(direction) < MAX_IN_TRANSIT)
@@ -135,8 +162,11 @@ class NcclConnections:
             ]
             self._remember(direction, works, tensors)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
+    def receive(self, tensor: Tensor, peer: int, tag: int, payload: Payload = Payload.ACTIVATION) -> Work:
         """Post a receive, which is launched later."""
+        if payload is Payload.RESULT:
+            self._last.append(self._last_message(dist.irecv, tensor, peer))
+            return _AllOf(self._start_last)
         self.check()
         receive = _Receive()
         self._posted.append((receive, functools.partial(self._receive, tensor, peer, self._launches.here())))
@@ -156,13 +186,6 @@ class NcclConnections:
         while self._posted:
             receive, launch = self._posted.popleft()
             receive.work = launch()
-
-    def send_result(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        self._last += [self._last_message(dist.isend, tensor, peer) for tensor in tensors]
-
-    def receive_result(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        self._last.append(self._last_message(dist.irecv, tensor, peer))
-        return _AllOf(self._start_last)
 
     def wait(self, work: Work) -> None:
         if isinstance(work, _Receive) and work.work is None:
@@ -204,35 +227,28 @@ class NcclConnections:
             self._aborted = True
             _abort_together(self._unaborted)
 
-    def _make_group(self, ranks: tuple[int, ...]) -> bool:
-        """Make a group of ranks; a last -1 marks one for collectives. Returns whether this rank is in it."""
-        with self._nccl_errors():
-            members = [rank for rank in ranks if rank >= 0]
-            options = _options(is_direction=len(members) == len(ranks))
-            with _without_watchdog():
-                group = dist.new_group(members, NO_LIMIT, "nccl", options)
-        self._opened.add(ranks)
+    def _make_group(self, ranks: tuple[int, ...]) -> None:
+        """Make a group of ranks; a last -1 marks one for collectives."""
+        members = [rank for rank in ranks if rank >= 0]
+        options = _options(is_direction=len(members) == len(ranks))
+        with self._nccl_errors(), _without_watchdog():
+            self._groups[ranks] = group = dist.new_group(members, NO_LIMIT, "nccl", options)
         if self._rank in ranks:
-            self._groups[ranks] = group
             self._unaborted.append(group)
-        return self._rank in ranks
 
-    def _sum_once(self, ranks: tuple[int, ...]) -> None:
+    def _use_once(self, ranks: tuple[int, ...]) -> None:
         number = torch.zeros(1, device=self._device)
-        self.collective(ranks, lambda group: dist.all_reduce(number, group=group, async_op=True))
-        self.drain()
-
-    def _greet(self, source: int, target: int) -> None:
-        greeting = torch.zeros(1, device=self._device)
-        if self._rank == source:
-            self.send([greeting], target, 0)
+        if ranks[-1] == -1:
+            self.all_reduce(ranks[:-1], number)
+        elif self._rank == ranks[0]:
+            self.send([number], ranks[1], 0)
         else:
-            self.receive(greeting, source, 0)
+            self.receive(number, ranks[0], 0)
         self.drain()
 
     def _check_streams(self, new: Collection[tuple[int, ...]]) -> None:
         """Refuse groups if two would share a stream on some rank. Every rank raises the same error."""
-        groups = self._opened.union(new)
+        groups = self._groups.keys() | {*new}
         for rank in self._everyone:
             count = sum(rank in ranks for ranks in groups)
             if count > _STREAMS_OF_POOL:
@@ -403,6 +419,17 @@ class _AllOf:
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.start())
+
+
+def _sorted_order(ranks: tuple[int, ...]) -> list[int] | None:
+    """The positions of the sorted ranks, whose k-th has the k-th part in torch; None if they are sorted."""
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    return None if order == [*range(len(ranks))] else order
+
+
+# The names since torch 2.13, and before.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _reap(messages: _Messages) -> None:

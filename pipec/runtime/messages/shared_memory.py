@@ -1,395 +1,235 @@
-"""Messages between CPU ranks of one host, through shared memory, without gloo's threads.
+"""Messages between CPU ranks of one host, through files in memory, without gloo's threads.
 
-Each direction has a Unix socket. The sender copies the values of a message into a *slot*, an unnamed file in
-memory, and announces it on the socket; the slot's first announcement carries the file. The receiver blocks
-until an announcement arrives, and copies the values out. Each receive that it posts is announced on the same
-socket, and returns a slot whose values it has copied::
+Two ranks have a Unix socket. A sender writes the values of a tensor to an unnamed file in memory, and says so
+on the socket; the receiver blocks until that arrives, and reads the values. Each receive that it posts is
+announced on the same socket, and returns a file that it has read::
 
-    sender                                   receiver
-                                        <--  post
-    copy into slot 0, announce it       -->  wait; copy out of slot 0
-    copy into slot 1, announce it       <--  post, slot 0 is free
-    copy into slot 0, announce it       -->  wait; copy out of slot 1
+    sender                                 receiver
+                                      <--  post
+    write to file 0, announce it      -->  wait; read file 0
+    write to file 1, announce it      <--  post, file 0 is free
+    write to file 0, announce it      -->  wait; read file 1
 
-As with gloo, a sender waits only if the last two messages of the link have not been posted.
+As with gloo, a sender waits only if the last two messages of a tag have not been posted.
 """
 
 import contextlib
-import functools
-import hmac
+import ctypes
 import itertools
 import json
-import mmap
 import os
 import secrets
 import socket
 import struct
+import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from pipec.errors import TransportError
-from pipec.ir import Instruction, Link, Sizes
-from pipec.runtime.messages.connections import MAX_IN_TRANSIT, Direction
-from pipec.runtime.messages.link_values import LinkValues
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT
 from pipec.runtime.processes.star import close_in_forks
 
-ErrorContext = contextlib.AbstractContextManager[object]
-"""A context for waits, which turns errors of connections into a TransportError."""
+_HEADER = struct.Struct("=qqq")
+"""The tag, the number of a file, and the bytes of the tensor in it, or ``_POST``."""
 
-_ANNOUNCEMENT = struct.Struct("=qqqq")
-"""The tag, the slot, the message's bytes, and a slot that this one replaces, or -1."""
+_POST = _NO_FILE = -1
 
-_POST = struct.Struct("=qq")
-"""The tag, and a slot of the sender that is free, or -1."""
 
-_NO_SLOT = -1
+def hosts(addresses: Sequence[str]) -> list[int]:
+    """The host of each rank: the lowest rank with which it can share memory."""
+    names = [json.loads(address)[0] for address in addresses]
+    return [names.index(name) for name in names]
 
 
 class SharedMemory:
-    """One rank's messages through shared memory.
+    """One rank's messages to and from the other ranks of its host, its ``peers``.
 
-    ``host`` is the same text on all ranks that share memory, or "" if this process cannot. ``address`` is
-    where others of the host connect.
+    ``address`` says on which host this process is, and where the others connect.
     """
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._rank, self.host = rank, _host()
-        self._name, self._secret = f"\0pipec-{secrets.token_hex(16)}", secrets.token_bytes(32)
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._incoming: dict[int, _Incoming] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        close_in_forks(self._listener)
-        if self.host:
-            self._listener.bind(self._name)
-            self._listener.listen(num_ranks)
-        self.address = json.dumps([self._name, self._secret.hex()])
+    def __init__(self, rank: int) -> None:
+        self._rank, self._pairs = rank, dict[int, _Pair]()
+        name = f"\0pipec-{secrets.token_hex(16)}"
+        self._listener = _unix_socket()
+        if host := _host():
+            self._listener.bind(name)
+            self._listener.listen(128)
+        self.address = json.dumps([host or str(rank), os.getpid(), name])
 
-    def open(self, directions: Collection[Direction], addresses: dict[int, str]) -> None:
-        """Connect with the ranks of this host, which have these addresses. Each calls it with the same."""
-        here = {*addresses, self._rank}
-        for source, target in sorted(directions):
-            if source == self._rank and target in here and target not in self._outgoing:
-                self._outgoing[target] = _Outgoing(self._connect(addresses[target]))
-        awaited = {source for source, target in directions if target == self._rank and source in here}
-        while awaited - self._incoming.keys():
+    @property
+    def peers(self) -> list[int]:
+        return list(self._pairs)
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect with the ranks of this host. Every rank calls this with the addresses of all ranks."""
+        found = [json.loads(address) for address in addresses]
+        here = [rank for rank, (host, *_) in enumerate(found) if host == found[self._rank][0]]
+        for rank in here:
+            if rank < self._rank:
+                connection = _unix_socket()
+                connection.connect(found[rank][2])
+                connection.send(struct.pack("=q", self._rank))
+                self._pairs[rank] = _Pair(connection)
+        while len(self._pairs) < len(here) - 1:
             connection, _ = self._listener.accept()
-            connection.settimeout(_HANDSHAKE_SECONDS)  # another process of this host may send nothing
-            with contextlib.suppress(OSError, struct.error):
-                source, secret = _HELLO.unpack(connection.recv(_HELLO.size))
-                if hmac.compare_digest(secret, self._secret) and source in awaited - self._incoming.keys():
-                    connection.settimeout(None)
-                    self._incoming[source] = _Incoming(_SlotSocket(connection))
-                    continue
-            connection.close()
+            process, *_ = struct.unpack(
+                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
+            if process not in (found[rank][1] for rank in here):  # another process of this host
+                connection.close()
+                continue
+            (rank,) = struct.unpack("=q", connection.recv(8))
+            self._pairs[rank] = _Pair(connection)
 
-    def sender(self, instruction: Instruction, tag: int, error_context: ErrorContext) -> "_Sender | None":
-        """The sender of an instruction, if its peer shares memory."""
-        outgoing = self._outgoing.get(instruction.peer) if _feeds_compute(instruction) else None
-        return _Sender(outgoing, instruction, tag, error_context) if outgoing is not None else None
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """Send contiguous tensors. Waits while two sent messages of the tag are not posted."""
+        for tensor in tensors:
+            self._pairs[peer].send(tensor, tag, MAX_IN_TRANSIT * len(tensors))
 
-    def receiver(self, instruction: Instruction, tag: int, error_context: ErrorContext) -> "_Receiver | None":
-        """The receiver of an instruction, if its peer shares memory."""
-        incoming = self._incoming.get(instruction.peer) if _feeds_compute(instruction) else None
-        return _Receiver(incoming, instruction, tag, error_context) if incoming is not None else None
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> "Receive":
+        """Start to receive a tensor."""
+        return self._pairs[peer].post(tensor, tag)
 
     def close(self) -> None:
-        """Close all sockets. Waits at either end, on any thread, raise ConnectionError."""
-        ends: list[_Outgoing | _Incoming] = [*self._outgoing.values(), *self._incoming.values()]
-        for each in ends:
-            each.socket.shut_down()
-
-    def _connect(self, address: str) -> "_SlotSocket":
-        name, secret = json.loads(address)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(name)
-        connection.send(_HELLO.pack(self._rank, bytes.fromhex(secret)))
-        return _SlotSocket(connection)
+        """Shut down all sockets. Waits at either end, on any thread, raise ConnectionError."""
+        self._listener.close()
+        for pair in self._pairs.values():
+            pair.shut_down()
 
 
 def _host() -> str:
-    """The kernel and the network of this process, or "" if it cannot share memory, as in a sandbox."""
+    """The kernel and the namespaces of this process, or "" if it cannot share memory, as in a sandbox."""
     try:
-        os.close(_shared_file(1))
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(_NETWORK).st_ino}"
+        os.close(os.memfd_create("pipec"))
+        namespaces = (str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("net", "pid"))
+        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *namespaces])
     except OSError:
         return ""
 
 
-_NETWORK = "/proc/self/ns/net"
+def _unix_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    close_in_forks(made)
+    return made
 
 
-def _feeds_compute(instruction: Instruction) -> bool:
-    """Whether values are sent in every microbatch. Slots for others, such as weights, would stay for ever."""
-    return instruction.link is not None and instruction.link.payload.feeds_compute
+class Receive:
+    """A posted receive."""
+
+    def __init__(self, pair: "_Pair", tensor: Tensor) -> None:
+        self._pair, self.tensor, self._is_completed = pair, tensor, False
+
+    def wait(self) -> None:
+        while not self._is_completed:
+            self._pair.take()
+
+    def is_completed(self) -> bool:
+        return self._is_completed
+
+    def fill(self, file: int, num_bytes: int) -> None:
+        """Read the values from a file."""
+        if num_bytes != self.tensor.nbytes:
+            raise TransportError(
+                f"received {num_bytes:,} bytes, but the plan expects {self.tensor.nbytes:,}: the ranks have "
+                "different batches; pass the same arguments on every rank"
+            )
+        _transfer(os.preadv, file, self.tensor)
+        self._is_completed = True
 
 
-class _SlotSocket:
-    """Sends and receives whole messages. It is shut down, not closed, so that no file gets its number."""
+class _Pair:
+    """This rank's end of the socket to another rank.
+
+    A file is passed with the first announcement of it, and known by its number from then on.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+        self._socket = connection
         close_in_forks(connection)
+        self._own_files, self._their_files = list[int](), list[int]()
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self._num_ahead = Counter[int]()
+        self._posted: defaultdict[int, deque[Receive]] = defaultdict(deque)
+        self._arrived: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
+        self._read: defaultdict[int, deque[int]] = defaultdict(deque)
+        weakref.finalize(self, _close, self._own_files, self._their_files)
 
-    def send(self, message: bytes, file: int | None = None) -> None:
-        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", file))] if file is not None else ()
-        self._connection.sendmsg([message], passed, _NO_SIGNAL)
-
-    def receive(self, num_bytes: int) -> bytes:
-        return _whole(self._connection.recv(num_bytes))
-
-    def receive_nowait(self, num_bytes: int) -> bytes | None:
+    def send(self, tensor: Tensor, tag: int, most_ahead: int) -> None:
+        while self._num_ahead[tag] >= most_ahead:
+            self.take()
+        free, passed = self._free[tag], list[int]()
         try:
-            return _whole(self._connection.recv(num_bytes, _DONT_WAIT))
-        except BlockingIOError:
-            return None
+            if not free:
+                passed.append(os.memfd_create("pipec"))
+                free.append(len(self._own_files))
+                self._own_files += passed
+            number = free.pop()  # the file that was read last: its memory may be in the cache
+            _transfer(os.pwritev, self._own_files[number], tensor)
+        except OSError as error:
+            raise TransportError(
+                f"cannot get {tensor.nbytes:,} bytes of memory to share with another rank: {error}; free "
+                "memory, or raise the limits of open files and memory"
+            ) from error
+        socket.send_fds(self._socket, [_HEADER.pack(tag, number, tensor.nbytes)], passed)
+        self._num_ahead[tag] += 1
 
-    def receive_file(self, num_bytes: int) -> tuple[bytes, int | None]:
-        """The next message, and the file that came with it."""
-        message, passed, flags, _ = self._connection.recvmsg(num_bytes, _FILE_SPACE, _CLOSED_BY_EXEC)
-        if flags & _IS_CUT_OFF:
+    def post(self, tensor: Tensor, tag: int) -> Receive:
+        receive, read = Receive(self, tensor), self._read[tag]
+        self._socket.send(_HEADER.pack(tag, read.popleft() if read else _NO_FILE, _POST))
+        self._posted[tag].append(receive)
+        self._match(tag)
+        return receive
+
+    def take(self) -> None:
+        """Wait for an announcement of a value or of a post."""
+        header, files, flags, _ = socket.recv_fds(self._socket, _HEADER.size, 1, _CLOSED_BY_EXEC)
+        if not header:
+            raise ConnectionError("the other rank has closed its end")
+        if flags & socket.MSG_CTRUNC:
             raise TransportError(
                 "this process cannot open another file for memory shared with another rank; raise its "
                 "limit of open files (ulimit -n)"
             )
-        return _whole(message), struct.unpack("@i", passed[0][2])[0] if passed else None
+        self._their_files += files
+        tag, number, num_bytes = _HEADER.unpack(header)
+        if num_bytes == _POST:
+            self._num_ahead[tag] -= 1
+            self._free[tag] += [number] * (number != _NO_FILE)
+        else:
+            self._arrived[tag].append((number, num_bytes))
+            self._match(tag)
+
+    def _match(self, tag: int) -> None:
+        """Fill the oldest receive of a tag with the oldest value, if there are both."""
+        if (posted := self._posted[tag]) and (arrived := self._arrived[tag]):
+            number, num_bytes = arrived.popleft()
+            posted.popleft().fill(self._their_files[number], num_bytes)
+            self._read[tag].append(number)
 
     def shut_down(self) -> None:
+        """End all calls of the socket, which stays open, so that no file gets its number meanwhile."""
         with contextlib.suppress(OSError):  # the other end is closed already
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
-@dataclass(eq=False)
-class _Slot:
-    """Memory that both ends of a direction map. It belongs to the end that was notified of it last."""
+def _transfer(call: Callable[[int, list[memoryview], int], int], file: int, tensor: Tensor) -> None:
+    """Write a contiguous tensor to a file, or read it from there, by ``os.pwritev`` or ``os.preadv``.
 
-    number: int
-    memory: Tensor
-    _shapes: object = None
-    _views: list[Tensor] = field(default_factory=list)
-
-    def views(self, tensors: Sequence[Tensor], shapes: object) -> list[Tensor]:
-        """The memory, divided among tensors like these, each at a multiple of ``_ALIGNMENT`` bytes.
-
-        Kept for the next message with the same ``shapes`` object: with a cold cache, making a view takes as
-        long as a message.
-        """
-        if shapes is not self._shapes:
-            ends = [*itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
-            self._shapes, self._views = (
-                shapes,
-                [
-                    self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                    for start, tensor in zip([0, *ends], tensors, strict=False)
-                ],
-            )
-        return self._views
+    Its memory is found without a view of torch, which takes as long as a message when the cache is cold.
+    """
+    memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    position = 0
+    while position < len(memory):
+        position += call(file, [memory[position:]], position)
 
 
-@dataclass
-class _TagQueue:
-    """The sender's state of one tag: free slots, and the number of messages not posted yet."""
-
-    free: list[_Slot] = field(default_factory=list)
-    num_ahead: int = 0
-
-
-class _Outgoing:
-    """The sender's end of a direction."""
-
-    def __init__(self, connection: _SlotSocket) -> None:
-        self.socket = connection
-        self._tag_queues: defaultdict[int, _TagQueue] = defaultdict(_TagQueue)
-        self._in_use: dict[int, _Slot] = {}
-        self._numbers = itertools.count()
-
-    def send(self, tensors: Sequence[Tensor], shapes: object, tag: int) -> None:
-        """Copy the values of a message, and announce it. Waits while two sent messages are not posted."""
-        queue = self._tag_queues[tag]
-        while queue.num_ahead == MAX_IN_TRANSIT:
-            self._note(self.socket.receive(_POST.size))
-        while not queue.free and (post := self.socket.receive_nowait(_POST.size)):
-            self._note(post)
-        num_bytes = _num_bytes(tensors)
-        slot, retired, file = self._slot(queue, num_bytes)
-        try:
-            for view, tensor in zip(slot.views(tensors, shapes), tensors, strict=True):
-                view.copy_(tensor)
-            self.socket.send(_ANNOUNCEMENT.pack(tag, slot.number, num_bytes, retired), file)
-        finally:
-            if file is not None:
-                os.close(file)
-        self._in_use[slot.number] = slot
-        queue.num_ahead += 1
-
-    def _slot(self, queue: _TagQueue, num_bytes: int) -> tuple[_Slot, int, int | None]:
-        """A large enough slot; if it is new, also the number of the slot it replaces, and its file.
-
-        Prefers the slot that was freed last: its memory may be in the cache.
-        """
-        for slot in reversed(queue.free):
-            if len(slot.memory) >= num_bytes:
-                queue.free.remove(slot)
-                return slot, _NO_SLOT, None
-        retired = queue.free.pop(0).number if queue.free else _NO_SLOT
-        try:
-            file = _shared_file(num_bytes)
-        except OSError as error:
-            raise TransportError(
-                f"cannot get {num_bytes:,} bytes of memory to share with another rank: {error}; free memory, "
-                "or raise the limits of open files and memory"
-            ) from error
-        return _Slot(next(self._numbers), _mapped(file)), retired, file
-
-    def _note(self, post: bytes) -> None:
-        """Process a post of the receiver."""
-        tag, number = _POST.unpack(post)
-        self._tag_queues[tag].num_ahead -= 1
-        if number != _NO_SLOT:
-            self._tag_queues[tag].free.append(self._in_use.pop(number))
-
-
-class _Incoming:
-    """The receiver's end of a direction."""
-
-    def __init__(self, connection: _SlotSocket) -> None:
-        self.socket = connection
-        self._slots: dict[int, _Slot] = {}
-        self._copied: defaultdict[int, deque[int]] = defaultdict(deque)
-        self._arrived: dict[tuple[int, int], tuple[_Slot, int]] = {}
-        self._num_posted, self._num_arrived = Counter[int](), Counter[int]()
-
-    def post(self, tag: int) -> int:
-        """Allow one more message, and give back a slot; returns the message's number in its tag."""
-        copied = self._copied[tag]
-        self.socket.send(_POST.pack(tag, copied.popleft() if copied else _NO_SLOT))
-        self._num_posted[tag] += 1
-        return self._num_posted[tag] - 1
-
-    def wait(self, tag: int, number: int, into: Sequence[Tensor], shapes: object) -> None:
-        """Wait for a message of a tag by its number, and copy its values."""
-        while (tag, number) not in self._arrived:
-            self._read()
-        slot, num_bytes = self._arrived.pop((tag, number))
-        if num_bytes != _num_bytes(into):
-            raise TransportError(
-                f"received a message of {num_bytes:,} bytes, but the plan expects {_num_bytes(into):,}: the "
-                "ranks have different batches; pass the same arguments on every rank"
-            )
-        for tensor, view in zip(into, slot.views(into, shapes), strict=True):
-            tensor.copy_(view)
-        self._copied[tag].append(slot.number)
-
-    def _read(self) -> None:
-        message, file = self.socket.receive_file(_ANNOUNCEMENT.size)
-        tag, number, num_bytes, retired = _ANNOUNCEMENT.unpack(message)
-        self._slots.pop(retired, None)
-        if file is not None:
-            try:
-                self._slots[number] = _Slot(number, _mapped(file))
-            finally:
-                os.close(file)
-        self._arrived[tag, self._num_arrived[tag]] = self._slots[number], num_bytes
-        self._num_arrived[tag] += 1
-
-
-class _Sender:
-    """One send instruction. ``error_context`` describes its waits."""
-
-    def __init__(
-        self, outgoing: _Outgoing, instruction: Instruction, tag: int, error_context: ErrorContext
-    ) -> None:
-        assert instruction.link is not None
-        self._outgoing, self._tag, self._error_context = outgoing, tag, error_context
-        self._values = _values_of(instruction.link)
-
-    def __call__(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
-        self._values.check(tensors, sizes)
-        if _num_bytes(tensors):
-            with self._error_context:
-                self._outgoing.send(tensors, self._values.shapes(sizes), self._tag)
-
-
-class _Receiver:
-    """One receive instruction."""
-
-    def __init__(
-        self, incoming: _Incoming, instruction: Instruction, tag: int, error_context: ErrorContext
-    ) -> None:
-        assert instruction.link is not None
-        self._incoming, self._tag, self._error_context = incoming, tag, error_context
-        self._link_values, self._number = _values_of(instruction.link), 0
-        self._values: list[Tensor] = []
-        self._shapes: object = None
-
-    def post(self, sizes: Sizes) -> None:
-        self._values, self._shapes = self._link_values.empty(sizes, _CPU), self._link_values.shapes(sizes)
-        if _num_bytes(self._values):
-            try:
-                self._number = self._incoming.post(self._tag)
-            except ConnectionError:
-                with self._error_context:  # entered only on failure, because a post does not wait
-                    raise
-
-    def wait(self) -> Sequence[Tensor]:
-        values, self._values = self._values, []
-        if _num_bytes(values):
-            with self._error_context:
-                self._incoming.wait(self._tag, self._number, values, self._shapes)
-        return values
-
-
-@functools.lru_cache(maxsize=256)
-def _values_of(link: Link) -> LinkValues:
-    """The values of a link, the same object for all its instructions."""
-    return LinkValues(link)
-
-
-def _num_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(_aligned(tensor.nbytes) for tensor in tensors)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-_CPU = torch.device("cpu")
-_ALIGNMENT = 64
-"""Values begin at multiples of a cache line."""
-
-
-def _shared_file(num_bytes: int) -> int:
-    """The descriptor of an anonymous file in memory, which is freed when the last process closes it."""
-    file = os.memfd_create("pipec", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(file, 0, num_bytes)  # an error now, rather than a signal at the first access
-    except OSError:
+def _close(*lists: list[int]) -> None:
+    for file in itertools.chain(*lists):
         os.close(file)
-        raise
-    return file
 
 
-def _mapped(file: int) -> Tensor:
-    """The memory of a file, which may be closed afterwards."""
-    return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
-
-
-def _whole(message: bytes) -> bytes:
-    if not message:
-        raise ConnectionError("the other rank has closed its end")
-    return message
-
-
-_HELLO = struct.Struct("=q32s")
-_HANDSHAKE_SECONDS = 1.0
-_FILE_SPACE = socket.CMSG_SPACE(struct.calcsize("@i"))
-
-_NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
-_DONT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _CLOSED_BY_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-_IS_CUT_OFF = int(socket.MSG_CTRUNC)
-"""Plain integers: arithmetic with socket's own enum takes as long as a system call."""
+"""A plain integer: arithmetic with socket's own enum takes as long as a system call."""

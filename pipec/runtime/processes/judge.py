@@ -29,7 +29,8 @@ class _RankState:
     """What a rank said last. ``missed_heartbeats`` counts this rank's own since then.
 
     ``wait`` is its ``wait_number``-th; it has lasted for ``num_heartbeats`` of that rank, of which
-    ``num_limited`` count for the timeout. ``line`` is where its script is between two calls.
+    ``num_limited`` count for the timeout; it is reported after ``next_report`` seconds. ``line`` is where its
+    script is between two calls.
     """
 
     has_joined: bool = False
@@ -40,6 +41,7 @@ class _RankState:
     wait: WaitStatus = NOT_WAITING
     num_heartbeats: int = 0
     num_limited: int = 0
+    next_report: float = 0.0
     last_activity: str = ""
     line: str = ""
 
@@ -61,8 +63,7 @@ class Judge:
         self._rank, self._timeout, self._interval = rank, timeout, interval
         self._states = {each: _RankState() for each in known}
         self._states[rank].has_joined = True
-        self._first_report = self._next_report = min(STALL_SECONDS, timeout / 4)
-        self._reported: tuple[int, int, float] | None = None
+        self._first_report = min(STALL_SECONDS, timeout / 4)
 
     def join(self, rank: int) -> None:
         self._states[rank].has_joined = True
@@ -77,6 +78,7 @@ class Judge:
         state.wait_number, state.wait, state.last_activity, state.line = number, wait, last_activity, line
         state.num_heartbeats = state.num_heartbeats + 1 if lasts else 0
         state.num_limited = state.num_limited + 1 if lasts else 0
+        state.next_report = state.next_report if lasts else 0.0
 
     def close(self, rank: int) -> None:
         self._states[rank].was_closed = True
@@ -144,27 +146,19 @@ class Judge:
         return "; ".join(links) or "all ranks do the same"
 
     def report(self) -> str | None:
-        """A line for the console if a wait has become long, or if a reported one is over; else None.
+        """A line for the console once a wait has become long, and each time it doubles; else None.
 
-        Rank 0 reports for all; another rank only that rank 0 is silent.
+        Rank 0 reports the first rank that waits; another rank only that rank 0 is silent.
         """
-        if self._reported is not None:
-            rank, number, _ = self._reported
-            if self._states[rank].wait_number != number:
-                *_, seconds = self._reported
-                self._reported, self._next_report = None, self._first_report
-                return f"rank {rank} goes on after {seconds:.0f} s: all have arrived"
-            self._reported = rank, number, self._waited(rank)
         if self._rank != 0 and not self._is_silent(0):
             return None
-        for rank in self._states if self._reported is None else [self._reported[0]]:
-            state = self._states[rank]
-            is_long = state.wait.activity and not state.wait.expected
-            if is_long and state.is_living and self._waited(rank) >= self._next_report:
-                if late := self._late():
-                    self._reported = rank, state.wait_number, self._waited(rank)
-                    self._next_report = 2 * self._waited(rank)
-                    return f"rank {rank} has waited {self._waited(rank):.0f} s, {state.wait.activity}; {late}"
+        for rank, state in self._states.items():
+            seconds = self._waited(rank)
+            is_long = state.wait.activity and not state.wait.expected and seconds >= self._first_report
+            if is_long and state.is_living:
+                if seconds >= state.next_report and (late := self._late()):
+                    state.next_report = 2 * seconds
+                    return f"rank {rank} has waited {seconds:.0f} s, {state.wait.activity}; {late}"
                 return None
         return None
 

@@ -5,13 +5,11 @@ import functools
 import json
 import os
 import resource
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -20,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 
 from pipec.errors import InputError, TransportError
 from pipec.runtime.processes.launch import World
-from pipec.runtime.processes.star import PacketKind, Star, close_in_forks, greet
+from pipec.runtime.processes.star import Star, close_in_forks, greet, new_token
 
 T = TypeVar("T")
 
@@ -39,19 +37,17 @@ def connect_ranks(world: World, number: int, timeout: float) -> tuple[Star, Stor
     store = _store_of_environment(world, timeout) if group is None else group.get_group_store()
     star = Star(world.rank, world.size, timeout)
     try:
-        connect(star, PrefixStore(f"pipec/{number}", store), timeout)
-        # torchrun keeps its store for ranks that it restarts, with everything that earlier ones wrote there
-        activity = "waiting for all ranks to connect"
-        prefix = star.all_gather(secrets.token_bytes(8), PacketKind.TEXT, activity, limited=False)[0].hex()
+        token = connect(star, PrefixStore(f"pipec/{number}", store), timeout)
     except TransportError as error:
         star.fail(str(error))
         star.close()
         raise
-    return star, PrefixStore(f"pipec/{prefix}", store)
+    # torchrun keeps its store for ranks that it restarts, with everything that earlier ones wrote there
+    return star, PrefixStore(f"pipec/{token.hex()}", store)
 
 
-def connect(star: Star, store: Store, timeout: float) -> None:
-    """Publish the address of rank 0, to which all other ranks connect.
+def connect(star: Star, store: Store, timeout: float) -> bytes:
+    """Publish the address of rank 0, to which all other ranks connect; returns the token of this start.
 
     It is deleted in the end: no restart count identifies a start on all hosts, since each host counts its own
     restarts. If ranks of an earlier start died while they connected, the store still has rank 0's address,
@@ -59,83 +55,41 @@ def connect(star: Star, store: Store, timeout: float) -> None:
     """
     query = functools.partial(_query_store, star=star, timeout=timeout)
     if star.rank == 0:
-        server, address = _listen(star.num_ranks)
-        star.accept(server, address.secret)
-        query(lambda: store.set(_ADDRESS, address.to_text()))
+        server, token = _listen(star.num_ranks), new_token()
+        star.accept(server, token)
+        here = dict.fromkeys([os.environ.get("MASTER_ADDR") or "127.0.0.1", _default_host()])
+        address = json.dumps([[*here], server.getsockname()[1], token.hex()])
+        query(lambda: store.set(_ADDRESS, address))
         star.wait_for_all()
         query(lambda: store.delete_key(_ADDRESS))
-        return
-    tried, refused, deadline = "", TransportError(""), time.monotonic() + timeout
-    while True:
-        found = query(lambda: store.get(_ADDRESS).decode() if store.check([_ADDRESS]) else "")
-        if found not in ("", tried):
+        return token
+    error: OSError | None = None
+    deadline, where = time.monotonic() + timeout, ""
+    while time.monotonic() < deadline:
+        if found := query(lambda: store.get(_ADDRESS).decode() if store.check([_ADDRESS]) else ""):
+            hosts, port, token = json.loads(found)
             try:
-                return _connect(star, Address.parse(found))
-            except TransportError as error:
-                restarted = time.monotonic() + _RESTART_SECONDS * _agent_has_store()
-                tried, refused, deadline = found, error, min(deadline, restarted)
-        if time.monotonic() > deadline:
-            if tried:
-                raise refused
-            raise TransportError(
-                f"rank {star.rank} waited {timeout:g} s for rank 0, which did not connect: that process was "
-                "not started, died or hangs before it makes its pipeline"
-            )
+                star.follow(_connection(hosts, port, star.rank, bytes.fromhex(token)))
+                return bytes.fromhex(token)
+            except OSError as failed:
+                if error is None:
+                    deadline = min(deadline, time.monotonic() + _RESTART_SECONDS * _agent_has_store())
+                error, where = failed, f"port {port} of {' or '.join(hosts)}"
         time.sleep(_POLL_SECONDS)
-
-
-def _connect(star: Star, address: "Address") -> None:
-    """Connect to rank 0. Raises TransportError if its process cannot be reached."""
-    try:
-        star.follow(0, address.connect(star.rank))
-    except OSError as error:  # TimeoutError is one
-        what = "is stopped" if isinstance(error, TimeoutError) else "died"
+    if error is None:
         raise TransportError(
-            f"rank {star.rank} cannot reach rank 0 at {address}: its process {what}, or the network between "
-            f"them is closed ({str(error) or type(error).__name__})"
-        ) from None
+            f"rank {star.rank} waited {timeout:g} s for rank 0, which did not connect: that process was not "
+            "started, died or hangs before it makes its pipeline"
+        )
+    what = "is stopped" if isinstance(error, TimeoutError) else "died"
+    raise TransportError(
+        f"rank {star.rank} cannot reach rank 0 at {where}: its process {what}, or the network between them "
+        f"is closed ({str(error) or type(error).__name__})"
+    )
 
 
-@dataclass(frozen=True)
-class Address:
-    """A port of rank 0, which may be reached at ``hosts``; both ends of a connection prove the ``secret``."""
-
-    hosts: tuple[str, ...]
-    port: int
-    secret: bytes = field(repr=False)
-
-    def __str__(self) -> str:
-        return f"port {self.port} of {' or '.join(self.hosts)}"
-
-    def to_text(self) -> str:
-        return json.dumps([self.hosts, self.port, self.secret.hex()])
-
-    @classmethod
-    def parse(cls, text: str) -> "Address":
-        hosts, port, secret = json.loads(text)
-        return cls(tuple(hosts), port, bytes.fromhex(secret))
-
-    def connect(self, rank: int) -> socket.socket:
-        """Connect to the first host that knows the secret. Raises OSError without one."""
-        errors: list[OSError] = []
-        for host in self.hosts:
-            try:
-                connection = socket.create_connection((host, self.port), _CONNECT_SECONDS)
-            except OSError as error:
-                errors.append(error)
-                continue
-            try:
-                greet(connection, rank, self.secret)
-            except OSError as error:
-                errors.append(error)
-                connection.close()
-                continue
-            return connection
-        raise errors[-1]
-
-
-def _listen(num_ranks: int) -> tuple[socket.socket, Address]:
-    """A socket that the other ranks can connect to, and its address."""
+def _listen(num_ranks: int) -> socket.socket:
+    """A socket that the other ranks can connect to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = soft + num_ranks if hard == resource.RLIM_INFINITY else min(soft + num_ranks, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -144,8 +98,7 @@ def _listen(num_ranks: int) -> tuple[socket.socket, Address]:
     server = socket.create_server(("", 0), family=family, backlog=max(num_ranks, 128), dualstack_ipv6=ipv6)
     server.setblocking(False)
     close_in_forks(server)
-    hosts = dict.fromkeys([os.environ.get("MASTER_ADDR") or "127.0.0.1", _default_host()])
-    return server, Address(tuple(hosts), server.getsockname()[1], secrets.token_bytes(32))
+    return server
 
 
 def _default_host() -> str:
@@ -154,6 +107,21 @@ def _default_host() -> str:
         probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737): it takes the default route
         return str(probe.getsockname()[0])
     return socket.gethostname()
+
+
+def _connection(hosts: list[str], port: int, rank: int, token: bytes) -> socket.socket:
+    """A connection to the first host that knows the token. Raises OSError without one."""
+    errors: list[OSError] = []
+    for host in hosts:
+        with contextlib.ExitStack() as closing:
+            try:
+                connection = closing.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
+                greet(connection, rank, token)
+                closing.pop_all()
+                return connection
+            except OSError as error:
+                errors.append(error)
+    raise errors[-1]
 
 
 def call_with_timeout(call: Callable[[], T], seconds: float, check: Callable[[], object] = lambda: None) -> T:

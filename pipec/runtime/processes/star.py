@@ -10,32 +10,29 @@ It carries no tensors. A thread in each process sends heartbeats, and reads the 
 * A heartbeat says what its rank waits for. So rank 0 can name the rank at the end of a chain of waits once a
   wait has taken the timeout. While that rank is between two calls, for example to save, no time counts.
 
-Ranks exchange texts by way of rank 0, which sends all of them what it has collected. Packets of one kind
-between two ranks arrive in order.
-Torch's store, which is in the process of rank 0, is used for rank 0's address alone.
+Ranks agree by way of rank 0: each sends bytes, and rank 0 answers all of them. Packets of one kind between
+two ranks arrive in order.
 """
 
 import asyncio
 import contextlib
-import hmac
 import json
 import os
+import pickle
 import secrets
 import signal
 import socket
 import struct
 import sys
-import sysconfig
 import textwrap
 import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from enum import IntEnum
 from pathlib import Path
-from types import FrameType
 
 from pipec.console import logger
 from pipec.errors import TransportError
@@ -79,7 +76,7 @@ class WaitScope:
 class Star:
     """The connection of one rank. The thread calls ``on_failure`` once the pipeline cannot go on.
 
-    Rank 0 calls ``accept`` and then ``wait_for_all``; the others greet it and ``follow`` rank 0.
+    Rank 0 calls ``accept`` and then ``wait_for_all``; the others ``follow`` rank 0.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
@@ -88,7 +85,7 @@ class Star:
         self.wait_status, self.last_activity = NOT_WAITING, ""
         self._timeout, self._interval = timeout, min(_LONGEST_INTERVAL, timeout / 5)
         self._judge = Judge(rank, num_ranks, timeout, self._interval)
-        self._connections: dict[int, _Connection] = {}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
         self._arrived: defaultdict[tuple[int, PacketKind], deque[bytes]] = defaultdict(deque)
         self._failure: str | None = None
         self._ended, self._ended_at = "", 0.0
@@ -96,25 +93,25 @@ class Star:
         self._interrupting = False
         self._changed = threading.Condition(threading.RLock())
         self._server: socket.socket | None = None
-        self._secret = b""
-        self._tasks = set[asyncio.Task[None]]()
+        self._token = b""
+        self._readers = set[asyncio.Task[None]]()
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="pipec star", daemon=True)
         self._thread.start()
 
-    # How ranks find each other.
+    # How ranks connect.
 
-    def accept(self, server: socket.socket, secret: bytes) -> None:
-        """Let the other ranks, which know the secret, connect from now on."""
-        self._server, self._secret = server, secret
-        self._loop.call_soon_threadsafe(lambda: self._start(self._accept()))
+    def accept(self, server: socket.socket, token: bytes) -> None:
+        """Let the other ranks, which know the token, connect from now on."""
+        self._server, self._token = server, token
+        self._on_thread(self._accept())
 
     def wait_for_all(self) -> None:
         """Wait on rank 0 until every rank is connected. Raises TransportError, which names missing ranks."""
         deadline = time.monotonic() + self._timeout
-        with self._changed:
-            while missing := [rank for rank in range(1, self.num_ranks) if rank not in self._connections]:
+        with self._changed, self.waiting("waiting for all ranks to connect"):
+            while missing := [rank for rank in range(1, self.num_ranks) if rank not in self._writers]:
                 self.check()
                 if time.monotonic() > deadline:
                     reason = (
@@ -125,30 +122,69 @@ class Star:
                     raise TransportError(reason)
                 self._changed.wait(_POLL_SECONDS)
 
-    def follow(self, rank: int, connection: socket.socket, answer: bytes = b"") -> None:
-        """Read a rank's packets from now on. On rank 0, it first gets the ``answer`` to its greeting."""
-        followed = _Connection(
-            self._loop, connection, lambda *x: self._take(rank, *x), lambda: self._end(rank)
-        )
-        with self._changed:
-            if answer:
-                followed.send(answer)
-                if self._failure is not None:
-                    followed.send(encode_packet(PacketKind.FAILURE, self._failure.encode()))
-            self._connections[rank] = followed
-            self._judge.join(rank)
-            self._changed.notify_all()
-        self._loop.call_soon_threadsafe(followed.start)
+    def follow(self, connection: socket.socket) -> None:
+        """Read rank 0's packets from now on."""
+        self._on_thread(self._join(0, connection)).result()
 
-    # Texts.
+    # How ranks agree.
+
+    def start_consulting(
+        self,
+        own: bytes,
+        kind: PacketKind,
+        activity: str,
+        answer: Callable[[list[bytes]], bytes],
+        limited: bool = True,
+    ) -> Callable[[], bytes]:
+        """Send bytes to rank 0; returns a function that waits for its ``answer`` to those of all ranks.
+
+        Functions of one kind are called in the order in which they were made. Those of background threads
+        tell no other rank that they wait, and wait while the processes live, even if a step has failed.
+
+        Raises:
+            TransportError: a rank failed or ended or, if the wait is ``limited``, did not answer.
+        """
+
+        def receive(peer: int) -> bytes:
+            if kind is PacketKind.BACKGROUND_TEXT:
+                return self.receive(peer, kind, of_processes=True)
+            together = f"{activity}, together with rank {peer}"
+            with self.waiting(together, peer, limited=limited):
+                return self.receive(peer, kind, activity=together)
+
+        if self.rank != 0:
+            self.send(0, kind, own)
+            return lambda: receive(0)
+
+        def collect() -> bytes:
+            reply = answer([own, *map(receive, range(1, self.num_ranks))])
+            self.send_to_all(kind, reply)
+            return reply
+
+        return collect
+
+    def all_gather(self, own: bytes, kind: PacketKind, activity: str, limited: bool = True) -> list[bytes]:
+        """The bytes of all ranks, by rank."""
+        every = self.start_consulting(own, kind, activity, pickle.dumps, limited)()
+        return pickle.loads(every)  # type: ignore[no-any-return]
 
     def send(self, peer: int, kind: PacketKind, payload: bytes) -> None:
         """Send a packet to rank 0, or from it, for ``receive``. It is dropped once a rank has ended."""
         assert 0 in (self.rank, peer), "ranks have connections to rank 0 alone"
-        if peer in self._connections:
-            self._connections[peer].send(encode_packet(kind, payload))
+        if (writer := self._writers.get(peer)) and not writer.is_closing():
+            packet = encode_packet(kind, payload)
+            if threading.current_thread() is self._thread:
+                writer.write(packet)
+            else:
+                with contextlib.suppress(RuntimeError):  # the thread has ended
+                    self._loop.call_soon_threadsafe(writer.write, packet)
 
-    def receive(self, peer: int, kind: PacketKind, of_processes: bool = False) -> bytes:
+    def send_to_all(self, kind: PacketKind, payload: bytes) -> None:
+        """Send a packet from rank 0 to every other rank."""
+        for peer in list(self._writers):
+            self.send(peer, kind, payload)
+
+    def receive(self, peer: int, kind: PacketKind, of_processes: bool = False, activity: str = "") -> bytes:
         """The next packet of a kind from a rank; waits while the ranks can go on.
 
         ``of_processes`` waits while the processes live, even if a step has failed.
@@ -164,65 +200,32 @@ class Star:
                     self._changed.wait(_POLL_SECONDS if self._ended else None)
             if arrived:
                 return arrived.popleft()
-        raise self._error(reason or "")
-
-    def all_gather(
-        self, own: bytes, kind: PacketKind, activity: str, limited: bool = True, of_processes: bool = False
-    ) -> list[bytes]:
-        """The bytes of all ranks, by rank; for a background thread without an ``activity``.
-
-        Raises:
-            TransportError: a rank failed or ended or, if the wait is ``limited``, did not answer.
-        """
-
-        def receive(peer: int) -> bytes:
-            waiting = self.waiting(activity, peer, limited=limited) if activity else contextlib.nullcontext()
-            with waiting:
-                return self.receive(peer, kind, of_processes)
-
-        if self.rank != 0:
-            self.send(0, kind, own)
-            return _unpacked(receive(0))
-        parts = [own, *map(receive, range(1, self.num_ranks))]
-        self.send_to_all(kind, _packed(parts))
-        return parts
-
-    def send_to_all(self, kind: PacketKind, payload: bytes) -> None:
-        """Send a packet from rank 0 to every other rank."""
-        packet = encode_packet(kind, payload)
-        for connection in list(self._connections.values()):
-            connection.send(packet)
-
-    def channel(self, peer: int, kind: PacketKind) -> "Channel":
-        """Messages of a kind between rank 0 and another rank."""
-        return Channel(self, peer, kind)
+        raise self._error(reason or "", activity)
 
     def exchange_final_status(self, text: str) -> dict[int, str | None]:
         """The final statuses of other ranks, exchanged when the pipeline cannot go on.
 
         None for a rank that may live, and whose status rank 0 does not get within a second.
         """
-        kind, unknown = PacketKind.FINAL_STATUS, dict.fromkeys(range(self.num_ranks))
-        if self.rank != 0:
-            self.send(0, kind, text.encode())
-            arrived = self._arrived[0, kind]
-            with self._changed:
+        kind = PacketKind.FINAL_STATUS
+        with self._changed:
+            if self.rank != 0:
+                self.send(0, kind, text.encode())
+                arrived = self._arrived[0, kind]
                 self._changed.wait_for(
                     lambda: arrived or 0 not in self._judge.answering(), 2 * _STATUS_SECONDS
                 )
+                unknown = dict.fromkeys(range(self.num_ranks))
                 statuses = json.loads(arrived.popleft()) if arrived else unknown
-        else:
-            with self._changed:
+            else:
+                told = {rank: self._arrived[rank, kind] for rank in range(1, self.num_ranks)}
                 self._changed.wait_for(
-                    lambda: all(map(self._has_status, self._judge.answering())), _STATUS_SECONDS
+                    lambda: all(told[rank] for rank in self._judge.answering()), _STATUS_SECONDS
                 )
-                found = {rank: self._arrived[rank, kind] for rank in self._judge.answering()}
-                statuses = {rank: each.popleft().decode() if each else None for rank, each in found.items()}
-            self.send_to_all(kind, json.dumps(statuses | {0: text}).encode())
+                living = self._judge.answering()
+                statuses = {rank: told[rank].popleft().decode() if told[rank] else None for rank in living}
+                self.send_to_all(kind, json.dumps(statuses | {0: text}).encode())
         return {int(rank): status for rank, status in statuses.items() if int(rank) != self.rank}
-
-    def _has_status(self, rank: int) -> bool:
-        return bool(self._arrived[rank, PacketKind.FINAL_STATUS])
 
     # Failures.
 
@@ -264,22 +267,16 @@ class Star:
     def interrupted_by_failures(self) -> Iterator[None]:
         """Inside a ``with``, the failure of another rank interrupts the main thread as Ctrl-C would.
 
-        Raises TransportError then. On another thread, or if the program handles Ctrl-C itself, the next wait
-        finds the failure instead. Where Ctrl-C is ignored, as in a shell's background jobs, it stays ignored.
+        Raises TransportError then. On another thread, or if the program handles or ignores Ctrl-C itself, the
+        next wait finds the failure instead.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        handler = signal.getsignal(signal.SIGINT)
-        is_ignored = is_main and handler is signal.SIG_IGN
-        self._interrupting = is_ignored or (is_main and handler is signal.default_int_handler)
+        self._interrupting = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         try:
             try:
-                if is_ignored:
-                    signal.signal(signal.SIGINT, self._on_interrupt)
                 self.check()  # an earlier failure interrupts nothing
                 yield
             finally:
-                if is_ignored:
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)
                 with self._changed:
                     self._interrupting = False
         except KeyboardInterrupt:
@@ -303,12 +300,16 @@ class Star:
         has_arrived = self._ended and time.monotonic() - self._ended_at > _ARRIVAL_SECONDS
         return self._ended if has_arrived else None
 
-    def _error(self, reason: str) -> TransportError:
+    def _error(self, reason: str, activity: str = "") -> TransportError:
         own = f"rank {self.rank}: "
         if reason.startswith(own):
             return TransportError(reason.removeprefix(own))
         self.fail(reason)
-        return TransportError(f"another rank failed:\n{textwrap.indent(reason, '  ')}")
+        while_doing = f" while this one was {activity}" * bool(activity)
+        return TransportError(f"another rank failed{while_doing}:\n{textwrap.indent(reason, '  ')}")
+
+    def _on_thread(self, work: Coroutine[object, object, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # Run on the thread of the star.
 
@@ -320,60 +321,78 @@ class Star:
             self._loop.close()
 
     async def _live(self) -> None:
-        self._start(self._beat())
+        beating = asyncio.create_task(self._beat())
         await self._closing.wait()
-        for task in self._tasks:
-            task.cancel()
+        beating.cancel()
         if self._server is not None:
             self._server.close()
-        for connection in self._connections.values():
-            connection.send(encode_packet(PacketKind.CLEAN_CLOSE))
-            connection.end_sending()
-        deadline = self._loop.time() + _JOIN_SECONDS / 4  # a peer that closes too has read everything
-        while self._loop.time() < deadline and not all(x.is_over for x in self._connections.values()):
-            await asyncio.sleep(_FLUSH_SECONDS)
-        for connection in self._connections.values():
-            connection.close()
-
-    def _start(self, work: Coroutine[object, object, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for writer in self._writers.values():
+            writer.write(encode_packet(PacketKind.CLEAN_CLOSE))
+            with contextlib.suppress(OSError):  # the other end is closed already
+                writer.write_eof()
+        if self._readers:  # a peer that closes too has read everything
+            await asyncio.wait(self._readers, timeout=_JOIN_SECONDS / 4)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        for writer in self._writers.values():
+            writer.close()
 
     async def _accept(self) -> None:
         assert self._server is not None
-        while True:
-            with contextlib.suppress(OSError):  # such as no free file descriptor: the rank tries again
+        while not self._closing.is_set():
+            try:
                 connection, _ = await self._loop.sock_accept(self._server)
-                self._start(self._greet(connection))
-                continue
-            await asyncio.sleep(_POLL_SECONDS)
+                greeting = self._loop.create_task(self._greet(connection))
+                self._readers.add(greeting)
+                greeting.add_done_callback(self._readers.discard)
+            except OSError:  # such as no free file descriptor: the rank tries again
+                await asyncio.sleep(_POLL_SECONDS)
 
     async def _greet(self, connection: socket.socket) -> None:
-        """Follow a connection whose greeting has the secret; close that of a stranger."""
+        """Follow a connection whose greeting has the token; close that of a stranger."""
+        reader, writer = await _streams(connection)
         try:
-            greeting = b""
             async with asyncio.timeout(_GREETING_SECONDS):
-                while len(greeting) < _GREETING.size:
-                    part = await self._loop.sock_recv(connection, _GREETING.size - len(greeting))
-                    if not part:
-                        raise EOFError
-                    greeting += part
-            rank, nonce, proof = _GREETING.unpack(greeting)
-            is_expected = 0 < rank < self.num_ranks and rank not in self._connections
-            if not is_expected or not hmac.compare_digest(proof, _proof(self._secret, b"rank", rank, nonce)):
-                raise ConnectionError("not a rank of this pipeline")
+                rank, token = _GREETING.unpack(await reader.readexactly(_GREETING.size))
         except (OSError, EOFError):  # TimeoutError is an OSError
-            connection.close()
+            rank, token = 0, b""
+        if token != self._token[:_TOKEN_BYTES] or not 0 < rank < self.num_ranks or rank in self._writers:
+            writer.close()
             return
-        self.follow(rank, connection, _proof(self._secret, b"rank 0", rank, nonce))
+        writer.write(self._token[_TOKEN_BYTES:])
+        if self._failure is not None:
+            writer.write(encode_packet(PacketKind.FAILURE, self._failure.encode()))
+        await self._read(rank, reader, writer)
+
+    async def _join(self, rank: int, connection: socket.socket) -> None:
+        reader, writer = await _streams(connection)
+        self._readers.add(self._loop.create_task(self._read(rank, reader, writer)))
+
+    async def _read(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take the packets of a rank until its connection ends."""
+        with self._changed:
+            self._writers[rank] = writer
+            self._judge.join(rank)
+            self._changed.notify_all()
+        try:
+            while True:
+                kind, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+                self._take(rank, PacketKind(kind), await reader.readexactly(size))
+        except (OSError, EOFError):
+            pass
+        except ValueError:
+            logger.exception("a packet of another rank cannot be read")
+        writer.close()
+        if not self._closing.is_set():
+            self._end(rank)
 
     def _take(self, rank: int, kind: PacketKind, payload: bytes) -> None:
         """Take a packet that arrived from ``rank``."""
         self._judge.heard(rank)
         match kind:
             case PacketKind.HEARTBEAT:
-                self._judge.note(rank, *_decoded(payload))
+                number, wait, *others = json.loads(payload)
+                self._judge.note(rank, number, WaitStatus(*wait), *others)
             case PacketKind.FAILURE:
                 self._set_failure(payload.decode(), spread=self.rank == 0)
             case PacketKind.CLEAN_CLOSE:
@@ -386,9 +405,7 @@ class Star:
                     self._changed.notify_all()
 
     def _end(self, rank: int) -> None:
-        """Note that a rank's connection has ended, and tell the others, unless this one closes too."""
-        if self._closing.is_set():
-            return
+        """Note that a rank's connection has ended, and tell the others."""
         if self._judge.end(rank):
             self._set_ended(f"rank {rank}: its script ended, or freed its pipeline, before this call")
         else:
@@ -432,7 +449,8 @@ class Star:
             wait = self.wait_status
             if wait is not self._last_wait:
                 self._last_wait, self._wait_number = wait, self._wait_number + 1
-            state = self._wait_number, wait, self.last_activity, "" if wait.activity else _line_of_script()
+            line = "" if wait.activity else _line_of_script()
+            state = self._wait_number, wait, self.last_activity, line
             self._spread(PacketKind.HEARTBEAT, json.dumps(state))
             try:
                 self._judge.note(self.rank, *state)
@@ -457,158 +475,27 @@ class Star:
                 self._interrupting = False
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def _on_interrupt(self, number: int, frame: object) -> None:
-        """Handle SIGINT where Ctrl-C is ignored: only ``_interrupt_if_stopped`` interrupts."""
-        if not self._interrupting:
-            raise KeyboardInterrupt
-
-
-@dataclass(frozen=True)
-class Channel:
-    """Messages of one kind between rank 0 and another rank, in the order in which they are sent."""
-
-    _star: Star
-    _peer: int
-    _kind: PacketKind
-
-    def send(self, message: bytes) -> None:
-        self._star.send(self._peer, self._kind, message)
-
-    def receive(self, num_bytes: int) -> bytes:
-        """The next message. Raises ConnectionError if a rank failed."""
-        try:
-            return self._star.receive(self._peer, self._kind)
-        except TransportError as error:
-            raise ConnectionError(str(error)) from None
-
 
 def _line_of_script() -> str:
     """The line of the script that the main thread runs, or "" while it is in a call of pipec."""
-    innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    script: FrameType | None = None
+    frame, line = sys._current_frames().get(threading.main_thread().ident or 0), ""
     while frame is not None:
-        if _package(frame) == "pipec":
+        module = frame.f_globals.get("__name__")
+        if isinstance(module, str) and module.partition(".")[0] == "pipec":
             return ""
-        is_installed = _package(frame) == "torch" or frame.f_code.co_filename.startswith(_INSTALLED)
-        script = script or (None if is_installed else frame)
+        if module == "__main__" and not line:
+            code = frame.f_code
+            line = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
-    frame = script or innermost
-    return (
-        f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
-    )
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-_INSTALLED = (
-    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    "<frozen",
-)
+    return line or "an unknown line"
 
 
 # Sockets and packets.
 
 
-class _Connection:
-    """A socket to another rank. Any thread sends; the loop's thread reads, and calls ``take`` and ``end``."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        connection: socket.socket,
-        take: Callable[[PacketKind, bytes], None],
-        end: Callable[[], None],
-    ) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        close_in_forks(connection)
-        self._loop, self._socket, self._take, self._end = loop, connection, take, end
-        self._lock = threading.Lock()
-        self._unsent, self._received = bytearray(), bytearray()
-        self._is_ending = self.is_over = False
-
-    def start(self) -> None:
-        self._loop.add_reader(self._socket, self._read)
-
-    def send(self, packet: bytes) -> None:
-        """Send at once what the socket takes, the rest when it takes more. An error is left to the reader."""
-        with self._lock:
-            if self.is_over or self._is_ending:
-                return
-            was_idle = not self._unsent
-            self._unsent += packet
-            if was_idle:
-                self._send_unsent()
-                if self._unsent:
-                    with contextlib.suppress(RuntimeError):  # the thread has ended
-                        self._loop.call_soon_threadsafe(self._flush_later)
-
-    def end_sending(self) -> None:
-        """Send nothing more, so that the other end reads the end once it has read everything."""
-        with self._lock:
-            self._is_ending = True
-            if not self._unsent:
-                self._shut_down()
-
-    def close(self) -> None:
-        with self._lock:
-            if self.is_over:
-                return
-            self.is_over = True
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        self._socket.close()
-
-    def _flush_later(self) -> None:
-        if not self.is_over:
-            self._loop.add_writer(self._socket, self._flush)
-
-    def _flush(self) -> None:
-        with self._lock:
-            self._send_unsent()
-            if not self._unsent:
-                self._loop.remove_writer(self._socket)
-                if self._is_ending:
-                    self._shut_down()
-
-    def _send_unsent(self) -> None:
-        try:
-            while self._unsent:
-                with memoryview(self._unsent) as unsent:
-                    sent = self._socket.send(unsent[:_MOST_BYTES])
-                del self._unsent[:sent]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()
-
-    def _shut_down(self) -> None:
-        with contextlib.suppress(OSError):  # the other end is closed already
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def _read(self) -> None:
-        try:
-            part = self._socket.recv(_MOST_BYTES)
-            self._received += part
-            while part and len(self._received) >= _HEADER.size:
-                kind, size = _HEADER.unpack_from(self._received)
-                if len(self._received) < _HEADER.size + size:
-                    break
-                payload = bytes(self._received[_HEADER.size : _HEADER.size + size])
-                del self._received[: _HEADER.size + size]
-                self._take(PacketKind(kind), payload)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        except ValueError:  # not a packet
-            logger.exception("a packet of another rank cannot be read")
-            part = b""
-        if not part and not self.is_over:
-            self.close()
-            self._end()
+async def _streams(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    close_in_forks(connection)
+    return await asyncio.open_connection(sock=connection, limit=1 << 20)
 
 
 def encode_packet(kind: PacketKind, payload: bytes = b"") -> bytes:
@@ -616,51 +503,33 @@ def encode_packet(kind: PacketKind, payload: bytes = b"") -> bytes:
 
 
 _HEADER = struct.Struct("!BQ")
-_MOST_BYTES = 1 << 20
 
 
-def _decoded(heartbeat: bytes) -> tuple[int, WaitStatus, str, str]:
-    number, wait, last_activity, line = json.loads(heartbeat)
-    return number, WaitStatus(*wait), last_activity, line
+_TOKEN_BYTES = 16
+
+_GREETING = struct.Struct(f"!I{_TOKEN_BYTES}s")
+"""A rank, and the first half of the token, to which rank 0 answers with the second half."""
 
 
-def _packed(parts: Sequence[bytes]) -> bytes:
-    return struct.pack(f"!I{len(parts)}Q", len(parts), *map(len, parts)) + b"".join(parts)
+def new_token() -> bytes:
+    """A token by which ranks tell each other from strangers at the same port."""
+    return secrets.token_bytes(2 * _TOKEN_BYTES)
 
 
-def _unpacked(packed: bytes) -> list[bytes]:
-    (count,) = struct.unpack_from("!I", packed)
-    sizes, start, parts = struct.unpack_from(f"!{count}Q", packed, 4), 4 + 8 * count, []
-    for size in sizes:
-        parts.append(packed[start : start + size])
-        start += size
-    return parts
-
-
-_GREETING = struct.Struct("!I16s32s")
-"""A rank, a nonce, and the proof that the rank knows the secret."""
-
-
-def greet(connection: socket.socket, rank: int, secret: bytes) -> None:
-    """Prove to rank 0 that this rank knows the secret. Raises OSError if the other end does not know it."""
-    nonce, answer = secrets.token_bytes(16), b""
-    expected = _proof(secret, b"rank 0", rank, nonce)
-    connection.sendall(_GREETING.pack(rank, nonce, _proof(secret, b"rank", rank, nonce)))
-    while part := connection.recv(len(expected) - len(answer)):
+def greet(connection: socket.socket, rank: int, token: bytes) -> None:
+    """Show rank 0 the token. Raises OSError if the other end does not know it."""
+    connection.sendall(_GREETING.pack(rank, token[:_TOKEN_BYTES]))
+    answer = b""
+    while part := connection.recv(_TOKEN_BYTES - len(answer)):
         answer += part
-    if not hmac.compare_digest(answer, expected):
+    if answer != token[_TOKEN_BYTES:]:
         raise ConnectionRefusedError(f"another process listens at {connection.getpeername()}")
-
-
-def _proof(secret: bytes, role: bytes, rank: int, nonce: bytes) -> bytes:
-    return hmac.digest(secret, struct.pack("!I", rank) + nonce + role, "sha256")
 
 
 _LONGEST_INTERVAL = 1.0
 """Maximum seconds between two heartbeats."""
 
 _POLL_SECONDS = 0.1
-_FLUSH_SECONDS = 0.005
 _GREETING_SECONDS = 5.0
 _JOIN_SECONDS = 2.0
 

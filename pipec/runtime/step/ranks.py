@@ -12,6 +12,7 @@ from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.messages.exchange import Exchange
 from pipec.runtime.messages.transport import InProcessTransport, Transport
 from pipec.runtime.processes.launch import SINGLE_PROCESS, Devices, World, resolve_devices, world
+from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.step.timestamps import RecordedStep
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ class Ranks:
     @functools.cached_property
     def exchange(self) -> Exchange:
         """Where processes compare what they were given. All of them make theirs in the same order."""
-        return Exchange(self.distributed, self._timeout)
+        return Exchange(self.distributed)
 
     @property
     def has_gpu_messages(self) -> bool:
@@ -79,7 +80,7 @@ class Ranks:
     def all_gather_text_no_timeout(self, text: str, activity: str) -> list[str]:
         """The text of each process, in every process, however long they take while all of them live."""
         return (
-            self.distributed.all_gather_text_no_timeout(text, activity)
+            self.distributed.all_gather_text(text, activity, limited=False)
             if self.world.is_distributed
             else [text]
         )
@@ -87,7 +88,9 @@ class Ranks:
     def exchange_final_status(self, text: str) -> list[str | None]:
         """The text of each other process that lives when the pipeline cannot go on; None if it tells none."""
         return (
-            list(self.distributed.exchange_final_status(text).values()) if self.world.is_distributed else []
+            list(self.distributed.star.exchange_final_status(text).values())
+            if self.world.is_distributed
+            else []
         )
 
     def in_background(self) -> "BackgroundRanks":
@@ -97,8 +100,8 @@ class Ranks:
         transport = self.distributed
         return BackgroundRanks(
             self.world,
-            lambda text, _: transport.all_gather_text_in_background(text),
-            transport.check_processes,
+            lambda text, _: transport.all_gather_text(text, kind=PacketKind.BACKGROUND_TEXT),
+            transport.star.check_processes,
         )
 
     def transport(self, rank: int) -> Transport:
