@@ -16,7 +16,7 @@ from pipec.runtime.step.batch_slice import BatchSlice
 
 @dataclass(frozen=True)
 class BatchCountsFunction:
-    """The function ``batch_counts`` of a stage's code, if it has one, with the buffers that it reads."""
+    """The function ``batch_counts`` of a stage's code, with the buffers that it reads."""
 
     stage: Stage
     code: Any
@@ -26,12 +26,10 @@ class BatchCountsFunction:
     @functools.cached_property
     def inputs(self) -> frozenset[str]:
         """The names of what the function takes, inputs of the model among them."""
-        return frozenset(parameter_names(self.code.batch_counts)) if self.stage.batch_counts else frozenset()
+        return frozenset(parameter_names(self.code.batch_counts))
 
     def values(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
         """By name, the values of ``inputs``, in which ``b`` rows and the variables have these ``sizes``."""
-        if not self.stage.batch_counts:
-            return {}
         known: dict[str, Any] = {
             **sizes,
             "device": self.device,

@@ -6,7 +6,7 @@ import json
 import math
 import types
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from pipec.ir import SCHEDULED_PHASES, Plan, StepPart, program_part, rank_of, st
 from pipec.ir.periodic_program import max_batches_ahead
 from pipec.runtime.messages.cuda import pinned_copy
 from pipec.runtime.stages.kernels import compile_functions
-from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_counts, batch_fraction
+from pipec.runtime.step.batch_counts import batch_counts, batch_fraction
 from pipec.runtime.step.batch_slice import NO_ROWS, BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
 from pipec.runtime.step.interpreter import BatchSource, Interpreter
@@ -58,15 +58,11 @@ class Execution:
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.canonical_text())
         self._interpreters: list[Interpreter] = []
-        self._batch_counts: list[BatchCountsFunction] = []
         self._dry_runs: list[DryRuns] = []
-        readers: list[tuple[torch.device, Set[str]]] = []
         for rank, device in ranks.devices.items():
             modules = {k: self._load(k) for k in stages_on(plan.placement, rank)}
-            buffers_here = {
-                **buffers,
-                **{name: value.to(device) for name, value in artifact.constants.items()},
-            }
+            constants = {name: value.to(device) for name, value in artifact.constants.items()}
+            buffers_here = {**buffers, **constants}
             owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
             program, transport = artifact.programs[rank], ranks.transport(rank)
             self._interpreters.append(
@@ -79,15 +75,11 @@ class Execution:
                 self._dry_runs.append(
                     DryRuns(program, plan, modules, parameters, buffers_here, device, updates, every_size)
                 )
-            readers.append((device, self._interpreters[-1].rank.names_read))
-            self._batch_counts += [
-                BatchCountsFunction(plan.stages[k], module, buffers_here, device)
-                for k, module in modules.items()
-                if plan.stages[k].batch_counts and k not in plan.sync_spec.count_stages
-            ]
-        readers += [(each.device, each.inputs) for each in self._batch_counts]
-        self._read_here = {name for _, names in readers for name in names}
-        self._read_by_gpus = {name for device, names in readers if device.type == "cuda" for name in names}
+        here, summed_later = [each.rank for each in self._interpreters], plan.sync_spec.count_stages
+        self._batch_counts = [x for own in here for k, x in own.counts.items() if k not in summed_later]
+        self._read_here = set[str]().union(*(own.names_read for own in here))
+        on_gpus = (own.names_read for own in here if own.device.type == "cuda")
+        self._read_by_gpus = set[str]().union(*on_gpus)
         self.is_stream = artifact.programs[0].period > 0
         """Whether the programs are periodic: steps overlap."""
 

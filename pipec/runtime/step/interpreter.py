@@ -8,21 +8,24 @@ and the frames are taken in turn. Where the program pauses, the stream waits for
 
 import contextlib
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Instruction, Op, Plan, Program, StepPart, program_part, replica_counts
 from pipec.ir.periodic_program import unrolled_instructions
 from pipec.ir.step_parts import instructions_of_part
+from pipec.ir.text_format import instruction_lines
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.bound_stage import StageCode
 from pipec.runtime.step.batch_slice import NO_ROWS, BatchSlice
-from pipec.runtime.step.error_report import failure_message, reporting_failures
 from pipec.runtime.step.linker import Action, Linker, microbatches_of, nothing
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.rank_state import GroupHyperparameters, Inputs, RankState
@@ -33,6 +36,9 @@ BatchSource = Callable[[int], StreamBatch | None]
 """Returns the mini-batch of a number, or None from the end of the stream on."""
 
 Emit = Callable[[int, Mapping[str, Tensor]], None]
+
+_NUM_LINES = 5
+"""How many instructions an error shows, the failed one last."""
 
 
 class Interpreter:
@@ -65,8 +71,8 @@ class Interpreter:
             program, plan, stages, parameters, buffers, transport, device, owns_tensors, updates
         )
         self._passes = self._link()
-        self._parts: dict[StepPart, tuple[Program, Sequence[Action]]] = {}
-        self._begin_part(StepPart.WHOLE)
+        self._parts = {part: self._linked(part) for part in StepPart}
+        self._part, self._actions = self._parts[StepPart.WHOLE]
 
     def _link(self) -> Sequence[Sequence[Action]]:
         """The actions of the program; those of a period once for each frame that microbatches take."""
@@ -87,13 +93,31 @@ class Interpreter:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Run instructions in a ``with`` block, on their device; failures are reported to the other ranks."""
-        with (
-            reporting_failures(self.rank.transport, self._describe),
-            current_device(self.rank.device),
-            torch.no_grad(),
-            torch.autocast(self.rank.device.type, enabled=False),
-        ):
-            yield
+        transport, device = self.rank.transport, self.rank.device
+        try:
+            with current_device(device), torch.no_grad(), torch.autocast(device.type, enabled=False):
+                yield
+        except TransportError as error:
+            failure = TransportError(self._describe(str(error)))
+            transport.fail(failure)
+            raise failure from error.__cause__
+        except Exception as error:
+            explained = self._explained(error)
+            transport.fail(explained)
+            raise explained from error
+        except BaseException as interrupt:  # such as Ctrl-C
+            transport.fail(interrupt)
+            raise
+
+    def _explained(self, error: Exception) -> PipecError:
+        """The error of a failed instruction, which may have read a value that was never received."""
+        try:
+            self.rank.transport.check()
+        except TransportError as interruption:
+            return TransportError(self._describe(str(interruption)))
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename.strip('<>')).name}, line {frame.lineno}, in {frame.name}"
+        return ExecutionError(self._describe(f"{type(error).__name__}: {error} ({place})"))
 
     def run(
         self,
@@ -121,32 +145,29 @@ class Interpreter:
             ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
             TransportError: another rank failed, hung or is gone.
         """
-        self._begin_part(part)
+        self.position, (self._part, self._actions) = -1, self._parts[part]
+        self.rank.begin_part(part)
         try:
             with self._running():
                 self.rank.begin_step(microbatches, batch_slice, seed)
-                self._execute(self._actions_of(batch_slice.sizes), timestamps)
+                has_rows = all(batch_slice.sizes)
+                self._execute(self._actions if has_rows else self._actions_with_rows(), timestamps)
                 return {} if part is StepPart.UPDATE else self.rank.step_results.of_batch(self.rank.device)
         finally:
             self.rank.forget_step()
 
-    def _begin_part(self, part: StepPart) -> None:
-        self.position = -1
-        self.rank.begin_part(part)
-        if part not in self._parts:
-            sync_spec, rank = self._plan.sync_spec, self.rank
-            actions = [self._passes[0][n] for n in instructions_of_part(self._program, sync_spec, part)]
-            if part is not StepPart.UPDATE:
-                actions.append(rank.transport.finish)
-                if any(stage.updated_indices for stage in rank.stages.values()):
-                    actions.append(self._end_step)
-            self._parts[part] = program_part(self._program, sync_spec, part), actions
-        self._part, self._actions = self._parts[part]
+    def _linked(self, part: StepPart) -> tuple[Program, Sequence[Action]]:
+        """The instructions of a part of the program, and their actions with those of the end."""
+        sync_spec, rank = self._plan.sync_spec, self.rank
+        actions = [self._passes[0][n] for n in instructions_of_part(self._program, sync_spec, part)]
+        if part is not StepPart.UPDATE:
+            actions.append(rank.transport.finish)
+            if any(stage.updated_indices for stage in rank.stages.values()):
+                actions.append(self._end_step)
+        return program_part(self._program, sync_spec, part), actions
 
-    def _actions_of(self, sizes: Sequence[int]) -> Sequence[Action]:
-        """The actions of a step. Microbatches without rows are not computed."""
-        if all(sizes):
-            return self._actions
+    def _actions_with_rows(self) -> Sequence[Action]:
+        """The actions of a step in which some microbatches have no rows, and so are not computed."""
         return [
             nothing if each is not None and self._is_idle(each) else action
             for each, action in zip_longest(self._part.instructions, self._actions)
@@ -186,12 +207,12 @@ class Interpreter:
 
         ``emit`` is called with the number of each mini-batch and its results by name.
         """
-        self._source, self._seed = source, seed
+        self._source, self._seed, self.position = source, seed, -1
         self._num_admitted, self._end = 0, math.inf
         self._batch: StreamBatch | None = None
         self._groups: dict[float, GroupHyperparameters] = {}
         self._requested = -1.0
-        self._begin_part(StepPart.WHOLE)
+        self.rank.begin_part(StepPart.WHOLE)
         self.rank.stream_results.begin(emit)
         for stage in self.rank.stages.values():
             stage.begin_step()
@@ -299,13 +320,18 @@ class Interpreter:
         return microbatch < self._end
 
     def _describe(self, problem: str) -> str:
-        """The place, the problem, and the instructions before it."""
+        """The place, the problem, and the instructions before it, the failed one last."""
         rank, run = f"rank {self._program.rank}", "stream" if self._program.period else "step"
         if self.position < 0:
             return f"{rank}, preparing the {run}: {problem}"
         if self.position >= len(self._part.instructions):
             return f"{rank}, finishing the {run}: {problem}"
-        instruction = self._part.instructions[self.position]
-        if self._program.period:
-            instruction = replace(instruction, microbatch=self.rank.stream_results.microbatch)
-        return failure_message(self._part, self.position, instruction, problem)
+        failed = self._part.instructions[self.position]
+        microbatch = self.rank.stream_results.microbatch if self._program.period else failed.microbatch
+        fields = {"stage": failed.stage, "microbatch": microbatch, "segment": failed.segment}
+        words = [f"{word} {number}" for word, number in fields.items() if number != -1]
+        lines = instruction_lines(self._part)[: self.position + 1][-_NUM_LINES:]
+        heading = f"last instructions of {rank}:"
+        return "\n".join(
+            [f"{', '.join([rank, *words, failed.op])}: {problem}", heading, *(f"    {x}" for x in lines)]
+        )

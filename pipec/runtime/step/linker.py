@@ -16,7 +16,7 @@ from pipec.ir import SCHEDULED_PHASES, Instruction, Link, Op, Payload, Phase
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.optimizers import sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
-from pipec.runtime.stages.flat_bucket import FlatBucket, reduction_dtype, undivided
+from pipec.runtime.stages.flat_bucket import FlatBucket, ShardedBucket, reduction_dtype, undivided
 from pipec.runtime.stages.replica_reductions import BufferAverage, no_rows, sum_of_rows
 from pipec.runtime.step.non_finite import require_finite
 from pipec.runtime.step.optimizer_updates import StageUpdate
@@ -386,7 +386,7 @@ class Linker:
             weights = {name: stage.weights[index] for name, index in indices.items()}
             sync_spec, own = self._plan.sync_spec, next(iter(weights.values())).dtype
             dtype = reduction_dtype(sync_spec.gradient_dtype, own)
-            self._buckets[number] = FlatBucket(undivided(weights), 0, weights, stage.device, dtype)
+            self._buckets[number] = FlatBucket(undivided(weights), weights, stage.device, dtype)
             if dtype is own and not sync_spec.buckets[number].sparse:
                 names = {index: name for name, index in indices.items()}
                 stage.gradients.accumulate_in(self._buckets[number], names)
@@ -491,7 +491,7 @@ class Linker:
     def _unshard(self, instruction: Instruction) -> StartAndEnd:
         """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
         stage, shard = self._stages[instruction.stage], self._shard(instruction)
-        if shard is None:  # of an evaluation with whole parameters
+        if shard is None:
             return nothing, nothing
         start = functools.partial(shard.start_gather, self._group(instruction))
 
@@ -516,13 +516,10 @@ class Linker:
 
         return reshard
 
-    def _shard(self, instruction: Instruction) -> FlatBucket | None:
-        """This rank's shard of a bucket; None if gradients, or parameters of an evaluation, are whole."""
-        update, op = self._own(instruction.stage), instruction.op
-        shard = update.shards.get(instruction.bucket) if update else None
-        is_whole = op is Op.REDUCE_GRAD or self._plan.sync_spec.only_gathers
-        assert shard or is_whole, "a program that gathers parameters has shards"
-        return shard
+    def _shard(self, instruction: Instruction) -> ShardedBucket | None:
+        """This rank's shard of a bucket; None if its tensors are whole, as in one process."""
+        update = self._own(instruction.stage)
+        return update.shards.get(instruction.bucket) if update else None
 
     def _own(self, stage: int) -> StageUpdate | None:
         """What this rank updates of a stage."""

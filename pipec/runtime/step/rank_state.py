@@ -85,8 +85,8 @@ class RankState:
         self.own = {stage: plan.microbatches_on(stage, program.rank) for stage in self.stages}
         self.counts = {
             index: BatchCountsFunction(plan.stages[index], codes[index], buffers, device)
-            for index in plan.sync_spec.count_stages
-            if index in self.stages
+            for index in self.stages
+            if plan.stages[index].batch_counts
         }
         summed = {name for index in plan.sync_spec.count_stages for name in plan.stages[index].batch_counts}
         self._inputs_of = {index: stage.inputs - summed for index, stage in self.stages.items()}
