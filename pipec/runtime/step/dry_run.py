@@ -83,7 +83,7 @@ class DryRuns:
             buffers=buffers,
             transport=_StubTransport(program.rank, device),
             device=device,
-            owns_tensors=lambda stage: False,
+            owned=(),
             updates=updates,
         )
         self._parameters = parameters

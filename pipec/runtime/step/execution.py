@@ -63,11 +63,11 @@ class Execution:
             modules = {k: self._load(k) for k in stages_on(plan.placement, rank)}
             constants = {name: value.to(device) for name, value in artifact.constants.items()}
             buffers_here = {**buffers, **constants}
-            owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
+            owned = [k for k in modules if is_distributed or rank == plan.placement[k][0]]
             program, transport = artifact.programs[rank], ranks.transport(rank)
             self._interpreters.append(
                 Interpreter(
-                    program, plan, modules, parameters, buffers_here, transport, device, owns, updates
+                    program, plan, modules, parameters, buffers_here, transport, device, owned, updates
                 )
             )
             if ranks.has_gpu_messages or ranks.kernels != "source":
@@ -243,10 +243,8 @@ class Execution:
 
     def found(self) -> tuple[int, NonFinite] | None:
         """The first skipped mini-batch of the stream, and why; None if there is none so far."""
-        plan, first = (
-            self.artifact.plan,
-            min(each.rank.stream_results.first_nan for each in self._interpreters),
-        )
+        plan = self.artifact.plan
+        first = min(each.rank.stream_results.first_nan for each in self._interpreters)
         if math.isinf(first):
             return None
         (number, place), stage = divmod(int(first), plan.num_microbatches), stage_of_loss(plan)
@@ -257,19 +255,14 @@ class Execution:
         """Drop all gradients if the ``with`` fails, and say which weights of the stream are left."""
         try:
             yield
-        except PipecError as error:
-            error.add_note(restore_common_version(self._interpreters, self._ranks))
-            for each in self._interpreters:
-                each.forget()
-            self._drop_gradients()
+        except BaseException as error:
+            if isinstance(error, PipecError):
+                error.add_note(restore_common_version(self._interpreters, self._ranks))
+                for each in self._interpreters:
+                    each.forget()
+            if self._updates is not None:
+                self._updates.drop_gradients()
             raise
-        except BaseException:
-            self._drop_gradients()
-            raise
-
-    def _drop_gradients(self) -> None:
-        if self._updates is not None:
-            self._updates.drop_gradients()
 
     def _run_batch(self, leaves: Sequence[object], batch_slice: BatchSlice, seed: int) -> Results:
         """Run a stream of one mini-batch."""
@@ -315,11 +308,6 @@ def _require_one_device(plan: Plan, devices: Mapping[int, torch.device]) -> None
                 f"stages on {', '.join(sorted(names))} read buffer {fqn}, which one process has on one "
                 "device; run one process per device under torchrun"
             )
-
-
-def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bool:
-    """Whether a rank has tensors of a stage of its own. In one process the first replica's are for all."""
-    return is_distributed or rank == plan.placement[stage][0]
 
 
 def _groups(plan: Plan) -> list[tuple[int, ...]]:

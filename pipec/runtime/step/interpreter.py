@@ -9,7 +9,7 @@ and the frames are taken in turn. Where the program pauses, the stream waits for
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -46,7 +46,7 @@ class Interpreter:
 
     ``stages`` has at least the rank's own stages. ``parameters`` and ``buffers`` have at least the tensors of
     those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters. Where replicas in
-    one process share tensors, ``owns_tensors`` tells whether this rank is the one to write those of a stage.
+    one process share tensors, this rank writes those of the ``owned`` stages; None: of all of its stages.
     A program that updates does so with ``updates``.
 
     Raises:
@@ -62,14 +62,12 @@ class Interpreter:
         buffers: Mapping[str, Tensor],
         transport: Transport,
         device: torch.device,
-        owns_tensors: Callable[[int], bool] = lambda stage: True,
+        owned: Collection[int] | None = None,
         updates: OptimizerUpdates | None = None,
     ) -> None:
         self.position = -1
         self._program, self._plan = program, plan
-        self.rank = RankState(
-            program, plan, stages, parameters, buffers, transport, device, owns_tensors, updates
-        )
+        self.rank = RankState(program, plan, stages, parameters, buffers, transport, device, owned, updates)
         self._passes = self._link()
         self._parts = {part: self._linked(part) for part in StepPart}
         self._part, self._actions = self._parts[StepPart.WHOLE]
@@ -193,14 +191,14 @@ class Interpreter:
 
     def _execute_and_stamp(self, actions: Sequence[Action], timestamps: Timestamps) -> None:
         clock, marks = clock_of(self.rank.device), list[Moment]()
-        with clock.recording():
-            for position, action in enumerate(actions):
-                self.position = position
-                begun = clock.now()
-                action()
-                if position < len(self._part.instructions):
-                    marks += (begun, clock.now())
-            timestamps += clock.times(marks)
+        clock.begin()
+        for position, action in enumerate(actions):
+            self.position = position
+            begun = clock.now()
+            action()
+            if position < len(self._part.instructions):
+                marks += (begun, clock.now())
+        timestamps += clock.times(marks)
 
     def begin(self, source: BatchSource, emit: Emit, seed: int) -> None:
         """Begin a stream. Random operators draw from streams that depend on ``seed``.

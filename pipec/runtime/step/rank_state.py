@@ -1,7 +1,7 @@
 """What the linked actions of one rank work on: its stages, and the values of the step that runs."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class RankState:
         buffers: Mapping[str, Tensor],
         transport: Transport,
         device: torch.device,
-        owns_tensors: Callable[[int], bool],
+        owned: Collection[int] | None,
         updates: OptimizerUpdates | None,
     ) -> None:
         self.number, self.program, self.plan = program.rank, program, plan
@@ -72,7 +72,7 @@ class RankState:
                 device,
                 self.num_frames,
                 plan.sync_spec.reduced_parameters(stage.index),
-                owns_tensors(stage.index),
+                owned is None or stage.index in owned,
                 plan.sync_spec.defers_gradients,
             )
             for stage in plan.stages
@@ -129,11 +129,6 @@ class RankState:
         counted = (counts.inputs for counts in self.counts.values())
         return set[str]().union(*(stage.inputs for stage in self.stages.values()), *counted)
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in this step's backwards."""
-        return self.updates.loss_scale.scale if self.updates and self.updates.loss_scale else 1.0
-
     def begin_part(self, part: StepPart) -> None:
         """Begin a part of a step, or a stream."""
         self.part = part
@@ -152,10 +147,11 @@ class RankState:
             for stage in self.stages.values():
                 stage.gradients.begin_step()
             return
-        self.inputs, scale = inputs, self.loss_scale
+        self.inputs, scaled = inputs, self.updates.loss_scale if self.updates else None
+        scale = scaled.scale if scaled else 1.0
         self.sizes[:] = [*batch_slice.sizes, sum(batch_slice.sizes)]
         self.use(batch_slice.values)
-        self.step_results.begin(batch_slice)
+        self.step_results.batch_slice = batch_slice
         for stage in self.stages.values():
             stage.begin_step(scale)
         for index, tail in self.tails.items():

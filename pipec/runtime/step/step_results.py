@@ -5,7 +5,6 @@ A replica makes a part of a result of its own microbatches. The parts of all rep
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +25,6 @@ def check_mergeable(value: Value) -> None:
         )
 
 
-class ResultCollector(Protocol):
-    """Collects the results that forwards return."""
-
-    def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
-        """Keep the results among the values that the forward of ``microbatch`` returned."""
-
-
 class StepResults:
     """The results of a mini-batch on one rank: the parts of microbatches, and what is merged of them.
 
@@ -45,6 +37,8 @@ class StepResults:
 
     losses: Mapping[int, Tensor]
     """Those of the microbatches of this rank."""
+    batch_slice: BatchSlice
+    """What the microbatches are of the batch."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan, self._rank = plan, rank
@@ -54,10 +48,6 @@ class StepResults:
             if name not in self._of_tail:
                 check_mergeable(value)
         self.forget()
-
-    def begin(self, batch_slice: BatchSlice) -> None:
-        """Begin a mini-batch."""
-        self._slice = batch_slice
 
     def forget(self) -> None:
         self.parts: dict[str, dict[int, Tensor]] = {name: {} for name in self._values}
@@ -85,7 +75,7 @@ class StepResults:
     def merged(self, name: str) -> Tensor:
         """The part of a result that the collected microbatches make; see ``merge``."""
         if name not in self._merged:
-            parts, own = self.parts[name], self._slice
+            parts, own = self.parts[name], self.batch_slice
             self.parts[name] = {}
             order = sorted(parts)
             in_order, value = [parts[each] for each in order], self._values[name]
@@ -100,7 +90,7 @@ class StepResults:
     @property
     def is_local(self) -> bool:
         """Whether each replica was given its own rows, which stay in its pipeline."""
-        return self._slice.is_local
+        return self.batch_slice.is_local
 
     def is_of_tail(self, names: Sequence[str]) -> bool:
         """Whether a tail makes these results of the whole batch."""
@@ -110,14 +100,14 @@ class StepResults:
         """The part of a result that another rank receives."""
         whole, value = self.merged(name), self._values[name]
         stays = to_other_pipeline and self.is_local and has_rows(value)
-        return zeros_of(value, {**self._slice.values, "b": 0}, whole.device) if stays else whole
+        return zeros_of(value, {**self.batch_slice.values, "b": 0}, whole.device) if stays else whole
 
     def of_batch(self, device: torch.device) -> dict[str, Tensor]:
         """The results of the batch, merged from those of all replicas.
 
         If replicas pass their own parts of the batch, a result with rows has this replica's rows.
         """
-        found, own = dict[str, Tensor](), self._slice
+        found, own = dict[str, Tensor](), self.batch_slice
         for made in (link for link in self._plan.links if link.payload is Payload.RESULT):
             ranks = self._plan.placement[made.source]
             for value in made.values:
@@ -136,7 +126,7 @@ class StepResults:
 
     def _part(self, rank: int, name: str, stage: int) -> Tensor | None:
         """A rank's part of a result; None if its microbatches have no rows."""
-        has_any = any(self._slice.sizes[each] for each in self._plan.microbatches_on(stage, rank))
+        has_any = any(self.batch_slice.sizes[each] for each in self._plan.microbatches_on(stage, rank))
         return self._made_by(rank, name) if has_any else None
 
     def _made_by(self, rank: int, name: str) -> Tensor:

@@ -44,10 +44,11 @@ class StreamResults:
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan, self._rank = plan, rank
         self._checks_losses = plan.sync_spec.on_nan is not None
+        self._unused: list[StepResults] = []
         self.begin(lambda number, results: None)
 
     def begin(self, emit: Callable[[int, Mapping[str, Tensor]], None]) -> None:
-        """Start with a stream; or forget one, without an ``emit`` of its own."""
+        """Start with a stream."""
         self._emit = emit
         self._batches: dict[int, StepResults] = {}
         self._num_microbatches: dict[int, int] = {}
@@ -73,8 +74,8 @@ class StreamResults:
 
     def expect(self, number: int, batch: StreamBatch) -> None:
         """Note that a mini-batch will follow."""
-        self._batches[number] = StepResults(self._plan, self._rank)
-        self._batches[number].begin(batch.batch_slice)
+        self._batches[number] = self._unused.pop() if self._unused else StepResults(self._plan, self._rank)
+        self._batches[number].batch_slice = batch.batch_slice
         self._num_microbatches[number] = sum(size > 0 for size in batch.batch_slice.sizes)
         if self._checks_losses:
             self._losses_left[number] = self._num_microbatches[number]
@@ -93,3 +94,5 @@ class StreamResults:
         if all(len(parts) == self._num_microbatches[number] for parts in results.parts.values()):
             del self._batches[number], self._num_microbatches[number]
             self._emit(number, {name: results.merged(name) for name in results.parts})
+            results.forget()
+            self._unused.append(results)
