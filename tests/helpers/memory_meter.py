@@ -44,7 +44,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
     found: dict[int, RankMemory] = {}
 
     def execute(interpreter: Interpreter, actions: Sequence[Callable[[], None]], _: object) -> None:
-        rank, device = interpreter._program.rank, interpreter.rank.device
+        rank, device = interpreter.rank.number, interpreter.rank.device
         on_device = sum(each == device for each in pipe.ranks.devices.values())
         meter = CudaMemoryMeter(device) if device.type == "cuda" and on_device == 1 else TensorMemoryMeter()
         with meter:
@@ -105,7 +105,7 @@ def _state_on_device(optimizer: Any) -> list[Tensor]:
 
 def _update_of(interpreter: Interpreter, stage: int) -> Any:
     """What the rank updates of a stage, or what the replica does with which it shares the parameters."""
-    updates, first = interpreter.rank.updates, interpreter._plan.placement[stage][0]
+    updates, first = interpreter.rank.updates, interpreter.rank.plan.placement[stage][0]
     if updates is None:
         return None
     return updates.on(interpreter.rank.number, stage) or updates.on(first, stage)

@@ -199,7 +199,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "the norm leaves out small gradients": replaced(overflow_check, "gradient_norms", of_large),
     "the norm is always the second": replaced(Pipeline, "clip_grad_norm_", own_norm),
-    "a microbatch's gradient is lost": replaced(GradientAccumulator, "add", second_dropped),
+    "a microbatch's gradient is lost": replaced(GradientAccumulator, "keep", second_dropped),
     "what was accumulated is halved": replaced(GradientAccumulator, "begin_step", halved),
     "accumulate() updates": replaced(Pipeline, "accumulate", lambda _: always_updating),
     "replicas average": replaced(GradientAccumulator, "add_reduced", averaged),

@@ -66,7 +66,6 @@ class Interpreter:
         updates: OptimizerUpdates | None = None,
     ) -> None:
         self.position = -1
-        self._program, self._plan = program, plan
         self.rank = RankState(program, plan, stages, parameters, buffers, transport, device, owned, updates)
         self._passes = self._link()
         self._parts = {part: self._linked(part) for part in StepPart}
@@ -74,7 +73,7 @@ class Interpreter:
 
     def _link(self) -> Sequence[Sequence[Action]]:
         """The actions of the program; those of a period once for each frame that microbatches take."""
-        program, num_frames = self._program, self.rank.num_frames
+        program, num_frames = self.rank.program, self.rank.num_frames
         if not program.period:
             linker = Linker(self.rank, program.instructions)
             return [[*map(linker.link, program.instructions)]]
@@ -156,13 +155,13 @@ class Interpreter:
 
     def _linked(self, part: StepPart) -> tuple[Program, Sequence[Action]]:
         """The instructions of a part of the program, and their actions with those of the end."""
-        sync_spec, rank = self._plan.sync_spec, self.rank
-        actions = [self._passes[0][n] for n in instructions_of_part(self._program, sync_spec, part)]
+        sync_spec, rank = self.rank.plan.sync_spec, self.rank
+        actions = [self._passes[0][n] for n in instructions_of_part(self.rank.program, sync_spec, part)]
         if part is not StepPart.UPDATE:
             actions.append(rank.transport.finish)
             if any(stage.updated_indices for stage in rank.stages.values()):
                 actions.append(self._end_step)
-        return program_part(self._program, sync_spec, part), actions
+        return program_part(self.rank.program, sync_spec, part), actions
 
     def _actions_with_rows(self) -> Sequence[Action]:
         """The actions of a step in which some microbatches have no rows, and so are not computed."""
@@ -262,17 +261,17 @@ class Interpreter:
             stage.restore(latest if batch is None else batch // self._batches_per_update(index))
 
     def _batches_per_update(self, stage: int) -> int:
-        return self._microbatches_per_update(stage) // self._plan.num_microbatches
+        return self._microbatches_per_update(stage) // self.rank.plan.num_microbatches
 
     def _microbatches_per_update(self, stage: int) -> int:
-        stream = self._plan.sync_spec.stream
+        stream = self.rank.plan.sync_spec.stream
         assert stream is not None, "periodic programs have mini-batches"
-        return stream.microbatches_per_update(stage, replica_counts(self._plan.placement))
+        return stream.microbatches_per_update(stage, replica_counts(self.rank.plan.placement))
 
     def _run_periods(self) -> Iterator[None]:
         """Run period after period; yields where the script has to request the next mini-batch first."""
-        instructions, period = self._program.instructions, self._program.period
-        offsets, per_batch = [each.microbatch for each in instructions], self._plan.num_microbatches
+        instructions, period = self.rank.program.instructions, self.rank.program.period
+        offsets, per_batch = [each.microbatch for each in instructions], self.rank.plan.num_microbatches
         needs_rows = [each.op.traits.per_microbatch or each.op.traits.carries_link for each in instructions]
         number = -(max(offsets) // period)
         while number * period + min(offsets) < self._end:
@@ -301,7 +300,7 @@ class Interpreter:
     def _admits(self, microbatch: int) -> bool:
         """Whether a microbatch exists. When it is first named, its frames are filled."""
         while self._num_admitted <= microbatch < self._end:
-            number, place = divmod(self._num_admitted, self._plan.num_microbatches)
+            number, place = divmod(self._num_admitted, self.rank.plan.num_microbatches)
             if place == 0:
                 self._batch = self._source(number)
                 if self._batch is None:
@@ -319,13 +318,13 @@ class Interpreter:
 
     def _describe(self, problem: str) -> str:
         """The place, the problem, and the instructions before it, the failed one last."""
-        rank, run = f"rank {self._program.rank}", "stream" if self._program.period else "step"
+        rank, run = f"rank {self.rank.program.rank}", "stream" if self.rank.program.period else "step"
         if self.position < 0:
             return f"{rank}, preparing the {run}: {problem}"
         if self.position >= len(self._part.instructions):
             return f"{rank}, finishing the {run}: {problem}"
         failed = self._part.instructions[self.position]
-        microbatch = self.rank.stream_results.microbatch if self._program.period else failed.microbatch
+        microbatch = self.rank.stream_results.microbatch if self.rank.program.period else failed.microbatch
         fields = {"stage": failed.stage, "microbatch": microbatch, "segment": failed.segment}
         words = [f"{word} {number}" for word, number in fields.items() if number != -1]
         lines = instruction_lines(self._part)[: self.position + 1][-_NUM_LINES:]

@@ -15,7 +15,6 @@ from pipec.runtime.messages.cuda import on_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.bound_stage import BATCH, VERSION, BoundStage, Frame, StageCode
-from pipec.runtime.stages.weight_versions import WeightVersions
 from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_fraction
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.non_finite import NonFinite
@@ -71,16 +70,13 @@ class RankState:
                 buffers,
                 device,
                 self.num_frames,
-                plan.sync_spec.reduced_parameters(stage.index),
+                plan.sync_spec,
                 owned is None or stage.index in owned,
-                plan.sync_spec.defers_gradients,
+                num_versions_behind(program, stage.index) if program.period else None,
             )
             for stage in plan.stages
             if program.rank in plan.placement[stage.index]
         }
-        for index, stage in self.stages.items() if program.period else ():
-            stage.versions = WeightVersions(stage.weights, num_versions_behind(program, index))
-            stage.is_versioned = True
         self._require_inputs()
         self.own = {stage: plan.microbatches_on(stage, program.rank) for stage in self.stages}
         self.counts = {
