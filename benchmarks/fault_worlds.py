@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 import pipec
 from pipec.ir import Instruction
 from pipec.runtime.step.interpreter import Interpreter
-from pipec.runtime.step.linked_instruction import LinkedInstruction
 from pipec.runtime.step.linker import Linker
 
 RANKS, ROWS, WIDTH = 4, 8, 32
@@ -253,10 +252,10 @@ def _step_of_kind(rank: int, timeout: float, clock: Clock, blow: Blow, scratch: 
     """Two steps of a kind. Each rank notes which ops its program has."""
     ops, link = set[str](), Linker.link
 
-    def linking(self: Linker, instruction: Instruction) -> LinkedInstruction:
-        linked = link(self, instruction)
+    def linking(self: Linker, instruction: Instruction) -> Callable[[], None]:
+        action = link(self, instruction)
         ops.add(instruction.op)
-        return replace(linked, action=strike) if (instruction.op, rank) in struck else linked
+        return strike if (instruction.op, rank) in struck else action
 
     def strike() -> None:
         clock.mark(rank, STRUCK)

@@ -166,7 +166,8 @@ class _Timer(fx.Interpreter):
     def measure(self, *arguments: Any) -> None:
         """Run the graph, and append the seconds of each node."""
         self._marks.clear()
-        with current_device(self._device), self._clock.recording():
+        with current_device(self._device):
+            self._clock.begin()
             self.run(*arguments)
             timestamps = self._clock.times(self._marks)
         called = [node for node in self._graph.module.graph.nodes if node.op == "call_function"]

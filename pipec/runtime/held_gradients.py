@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from pipec.runtime.stages.flat_bucket import FlatBucket, ShardGradient
+from pipec.runtime.stages.flat_bucket import ShardedBucket, ShardGradient
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 
 
@@ -17,7 +17,7 @@ class HeldGradients:
 
     gradients: Mapping[nn.Parameter, Tensor]
     updates: OptimizerUpdates | None
-    shards: Sequence[tuple[FlatBucket, ShardGradient]]
+    shards: Sequence[tuple[ShardedBucket, ShardGradient]]
 
     @classmethod
     def take(cls, parameters: Sequence[nn.Parameter], updates: OptimizerUpdates | None) -> Self:

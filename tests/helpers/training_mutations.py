@@ -33,7 +33,7 @@ from pipec.ir import ParameterShard, Sharding
 from pipec.pipeline.pipeline import Pipeline
 from pipec.runtime import executions
 from pipec.runtime.optimizers import PipelineOptimizer, StageOptimizer
-from pipec.runtime.stages.flat_bucket import FlatBucket
+from pipec.runtime.stages.flat_bucket import FlatBucket, ShardedBucket
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.step import optimizer_updates, overflow_check
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates, StageUpdate
@@ -199,12 +199,12 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "the norm leaves out small gradients": replaced(overflow_check, "gradient_norms", of_large),
     "the norm is always the second": replaced(Pipeline, "clip_grad_norm_", own_norm),
-    "a microbatch's gradient is lost": replaced(GradientAccumulator, "add", second_dropped),
+    "a microbatch's gradient is lost": replaced(GradientAccumulator, "keep", second_dropped),
     "what was accumulated is halved": replaced(GradientAccumulator, "begin_step", halved),
     "accumulate() updates": replaced(Pipeline, "accumulate", lambda _: always_updating),
     "replicas average": replaced(GradientAccumulator, "add_reduced", averaged),
     "tied gradients count twice": replaced(GradientAccumulator, "add_tied", counted_twice),
-    "gradients of a shard are off by one": replaced(FlatBucket, "gradients", rolled),
+    "gradients of a shard are off by one": replaced(ShardedBucket, "gradients", rolled),
     "the slice of a shard is one too short": replaced(Sharding, "_piece", one_short),
     "eval_step leaves the mode": replaced(Pipeline, "eval_step", left_in_evaluation),
     "a loaded state is ignored": replaced(StageOptimizer, "load", nothing),
@@ -216,9 +216,9 @@ FAULTS: Mapping[str, Fault] = {
 
 OF_RANKS: Mapping[str, Fault] = {
     "replicas count twice in the norm": replaced(StageUpdate, "norm_gradients", of_all_replicas),
-    "what was updated is not gathered": replaced(FlatBucket, "start_gather", nothing),
+    "what was updated is not gathered": replaced(ShardedBucket, "start_gather", nothing),
     "replicas do not sum": replaced(FlatBucket, "finish_reduce", lambda _: lambda *_: {}),
-    "shares are not taken over": replaced(FlatBucket, "reshard_updated", lambda _: FlatBucket.drop),
+    "shares are not taken over": replaced(ShardedBucket, "reshard", lambda _: ShardedBucket.drop),
 }
 """What only processes that each have a replica can get wrong."""
 

@@ -1,14 +1,20 @@
-"""What a script writes into parameters and gradients between steps, where replicas keep shares of them."""
+"""What a script writes into parameters and gradients between steps, where replicas keep shares of them.
+
+In one process replicas share parameters and gradients, whatever ``shard`` says; in two each has its shares.
+"""
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from worker_processes import run_ranks
 
 import pipec
 
@@ -31,6 +37,7 @@ class Pair:
             loss_fn=nn.functional.mse_loss,
             microbatches=2,
             optimizer=ADAMW,
+            timeout=30.0,
         )
         self.optimizer = ADAMW(list(self.plain.named_parameters()))
 
@@ -88,9 +95,10 @@ def to_ones(model: nn.Module, optimizer: Any) -> None:
     model[0].weight.grad = torch.ones_like(model[0].weight)  # type: ignore[index,union-attr]
 
 
-@pytest.mark.parametrize(
-    "change", [of_all, zeros, by_the_optimizer, zeros_by_the_optimizer, of_one_layer, to_ones]
-)
+CHANGES_OF_GRADIENTS = [of_all, zeros, by_the_optimizer, zeros_by_the_optimizer, of_one_layer, to_ones]
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_GRADIENTS)
 def test_gradients_are_what_the_script_makes_of_them(
     pair: Pair, change: Callable[[nn.Module, Any], None]
 ) -> None:
@@ -112,19 +120,6 @@ def test_zero_grad_of_the_pipeline_drops_gradients(pair: Pair) -> None:
     pair.step()
 
 
-def test_a_gradient_in_shares_shows_that_it_is_no_number(pair: Pair) -> None:
-    pair.accumulate()
-    shown = pair.own[0].weight.grad
-    assert shown is not None
-    assert shown.isnan().all()
-    assert shown.untyped_storage().nbytes() == shown.element_size()
-    with pytest.raises(RuntimeError, match="clone"):
-        nn.utils.clip_grad_norm_(pair.own.parameters(), 1.0)
-    with pytest.raises(pipec.InputError, match="gradients have been accumulated"):
-        pair.pipe.save_checkpoint("nowhere")
-    pair.step()
-
-
 def cloned(model: nn.Module) -> None:
     model[0].weight.data = model[0].weight.data.clone()  # type: ignore[index,operator,union-attr]
 
@@ -138,7 +133,10 @@ def there_and_back(model: nn.Module) -> None:
     model.double()
 
 
-@pytest.mark.parametrize("change", [cloned, from_a_vector, there_and_back])
+CHANGES_OF_PARAMETERS = [cloned, from_a_vector, there_and_back]
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_PARAMETERS)
 def test_parameters_may_lie_in_other_memory(pair: Pair, change: Callable[[nn.Module], None]) -> None:
     for accumulates in (False, True):
         for model in (pair.own, pair.plain):
@@ -168,10 +166,53 @@ def test_weights_are_swapped_and_swapped_back(pair: Pair) -> None:
     pair.step()
 
 
-def test_parameters_that_do_not_lie_row_by_row_are_refused(pair: Pair) -> None:
+# in two processes
+
+
+def a_gradient_in_shares_shows_that_it_is_no_number(pair: Pair) -> None:
+    pair.accumulate()
+    shown = pair.own[0].weight.grad
+    assert shown is not None
+    assert shown.isnan().all()
+    assert shown.untyped_storage().nbytes() == shown.element_size()
+    with pytest.raises(RuntimeError, match="clone"):
+        nn.utils.clip_grad_norm_(pair.own.parameters(), 1.0)
+    with pytest.raises(pipec.InputError, match="gradients have been accumulated"):
+        pair.pipe.save_checkpoint("nowhere")
+    pair.step()
+
+
+def parameters_that_do_not_lie_row_by_row_are_refused(pair: Pair) -> None:
     before = pair.own[2].weight.data
     pair.own[2].weight.data = before.t()
     with pytest.raises(pipec.InputError, match=r"2\.weight has strides"):
         pair.pipe.step(pair.x, target=pair.y)
     pair.own[2].weight.data = before
     pair.step()
+
+
+def main(shard: str) -> None:
+    """All of this file on a rank, step after step of one pipeline."""
+    pair = Pair(shard)
+    pair.step()
+    for change in CHANGES_OF_GRADIENTS:
+        test_gradients_are_what_the_script_makes_of_them(pair, change)
+    test_zero_grad_of_the_pipeline_drops_gradients(pair)
+    a_gradient_in_shares_shows_that_it_is_no_number(pair)
+    for move in CHANGES_OF_PARAMETERS:
+        test_parameters_may_lie_in_other_memory(pair, move)
+    test_weights_are_swapped_and_swapped_back(pair)
+    parameters_that_do_not_lie_row_by_row_are_refused(pair)
+    print("same", shard)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_processes_follow_the_script(shard: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    paths = [str(Path(__file__).parents[2]), *sys.path]
+    script.write_text(
+        f"import sys\nsys.path[:] = {paths!r}\n"
+        f"from tests.pipeline.test_sharded_by_hand import main\nmain({shard!r})\n"
+    )
+    assert run_ranks(script, 2, tmp_path) == [f"same {shard}\n"] * 2

@@ -163,7 +163,7 @@ def test_what_gpus_read_of_a_batch_is_staged_once_a_step(monkeypatch: pytest.Mon
     pipe.step(x, target=y)
     assert copied == []
     (linked,) = pipe._executions._linked.values()
-    linked._read_by_gpus = linked._interpreters[1].inputs  # as if that rank had a GPU
+    linked._read_by_gpus = linked._interpreters[1].rank.names_read  # as if that rank had a GPU
     pipe.step(x, target=y)
     assert [tuple(tensor.shape) for tensor in copied] == [(8, 2)]
 

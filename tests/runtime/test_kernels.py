@@ -15,7 +15,7 @@ import pipec
 from pipec.errors import InputError
 from pipec.runtime.memory import block_cache
 from pipec.runtime.memory.block_cache import clear_block_cache
-from pipec.runtime.stages import inductor, kernels
+from pipec.runtime.stages import kernels
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     """Let another backend compile what is traced. Operators then keep the source's bits."""
     monkeypatch.setattr(compile_fx, "compile_fx_inner", backend)
     monkeypatch.setattr(decomposition, "select_decomp_table", dict)
-    monkeypatch.setattr(inductor, "split_bias_addition", lambda *args, **named: NotImplemented)
+    monkeypatch.setattr(kernels, "split_bias_addition", lambda *args, **named: NotImplemented)
 
 
 def run_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -271,7 +271,7 @@ def test_too_little_memory_is_no_reason_to_run_as_source(monkeypatch: pytest.Mon
 @torch.no_grad()
 def test_large_values_of_compiled_code_reuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every value taken for large."""
-    monkeypatch.setattr(inductor, "MMAP_THRESHOLD_BYTES", 1)
+    monkeypatch.setattr(kernels, "MMAP_THRESHOLD_BYTES", 1)
     clear_block_cache()
     compiled = kernels.CompiledFunction(backward, "backward")
     for _ in range(2):

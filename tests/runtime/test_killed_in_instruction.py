@@ -22,7 +22,6 @@ from pipec import ops
 from pipec.errors import TransportError
 from pipec.hardware.devices import DEVICES, HostCost
 from pipec.ir import Instruction, Op
-from pipec.runtime.step.linked_instruction import LinkedInstruction
 from pipec.runtime.step.linker import Linker
 
 TIMEOUT = 6.0
@@ -180,14 +179,14 @@ def wrap_actions(op: Op, armed: list[bool], scratch: Path) -> None:
     """Let a rank that is armed be killed when it comes to an instruction with this op."""
     link = Linker.link
 
-    def linking(self: Linker, instruction: Instruction) -> LinkedInstruction:
-        linked = link(self, instruction)
+    def linking(self: Linker, instruction: Instruction) -> Callable[[], None]:
+        action = link(self, instruction)
 
         def act() -> None:
             if armed:
                 os.kill(os.getpid(), signal.SIGKILL)
-            linked.action()
+            action()
 
-        return replace(linked, action=act) if instruction.op is op else linked
+        return act if instruction.op is op else action
 
     Linker.link = linking  # type: ignore[method-assign]

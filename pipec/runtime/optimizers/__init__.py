@@ -6,13 +6,12 @@
 * ``stage_optimizer`` updates the parameters of one stage that a rank owns, with the model's groups.
 * ``state_shards`` cuts the state of a parameter into pieces and merges them; ``offloaded_state`` keeps state
   in host memory; ``norms`` computes norms for clipping.
-* ``state_bytes`` predicts the memory of the state, and ``scratch`` the temporary memory of an update.
+* ``update_memory`` predicts the memory of the state, and the temporary memory of an update.
 """
 
 from pipec.runtime.optimizers.factory import Factory, is_elementwise, parameter_on
 from pipec.runtime.optimizers.norms import clip_factor, gradient_norms, stored_values, sum_of_squares
 from pipec.runtime.optimizers.pipeline_optimizer import GatherStates, PipelineOptimizer
-from pipec.runtime.optimizers.scratch import update_scratch
 from pipec.runtime.optimizers.stage_optimizer import StageOptimizer
-from pipec.runtime.optimizers.state_bytes import state_bytes
 from pipec.runtime.optimizers.state_shards import StateShard
+from pipec.runtime.optimizers.update_memory import state_bytes, update_scratch

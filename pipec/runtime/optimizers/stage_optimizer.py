@@ -52,7 +52,7 @@ class StageOptimizer:
         self._shapes = {name: whole[name].shape for name in self._pieces}
         self._tensors = {p.name: _updated(tensor, p, whole[p.name]) for p, tensor in owned.items()}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
-        self._host = OffloadedState(self._names) if on_host else None
+        self._host = OffloadedState() if on_host else None
         arguments = {name: self._argument(name, parameter) for name, parameter in whole.items()}
         self._optimizers: list[tuple[Optimizer, list[int]]] = []
         self._take(call_factory(factory, arguments), arguments)
@@ -99,7 +99,7 @@ class StageOptimizer:
             for optimizer, indices in self._optimizers:
                 for group, index in zip(optimizer.param_groups, indices, strict=True):
                     group.update(groups[index])
-                with self._host.on_device([optimizer]) if self._host else nullcontext():
+                with self._host.on_device(optimizer) if self._host else nullcontext():
                     optimizer.step()
                 _require_unchanged(optimizer, [groups[index] for index in indices])
         finally:
@@ -108,7 +108,8 @@ class StageOptimizer:
 
     def _offload_state(self) -> None:
         if self._host:
-            self._host.offload_state([optimizer for optimizer, _ in self._optimizers])
+            for optimizer, _ in self._optimizers:
+                self._host.offload_state(optimizer)
 
     def parts(self) -> list[StateShard]:
         """The state of each piece that has one."""

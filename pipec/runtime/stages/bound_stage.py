@@ -2,14 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Sizes, Stage
+from pipec.ir import Sizes, Stage, SyncSpec
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.stages.host_copies import HostCopies
@@ -76,9 +76,8 @@ class StageCode(Protocol):
 class BoundStage:
     """The state of a stage while its rank executes a program.
 
-    ``reduced`` are the parameters whose gradients are summed over replicas. Replicas in one process share
-    the tensors of the model; the one with ``owns_tensors`` writes to them. If it ``defers_gradients``, the
-    gradients of a step are not added to ``.grad`` until they are released.
+    Replicas in one process share the tensors of the model; the one with ``owns_tensors`` writes to them. In a
+    stream, the ``versions_behind`` the last one of the weights may still be read; a step has one version.
 
     Raises:
         VerifyError: code and plan disagree, or a tensor the code names is missing.
@@ -91,10 +90,10 @@ class BoundStage:
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         device: torch.device,
-        num_microbatches: int,
-        reduced: Collection[str] = (),
-        owns_tensors: bool = True,
-        defers_gradients: bool = False,
+        num_frames: int,
+        sync_spec: SyncSpec,
+        owns_tensors: bool,
+        versions_behind: int | None,
     ) -> None:
         _check_agreement(stage, code, parameters, buffers)
         self.index = stage.index
@@ -106,18 +105,19 @@ class BoundStage:
         ]
         self.weights = [*self._parameters]
         self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed_parameters]
-        separate = [code.PARAMETERS.index(fqn) for fqn in {*stage.borrowed_parameters, *reduced}]
-        self.gradients = GradientAccumulator(self.weights, separate, defers_gradients)
+        summed = {*stage.borrowed_parameters, *sync_spec.reduced_parameters(stage.index)}
+        separate = [code.PARAMETERS.index(fqn) for fqn in summed]
+        self.gradients = GradientAccumulator(self.weights, separate, sync_spec.defers_gradients)
         self.owns_tensors = owns_tensors
         self.inputs = frozenset(code.INPUTS)
-        self.frames: list[Frame] = [{} for _ in range(num_microbatches)]
+        self.frames: list[Frame] = [{} for _ in range(num_frames)]
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
         self.step_indices = frozenset(code.BUFFERS.index(fqn) for fqn in stage.step_buffers)
         self.buffers = self.buffers_before = self._registered
         self._buffers_after: dict[int, Tensor] = {}
-        self.versions = WeightVersions(self.weights, 0)
-        self.is_versioned = False
+        self.versions = WeightVersions(self.weights, versions_behind or 0)
+        self.is_versioned = versions_behind is not None
         self._precomputed: dict[tuple[float, ...], list[Tensor]] = {}
         self._buffers_found: dict[int, list[Tensor]] = {}
         self._memory: set[int] = set()

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.stages.bound_stage import BoundStage
-from pipec.runtime.stages.flat_bucket import undivided, views
 
 
 def no_rows(weight: Tensor) -> Tensor:
@@ -65,40 +64,35 @@ class BufferAverage:
     ) -> None:
         self._stage, self._group, self._shares = stage, group, shares
         self._indices = [each for each in stage.updated_indices if stage.code.BUFFERS[each] in names]
-        self._flats: list[dict[int, Tensor]] = []
-        self._waits: list[CollectiveWait] = []
+        self._started: list[tuple[list[int], Tensor, CollectiveWait]] = []
 
     def start(self) -> None:
+        """Start to sum the buffers of each dtype in one piece."""
         share, is_first = self._shares()
-        after = self._stage.buffers_after
-        kinds: dict[torch.dtype, list[int]] = {}
+        after, before = self._stage.buffers_after, self._stage.buffers_before
+        terms: dict[torch.dtype, dict[int, Tensor]] = {}
         for index in self._indices:
-            kinds.setdefault(after[index].dtype, []).append(index)
-        for dtype, indices in kinds.items():
-            tensors = {str(index): after[index] for index in indices}
-            sharding = undivided(tensors)
-            flat = torch.empty(sharding.width, dtype=_summed_as(dtype), device=self._stage.device)
-            places = {int(name): view for name, view in views(sharding, tensors, flat).items()}
-            for index, view in places.items():
-                if index in self._stage.step_indices:
-                    view.copy_(_times(float(is_first), after[index]))
-                elif self._is_count(index):
-                    view.copy_(after[index] - self._stage.buffers_before[index])
-                else:
-                    view.copy_(_times(share, after[index]))
-            self._flats.append(places)
-            self._waits.append(self._group.all_reduce(flat))
+            if index in self._stage.step_indices:
+                term = _times(float(is_first), after[index])
+            else:
+                is_count = self._is_count(index)
+                term = after[index] - before[index] if is_count else _times(share, after[index])
+            terms.setdefault(_summed_as(after[index].dtype), {})[index] = term
+        for dtype, own in terms.items():
+            flat = torch.cat([term.to(dtype).reshape(-1) for term in own.values()])
+            self._started.append(([*own], flat, self._group.all_reduce(flat)))
 
     def finish(self) -> None:
-        for wait in self._waits:
-            wait()
         agreed: dict[int, Tensor] = {}
-        for places in self._flats:
-            for index, total in places.items():
-                before = self._stage.buffers_before[index]
+        for indices, flat, wait in self._started:
+            wait()
+            all_before = [self._stage.buffers_before[index] for index in indices]
+            sums = flat.split([each.numel() for each in all_before])
+            for index, before, total in zip(indices, all_before, sums, strict=True):
+                total = total.view(before.shape)
                 agreed[index] = (before + total if self._is_count(index) else total).to(before.dtype)
         self._stage.update_buffers([agreed.get(index) for index in self._stage.updated_indices])
-        self._flats, self._waits = [], []
+        self._started = []
 
     def _is_count(self, index: int) -> bool:
         """Whether the changes of all replicas are added up."""

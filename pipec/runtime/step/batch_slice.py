@@ -55,3 +55,7 @@ class BatchSlice:
     def loss_weights(self) -> Sequence[float]:
         """The weight of each microbatch's loss."""
         return self.custom_loss_weights or [size / self.batch for size in self.sizes]
+
+
+NO_ROWS = BatchSlice((), 0)
+"""What an update alone has of a batch."""

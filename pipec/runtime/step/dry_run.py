@@ -26,7 +26,7 @@ from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.stages.bound_stage import StageCode
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.interpreter import Interpreter
-from pipec.runtime.step.linked_instruction import nothing
+from pipec.runtime.step.linker import nothing
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.step_results import zeros_of
 
@@ -83,7 +83,7 @@ class DryRuns:
             buffers=buffers,
             transport=_StubTransport(program.rank, device),
             device=device,
-            owns_tensors=lambda stage: False,
+            owned=(),
             updates=updates,
         )
         self._parameters = parameters

@@ -6,8 +6,7 @@ import json
 import math
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,19 +17,16 @@ from pipec.ir import SCHEDULED_PHASES, Plan, StepPart, program_part, rank_of, st
 from pipec.ir.periodic_program import max_batches_ahead
 from pipec.runtime.messages.cuda import pinned_copy
 from pipec.runtime.stages.kernels import compile_functions
-from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_counts, batch_fraction
-from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step.batch_counts import batch_counts, batch_fraction
+from pipec.runtime.step.batch_slice import NO_ROWS, BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
 from pipec.runtime.step.interpreter import BatchSource, Interpreter
 from pipec.runtime.step.non_finite import NonFinite, stage_of_loss
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
-from pipec.runtime.step.recovery import restore_common_version
 from pipec.runtime.step.stream_results import StreamBatch
-from pipec.runtime.step.stream_run import ProcessStreamRun, StreamRun, ThreadedStreamRun
+from pipec.runtime.step.stream_run import StreamRun, restore_common_version
 from pipec.runtime.step.timestamps import RecordedStep, Timestamps
-
-T = TypeVar("T")
 
 Results = Mapping[str, Tensor]
 """The results of a step by name."""
@@ -62,20 +58,16 @@ class Execution:
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.canonical_text())
         self._interpreters: list[Interpreter] = []
-        self._batch_counts: list[BatchCountsFunction] = []
         self._dry_runs: list[DryRuns] = []
-        readers: list[tuple[torch.device, Set[str]]] = []
         for rank, device in ranks.devices.items():
             modules = {k: self._load(k) for k in stages_on(plan.placement, rank)}
-            buffers_here = {
-                **buffers,
-                **{name: value.to(device) for name, value in artifact.constants.items()},
-            }
-            owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
+            constants = {name: value.to(device) for name, value in artifact.constants.items()}
+            buffers_here = {**buffers, **constants}
+            owned = [k for k in modules if is_distributed or rank == plan.placement[k][0]]
             program, transport = artifact.programs[rank], ranks.transport(rank)
             self._interpreters.append(
                 Interpreter(
-                    program, plan, modules, parameters, buffers_here, transport, device, owns, updates
+                    program, plan, modules, parameters, buffers_here, transport, device, owned, updates
                 )
             )
             if ranks.has_gpu_messages or ranks.kernels != "source":
@@ -83,15 +75,11 @@ class Execution:
                 self._dry_runs.append(
                     DryRuns(program, plan, modules, parameters, buffers_here, device, updates, every_size)
                 )
-            readers.append((device, self._interpreters[-1].inputs))
-            self._batch_counts += [
-                BatchCountsFunction(plan.stages[k], module, buffers_here, device)
-                for k, module in modules.items()
-                if plan.stages[k].batch_counts and k not in plan.sync_spec.count_stages
-            ]
-        readers += [(each.device, each.inputs) for each in self._batch_counts]
-        self._read_here = {name for _, names in readers for name in names}
-        self._read_by_gpus = {name for device, names in readers if device.type == "cuda" for name in names}
+        here, summed_later = [each.rank for each in self._interpreters], plan.sync_spec.count_stages
+        self._batch_counts = [x for own in here for k, x in own.counts.items() if k not in summed_later]
+        self._read_here = set[str]().union(*(own.names_read for own in here))
+        on_gpus = (own.names_read for own in here if own.device.type == "cuda")
+        self._read_by_gpus = set[str]().union(*on_gpus)
         self.is_stream = artifact.programs[0].period > 0
         """Whether the programs are periodic: steps overlap."""
 
@@ -116,47 +104,36 @@ class Execution:
             self._ranks.barrier()
 
     def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
-        """The inputs of the stages for each microbatch, by name."""
-        if self._read_by_gpus:
-            leaves = self._staged(leaves)
-        microbatches = self._split(leaves, batch_slice)
+        """The inputs of the stages for each microbatch whose rows this process has, by name.
+
+        GPUs read copies in pinned memory of what is on the host.
+        """
+        microbatches: list[dict[str, Tensor]] = [{} for _ in batch_slice.sizes]
+        own, whole = [microbatches[each] for each in batch_slice.own_microbatches], dict[str, Tensor]()
+        sizes = [batch_slice.sizes[each] for each in batch_slice.own_microbatches]
+        for leaf in self.artifact.plan.inputs:
+            name, tensor = leaf.value.name, leaves[leaf.position]
+            if name not in self._read_here:
+                continue
+            assert isinstance(tensor, Tensor)
+            whole[name] = pinned_copy(tensor) if name in self._read_by_gpus and tensor.is_cpu else tensor
+            if leaf.batched:
+                rows = whole[name][batch_slice.start : batch_slice.start + sum(sizes)]
+                parts: Sequence[Tensor] = rows.split(sizes)
+            else:
+                parts = (whole[name],) * len(own)
+            for microbatch, part in zip(own, parts, strict=True):
+                microbatch[name] = part
         if self._batch_counts:
-            whole = batch_counts(self._batch_counts, self.artifact.plan, leaves, microbatches, batch_slice)
+            counts = batch_counts(self._batch_counts, self.artifact.plan, whole, microbatches, batch_slice)
             for microbatch in microbatches:
-                microbatch |= whole
+                microbatch |= counts
         if "batch_fraction" in self._read_here:
             for microbatch, size in zip(microbatches, batch_slice.sizes, strict=True):
                 microbatch["batch_fraction"] = batch_fraction(size, batch_slice.batch)
         if "first_row" in self._read_here:
             for microbatch, first in zip(microbatches, batch_slice.first_rows, strict=True):
                 microbatch["first_row"] = torch.tensor(first)
-        return microbatches
-
-    def _staged(self, leaves: Sequence[object]) -> Sequence[object]:
-        """The leaves, with copies in pinned memory of those on the host that GPUs read."""
-        staged = [*leaves]
-        for leaf in self.artifact.plan.inputs:
-            tensor = leaves[leaf.position]
-            if leaf.value.name in self._read_by_gpus and isinstance(tensor, Tensor) and tensor.is_cpu:
-                staged[leaf.position] = pinned_copy(tensor)
-        return staged
-
-    def _split(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
-        """The inputs of each microbatch whose rows this process has; nothing for others."""
-        microbatches: list[dict[str, Tensor]] = [{} for _ in batch_slice.sizes]
-        own = [microbatches[each] for each in batch_slice.own_microbatches]
-        sizes = [batch_slice.sizes[each] for each in batch_slice.own_microbatches]
-        for leaf in self.artifact.plan.inputs:
-            if leaf.value.name not in self._read_here:
-                continue
-            tensor = leaves[leaf.position]
-            assert isinstance(tensor, Tensor)
-            if leaf.batched:
-                parts = tensor[batch_slice.start : batch_slice.start + sum(sizes)].split(sizes)
-            else:
-                parts = (tensor,) * len(own)
-            for microbatch, part in zip(own, parts, strict=True):
-                microbatch[leaf.value.name] = part
         return microbatches
 
     def run(
@@ -166,7 +143,7 @@ class Execution:
         seed: int,
         recorded: list[RecordedStep] | None = None,
         update: bool = True,
-    ) -> Mapping[str, Tensor]:
+    ) -> Results:
         """Run one step, or a stream of one mini-batch; returns its results by name.
 
         A step that fails drops all gradients since the last update, if the program makes updates: nobody
@@ -185,34 +162,32 @@ class Execution:
         if self._updates is not None:
             self._updates.follow_script()
         microbatches = self._microbatches(leaves, batch_slice)
-        updates = self.artifact.plan.sync_spec.updates
-        part = StepPart.WHOLE if update or not updates else StepPart.ACCUMULATE
-
-        def run(interpreter: Interpreter, stamps: Timestamps | None) -> Results:
-            return interpreter.run(microbatches, batch_slice, seed, stamps, part)
-
         if self._dry_runs:
             self.dry_run(microbatches, batch_slice, seed)
-        return self._run_part(part, run, recorded)
+        updates = self.artifact.plan.sync_spec.updates
+        part = StepPart.WHOLE if update or not updates else StepPart.ACCUMULATE
+        return self._run_part(part, recorded, microbatches, batch_slice, seed)
 
     def update(self, recorded: list[RecordedStep] | None = None) -> None:
         """Run the update alone, with the gradients of all steps since the last one; otherwise as ``run``."""
         assert self._updates is not None, "the caller has checked that there are gradients"
         self._updates.follow_script()
-        self._run_part(StepPart.UPDATE, Interpreter.update, recorded)
+        self._run_part(StepPart.UPDATE, recorded)
 
     def _run_part(
         self,
         part: StepPart,
-        run: Callable[[Interpreter, Timestamps | None], T],
         recorded: list[RecordedStep] | None,
-    ) -> T:
-        """What the first rank of this process returns of a part of a step that all of them run."""
+        microbatches: Sequence[Mapping[str, Tensor]] = (),
+        batch_slice: BatchSlice = NO_ROWS,
+        seed: int = 0,
+    ) -> Results:
+        """The results of the first rank of this process, of a part of a step that all of them run."""
         devices = self._ranks.devices
         timestamps: dict[int, Timestamps] = {} if recorded is None else {rank: [] for rank in devices}
         jobs = [
-            functools.partial(run, interpreter, timestamps.get(rank))
-            for rank, interpreter in zip(devices, self._interpreters, strict=True)
+            functools.partial(each.run, microbatches, batch_slice, seed, timestamps.get(rank), part)
+            for rank, each in zip(devices, self._interpreters, strict=True)
         ]
         try:
             results = jobs[0]() if self._ranks.world.is_distributed else self._ranks.in_process.run(jobs)[0]
@@ -224,7 +199,7 @@ class Execution:
             raise
         if self._updates is not None:
             self._updates.mark_gradients()
-        self.non_finite = self._interpreters[0].non_finite
+        self.non_finite = self._interpreters[0].rank.non_finite
         if recorded is not None:
             sync_spec = self.artifact.plan.sync_spec
             programs = [program_part(program, sync_spec, part) for program in self.artifact.programs]
@@ -233,7 +208,7 @@ class Execution:
 
     def _partial_update_note(self) -> str | None:
         """A note on updates that had begun when the step failed. All living ranks call this."""
-        begun = {stage for each in self._interpreters for stage in each.begun_updates}
+        begun = {stage for each in self._interpreters for stage in each.rank.begun}
         for stages in self._ranks.exchange_final_status(json.dumps(sorted(begun))):
             begun.update(json.loads(stages or "[]"))
         if not begun:
@@ -256,11 +231,10 @@ class Execution:
     def begin(self, source: BatchSource, first: StreamBatch, seed: int) -> StreamRun:
         """Begin to run the mini-batches of a source, which all have the sizes of its first one."""
         self.dry_run(first.microbatches, first.batch_slice, seed)
-        if self._ranks.world.is_distributed:
-            return ProcessStreamRun(self._interpreters, self._num_ahead, source, seed)
+        in_process = None if self._ranks.world.is_distributed else self._ranks.in_process
         if self._updates is not None:
             self._updates.refresh_copies(self._parameters)
-        return ThreadedStreamRun(self._interpreters, self._num_ahead, source, seed, self._ranks.in_process)
+        return StreamRun(self._interpreters, self._num_ahead, source, seed, in_process)
 
     @functools.cached_property
     def _num_ahead(self) -> int:
@@ -269,7 +243,8 @@ class Execution:
 
     def found(self) -> tuple[int, NonFinite] | None:
         """The first skipped mini-batch of the stream, and why; None if there is none so far."""
-        plan, first = self.artifact.plan, min(each.first_nan for each in self._interpreters)
+        plan = self.artifact.plan
+        first = min(each.rank.stream_results.first_nan for each in self._interpreters)
         if math.isinf(first):
             return None
         (number, place), stage = divmod(int(first), plan.num_microbatches), stage_of_loss(plan)
@@ -280,23 +255,16 @@ class Execution:
         """Drop all gradients if the ``with`` fails, and say which weights of the stream are left."""
         try:
             yield
-        except PipecError as error:
-            error.add_note(restore_common_version(self._interpreters, self._ranks))
-            for each in self._interpreters:
-                each.forget()
-            self._drop_gradients()
-            raise
-        except BaseException:
-            self._drop_gradients()
+        except BaseException as error:
+            if isinstance(error, PipecError):
+                error.add_note(restore_common_version(self._interpreters, self._ranks))
+                for each in self._interpreters:
+                    each.forget()
+            if self._updates is not None:
+                self._updates.drop_gradients()
             raise
 
-    def _drop_gradients(self) -> None:
-        if self._updates is not None:
-            self._updates.drop_gradients()
-
-    def _run_batch(
-        self, leaves: Sequence[object], batch_slice: BatchSlice, seed: int
-    ) -> Mapping[str, Tensor]:
+    def _run_batch(self, leaves: Sequence[object], batch_slice: BatchSlice, seed: int) -> Results:
         """Run a stream of one mini-batch."""
         batch = self.batch(leaves, batch_slice)
         with self.drop_gradients_on_failure():
@@ -340,11 +308,6 @@ def _require_one_device(plan: Plan, devices: Mapping[int, torch.device]) -> None
                 f"stages on {', '.join(sorted(names))} read buffer {fqn}, which one process has on one "
                 "device; run one process per device under torchrun"
             )
-
-
-def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bool:
-    """Whether a rank has tensors of a stage of its own. In one process the first replica's are for all."""
-    return is_distributed or rank == plan.placement[stage][0]
 
 
 def _groups(plan: Plan) -> list[tuple[int, ...]]:

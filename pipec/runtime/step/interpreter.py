@@ -7,55 +7,38 @@ and the frames are taken in turn. Where the program pauses, the stream waits for
 """
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipec.errors import VerifyError
-from pipec.ir import Mode, Op, Payload, Plan, Program, StepPart, Value, program_part, rank_of, replica_counts
-from pipec.ir.periodic_program import num_frames, num_versions_behind, unrolled_instructions, version_read
+from pipec.errors import ExecutionError, PipecError, TransportError
+from pipec.ir import Instruction, Op, Plan, Program, StepPart, program_part, replica_counts
+from pipec.ir.periodic_program import unrolled_instructions
 from pipec.ir.step_parts import instructions_of_part
-from pipec.runtime.memory.block_cache import clear_block_cache
-from pipec.runtime.messages.cuda import current_device, on_device
+from pipec.ir.text_format import instruction_lines
+from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.transport import Transport
-from pipec.runtime.random_seeds import OperatorGenerators
-from pipec.runtime.stages.bound_stage import BATCH, VERSION, BoundStage, StageCode
-from pipec.runtime.stages.weight_versions import WeightVersions
-from pipec.runtime.step.batch_counts import BatchCountsFunction, ReplicaCounts, batch_fraction
-from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.error_report import failure_message, reporting_failures
-from pipec.runtime.step.linked_instruction import Action, LinkedInstruction
-from pipec.runtime.step.linker import Linker
-from pipec.runtime.step.non_finite import NonFinite
+from pipec.runtime.stages.bound_stage import StageCode
+from pipec.runtime.step.batch_slice import NO_ROWS, BatchSlice
+from pipec.runtime.step.linker import Action, Linker, microbatches_of, nothing
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
-from pipec.runtime.step.rank_state import RankState, UpdateState, merged_results
-from pipec.runtime.step.step_results import StepResults, result_values
-from pipec.runtime.step.stream_results import StreamBatch, StreamResults
-from pipec.runtime.step.tail import StageTail
+from pipec.runtime.step.rank_state import GroupHyperparameters, Inputs, RankState
+from pipec.runtime.step.stream_results import StreamBatch
 from pipec.runtime.step.timestamps import Moment, Timestamps, clock_of
 
 BatchSource = Callable[[int], StreamBatch | None]
 """Returns the mini-batch of a number, or None from the end of the stream on."""
 
-GroupHyperparameters = Sequence[Mapping[str, Any]]
-"""The hyperparameters of an update, for each group of the optimizer."""
-
 Emit = Callable[[int, Mapping[str, Tensor]], None]
 
-
-@dataclass(frozen=True)
-class _LinkedPart:
-    """A part of the program: its instructions, the same linked, and all that a step of it calls."""
-
-    program: Program
-    linked: Sequence[LinkedInstruction]
-    actions: Sequence[Action]
-    ends: list[Action]
+_NUM_LINES = 5
+"""How many instructions an error shows, the failed one last."""
 
 
 class Interpreter:
@@ -63,7 +46,7 @@ class Interpreter:
 
     ``stages`` has at least the rank's own stages. ``parameters`` and ``buffers`` have at least the tensors of
     those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters. Where replicas in
-    one process share tensors, ``owns_tensors`` tells whether this rank is the one to write those of a stage.
+    one process share tensors, this rank writes those of the ``owned`` stages; None: of all of its stages.
     A program that updates does so with ``updates``.
 
     Raises:
@@ -79,164 +62,64 @@ class Interpreter:
         buffers: Mapping[str, Tensor],
         transport: Transport,
         device: torch.device,
-        owns_tensors: Callable[[int], bool] = lambda stage: True,
+        owned: Collection[int] | None = None,
         updates: OptimizerUpdates | None = None,
     ) -> None:
         self.position = -1
-        self._program, self._plan, self._device = program, plan, device
-        self._window = num_frames(program, plan.num_microbatches)
-        copies = updates.copies(program.rank) if updates and program.period else {}
-        self._stages = {
-            stage.index: BoundStage(
-                stage,
-                stages[stage.index],
-                {**parameters, **copies},
-                buffers,
-                device,
-                self._window,
-                plan.sync_spec.reduced_parameters(stage.index),
-                owns_tensors(stage.index),
-                plan.sync_spec.defers_gradients,
-            )
-            for stage in plan.stages
-            if program.rank in plan.placement[stage.index]
-        }
-        for index, stage in self._stages.items() if program.period else ():
-            stage.versions = WeightVersions(stage.weights, num_versions_behind(program, index))
-            stage.is_versioned = True
-        self._require_inputs()
-        self._own = {stage: plan.microbatches_on(stage, program.rank) for stage in self._stages}
-        made = [
-            (value, self._own[link.source])
-            for link in plan.links
-            if link.payload is Payload.RESULT and link.source in self._stages
-            for value in link.values
-        ]
-        self._summed_later = {
-            name for stage in plan.sync_spec.count_stages for name in plan.stages[stage].batch_counts
-        }
-        whole = {name for stage in plan.stages if stage.tail for name in stage.tail.results}
-        self._step_results = StepResults(made, plan.num_microbatches, plan.summed_outputs, whole)
-        self._stream_results = StreamResults(plan)
-        self._update_state = UpdateState(updates)
-        self._rank = RankState(
-            program.rank,
-            plan,
-            self._stages,
-            {
-                stage: ReplicaCounts(
-                    BatchCountsFunction(plan.stages[stage], stages[stage], buffers, device), self._own[stage]
-                )
-                for stage in plan.sync_spec.count_stages
-                if stage in self._stages
-            },
-            {
-                index: StageTail(
-                    plan.stages[index],
-                    stage,
-                    self._own[index],
-                    len(plan.placement[index]),
-                    self._is_first_replica(index),
-                )
-                for index, stage in self._stages.items()
-                if plan.stages[index].tail
-            },
-            self._stream_results if program.period else self._step_results,
-            self._step_results,
-            self._stream_results,
-            transport,
-            loss_of(plan),
-            self._update_state,
-            [0] * (self._window + 1),
-        )
-        self._clock = clock_of(device)
+        self.rank = RankState(program, plan, stages, parameters, buffers, transport, device, owned, updates)
         self._passes = self._link()
-        self._parts: dict[StepPart, _LinkedPart] = {}
-        self._begin_part(StepPart.WHOLE)
+        self._parts = {part: self._linked(part) for part in StepPart}
+        self._part, self._actions = self._parts[StepPart.WHOLE]
 
-    def _require_inputs(self) -> None:
-        """Raise VerifyError if a stage reads an input or borrows a parameter that the plan does not bring."""
-        known = {"batch_fraction", "first_row", *(entry.value.name for entry in self._plan.inputs)}
-        known |= {name for stage in self._plan.stages for name in stage.batch_counts}
-        for index, stage in self._stages.items():
-            if unknown := sorted(stage.inputs - known):
-                raise VerifyError(
-                    f"stage {index} reads {', '.join(unknown)} of the batch, but the plan has the inputs "
-                    f"{', '.join(sorted(known))}; generate the stage code from this plan"
-                )
-            weights = (x for x in self._plan.links if x.payload is Payload.WEIGHT and x.target == index)
-            if missing := sorted(stage.borrowed.difference(*(link.names for link in weights))):
-                raise VerifyError(
-                    f"stage {index}: the parameters {', '.join(missing)} are borrowed, but no weight link "
-                    "brings them; add one to the plan, from the stage that owns them"
-                )
-
-    def _link(self) -> Sequence[Sequence[LinkedInstruction]]:
-        """The linked instructions; those of a period once for each of the frames that microbatches take."""
-        program = self._program
+    def _link(self) -> Sequence[Sequence[Action]]:
+        """The actions of the program; those of a period once for each frame that microbatches take."""
+        program, num_frames = self.rank.program, self.rank.num_frames
         if not program.period:
-            linker = Linker(self._rank, program.instructions)
-            return [[linker.link(each) for each in program.instructions]]
-        passes: list[dict[int, LinkedInstruction]] = [{} for _ in range(self._window // program.period)]
+            linker = Linker(self.rank, program.instructions)
+            return [[*map(linker.link, program.instructions)]]
+        passes: list[dict[int, Action]] = [{} for _ in range(num_frames // program.period)]
         unrolled = [
-            (number % len(passes), place, replace(each, microbatch=each.microbatch % self._window))
-            for number, place, each in unrolled_instructions(program, 2 * self._window)
+            (number % len(passes), place, replace(each, microbatch=each.microbatch % num_frames))
+            for number, place, each in unrolled_instructions(program, 2 * num_frames)
         ]
-        linker = Linker(self._rank, [each for _, _, each in unrolled])
+        linker = Linker(self.rank, [each for _, _, each in unrolled])
         for number, place, each in unrolled:
             passes[number][place] = linker.link(each)
         return [[linked[place] for place in range(len(program.instructions))] for linked in passes]
 
-    def _is_first_replica(self, stage: int) -> bool:
-        return self._program.rank == self._plan.placement[stage][0]
-
-    @property
-    def inputs(self) -> set[str]:
-        """The inputs of the model that this rank reads, also those in which it counts."""
-        of_stages = (stage.inputs for stage in self._stages.values())
-        return set[str]().union(*of_stages, *(counts.inputs for counts in self._rank.counts.values()))
-
     @contextlib.contextmanager
-    def _running_alone(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """Run instructions in a ``with`` block, on their device; failures are reported to the other ranks."""
-        with (
-            reporting_failures(self._rank.transport, self._describe),
-            current_device(self._device),
-            torch.no_grad(),
-            torch.autocast(self._device.type, enabled=False),
-        ):
-            yield
+        transport, device = self.rank.transport, self.rank.device
+        try:
+            with current_device(device), torch.no_grad(), torch.autocast(device.type, enabled=False):
+                yield
+        except TransportError as error:
+            failure = TransportError(self._describe(str(error)))
+            transport.fail(failure)
+            raise failure from error.__cause__
+        except Exception as error:
+            explained = self._explained(error)
+            transport.fail(explained)
+            raise explained from error
+        except BaseException as interrupt:  # such as Ctrl-C
+            transport.fail(interrupt)
+            raise
 
-    def _fill(
-        self,
-        microbatch: int,
-        size: int,
-        inputs: Mapping[str, Tensor],
-        key: tuple[int, int],
-        loss_weight: float,
-    ) -> None:
-        """Fill the frames of a microbatch on this rank's stages; without rows it only has a version."""
-        number = microbatch % self._window
-        self._rank.sizes[number] = size
-        for stage in self._stages.values():
-            if rank_of(self._plan.placement, stage.index, microbatch) != self._rank.number:
-                continue
-            if self._program.period:
-                stage.frames[number][VERSION] = version_read(self._program, stage.index, microbatch)
-            if not size:
-                continue
-            frame = stage.fill_frame(number, key, self._rank.sizes_with(size))
-            names = stage.inputs - self._summed_later
-            frame.update({name: on_device(inputs[name], self._device) for name in names})
-            if self._program.period:
-                frame[BATCH] = microbatch // self._plan.num_microbatches
-            if self._rank.loss:
-                frame["grad_loss"] = loss_gradient(loss_weight, self._rank.loss.dtype, self._device)
+    def _explained(self, error: Exception) -> PipecError:
+        """The error of a failed instruction, which may have read a value that was never received."""
+        try:
+            self.rank.transport.check()
+        except TransportError as interruption:
+            return TransportError(self._describe(str(interruption)))
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename.strip('<>')).name}, line {frame.lineno}, in {frame.name}"
+        return ExecutionError(self._describe(f"{type(error).__name__}: {error} ({place})"))
 
     def run(
         self,
-        microbatches: Sequence[Mapping[str, Tensor]],
-        batch_slice: BatchSlice,
+        microbatches: Sequence[Inputs] = (),
+        batch_slice: BatchSlice = NO_ROWS,
         seed: int = 0,
         timestamps: Timestamps | None = None,
         part: StepPart = StepPart.WHOLE,
@@ -252,103 +135,50 @@ class Interpreter:
             seed: Random operators draw from streams that depend on the seed, the microbatch's number in the
                 batch and the operator alone. Each step has another.
             timestamps: The times of the step are appended.
-            part: All of the step, or its microbatches alone: their gradients are kept for the next update.
+            part: All of the step, or its microbatches alone: their gradients are kept for the next update. Or
+                the update alone, of the gradients of all steps since the last; it has no microbatches.
 
         Raises:
             ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
             TransportError: another rank failed, hung or is gone.
         """
-        self._begin_part(part)
+        self.position, (self._part, self._actions) = -1, self._parts[part]
+        self.rank.begin_part(part)
         try:
-            with self._running_alone():
-                self._begin_step(microbatches, batch_slice, seed)
-                actions = self._part.actions
-                if not all(batch_slice.sizes):  # microbatches without rows are not computed
-                    actions = [x.for_sizes(batch_slice.sizes) for x in self._part.linked] + self._part.ends
-                self._execute(actions, timestamps)
-                return merged_results(self._rank, batch_slice, self._device)
+            with self._running():
+                self.rank.begin_step(microbatches, batch_slice, seed)
+                has_rows = all(batch_slice.sizes)
+                self._execute(self._actions if has_rows else self._actions_with_rows(), timestamps)
+                return {} if part is StepPart.UPDATE else self.rank.step_results.of_batch(self.rank.device)
         finally:
-            self._forget_step()
+            self.rank.forget_step()
 
-    def update(self, timestamps: Timestamps | None = None) -> None:
-        """Execute the update alone, of the gradients of all steps since the last; otherwise as ``run``."""
-        self._begin_part(StepPart.UPDATE)
-        try:
-            with self._running_alone():
-                for stage in self._stages.values():
-                    stage.gradients.begin_step()
-                self._execute(self._part.actions, timestamps)
-        finally:
-            self._forget_step()
+    def _linked(self, part: StepPart) -> tuple[Program, Sequence[Action]]:
+        """The instructions of a part of the program, and their actions with those of the end."""
+        sync_spec, rank = self.rank.plan.sync_spec, self.rank
+        actions = [self._passes[0][n] for n in instructions_of_part(self.rank.program, sync_spec, part)]
+        if part is not StepPart.UPDATE:
+            actions.append(rank.transport.finish)
+            if any(stage.updated_indices for stage in rank.stages.values()):
+                actions.append(self._end_step)
+        return program_part(self.rank.program, sync_spec, part), actions
 
-    def _begin_part(self, part: StepPart) -> None:
-        self.position = -1
-        self._update_state.begin_step(part)
-        if part not in self._parts:
-            numbers = instructions_of_part(self._program, self._plan.sync_spec, part)
-            program = program_part(self._program, self._plan.sync_spec, part)
-            linked = [self._passes[0][number] for number in numbers]
-            ends = [] if part is StepPart.UPDATE else [self._rank.transport.finish]
-            if ends and any(stage.updated_indices for stage in self._stages.values()):
-                ends.append(self._end_step)
-            self._parts[part] = _LinkedPart(program, linked, [each.action for each in linked] + ends, ends)
-        self._part = self._parts[part]
+    def _actions_with_rows(self) -> Sequence[Action]:
+        """The actions of a step in which some microbatches have no rows, and so are not computed."""
+        return [
+            nothing if each is not None and self._is_idle(each) else action
+            for each, action in zip_longest(self._part.instructions, self._actions)
+        ]
 
-    def _begin_step(
-        self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int
-    ) -> None:
-        self._step_results.loss_weights = batch_slice.custom_loss_weights
-        self._step_results.is_local = batch_slice.is_local
-        self._rank.sizes[:] = [*batch_slice.sizes, batch_slice.num_rows]
-        self._rank.use(batch_slice.values)
-        weights, scale = batch_slice.loss_weights, self._update_state.loss_scale
-        for counts in self._rank.counts.values():
-            counts.begin_step(microbatches, batch_slice)
-        for stage in self._stages.values():
-            stage.begin_step(scale)
-        for index in self._rank.tails:
-            self._fill_tail(index, microbatches, batch_slice, seed, scale)
-        for microbatch, size in enumerate(batch_slice.sizes):
-            key = seed, batch_slice.first + microbatch
-            self._fill(microbatch, size, microbatches[microbatch], key, weights[microbatch] * scale)
-
-    def _fill_tail(
-        self,
-        stage: int,
-        microbatches: Sequence[Mapping[str, Tensor]],
-        batch_slice: BatchSlice,
-        seed: int,
-        scale: float,
-    ) -> None:
-        """Fill the frame of a tail, to which the batch is one microbatch. Its random numbers are its own."""
-        tail, inputs = self._rank.tails[stage], microbatches[self._own[stage][0]]
-        tail.begin_step(batch_slice)
-        tail.frame.update(self._rank.sizes_with(batch_slice.num_rows))
-        names = (self._stages[stage].inputs & inputs.keys()) - self._summed_later
-        tail.frame.update({name: on_device(inputs[name], self._device) for name in names})
-        tail.frame.update(
-            batch_fraction=batch_fraction(1, 1),
-            first_row=torch.tensor(0),
-            device=self._device,
-            rng=OperatorGenerators(self._device, (seed, -1)),
-        )
-        if self._rank.loss:
-            tail.frame["grad_loss"] = loss_gradient(scale, self._rank.loss.dtype, self._device)
+    def _is_idle(self, instruction: Instruction) -> bool:
+        """Whether an instruction is of microbatches that have no rows."""
+        own = microbatches_of(instruction, self.rank)
+        return len(own) > 0 and not any(self.rank.sizes[each] for each in own)
 
     def _end_step(self) -> None:
         """Write the buffers that the step has changed, unless the step is skipped."""
-        for stage in self._stages.values() if self.non_finite is None else ():
+        for stage in self.rank.stages.values() if self.rank.non_finite is None else ():
             stage.end_step()
-
-    @property
-    def non_finite(self) -> NonFinite | None:
-        """The non-finite value that a step found, the same on every rank; such a step is skipped."""
-        return self._update_state.non_finite
-
-    @property
-    def begun_updates(self) -> set[int]:
-        """The stages whose update has begun in the last step; all are complete unless the step failed."""
-        return set(self._update_state.begun)
 
     def _execute(self, actions: Sequence[Action], timestamps: Timestamps | None) -> None:
         if timestamps is not None:
@@ -359,24 +189,15 @@ class Interpreter:
             action()
 
     def _execute_and_stamp(self, actions: Sequence[Action], timestamps: Timestamps) -> None:
-        clock, marks = self._clock, list[Moment]()
-        with clock.recording():
-            for position, action in enumerate(actions):
-                self.position = position
-                begun = clock.now()
-                action()
-                if position < len(self._part.linked):
-                    marks += (begun, clock.now())
-            timestamps += clock.times(marks)
-
-    def _forget_step(self) -> None:
-        for stage in self._stages.values():
-            stage.forget_step()
-        for tail in self._rank.tails.values():
-            tail.forget_step()
-        self._step_results.forget_step()
-        self._rank.received.clear()
-        clear_block_cache()
+        clock, marks = clock_of(self.rank.device), list[Moment]()
+        clock.begin()
+        for position, action in enumerate(actions):
+            self.position = position
+            begun = clock.now()
+            action()
+            if position < len(self._part.instructions):
+                marks += (begun, clock.now())
+        timestamps += clock.times(marks)
 
     def begin(self, source: BatchSource, emit: Emit, seed: int) -> None:
         """Begin a stream. Random operators draw from streams that depend on ``seed``.
@@ -384,16 +205,16 @@ class Interpreter:
         ``emit`` is called with the number of each mini-batch and its results by name.
         """
         self._source, self._seed, self.position = source, seed, -1
-        self._stream_results.begin(emit)
         self._num_admitted, self._end = 0, math.inf
         self._batch: StreamBatch | None = None
         self._groups: dict[float, GroupHyperparameters] = {}
         self._requested = -1.0
-        self._update_state.begin_step()
-        for stage in self._stages.values():
+        self.rank.begin_part(StepPart.WHOLE)
+        self.rank.stream_results.begin(emit)
+        for stage in self.rank.stages.values():
             stage.begin_step()
             stage.versions.begin()
-        self._running = self._run_periods()
+        self._periods = self._run_periods()
 
     def advance(self, batch: float, groups: GroupHyperparameters) -> None:
         """Run until the results of a mini-batch are known, or the programs end.
@@ -404,71 +225,70 @@ class Interpreter:
             ExecutionError, TransportError: as ``run``.
         """
         self._requested, self._groups[batch] = batch, groups
-        with self._running_alone():
-            next(self._running, None)
+        with self._running():
+            next(self._periods, None)
 
     def finish(self, groups: GroupHyperparameters) -> None:
         """Run everything that is left of a stream whose source has ended. Raises as ``advance``."""
         self.advance(math.inf, groups)
-        with self._running_alone():
-            self._rank.transport.finish()
-            for stage in self._stages.values():
-                stage.restore_buffers(self._stream_results.num_finite)
+        with self._running():
+            self.rank.transport.finish()
+            for stage in self.rank.stages.values():
+                stage.restore_buffers(self.rank.stream_results.num_finite)
                 stage.end_step()
 
     def forget(self) -> None:
         """Drop every value of the stream."""
-        self._running, self._batch = iter(()), None
-        for stage in self._stages.values():
+        self._periods, self._batch = iter(()), None
+        self._source = lambda number: None
+        for stage in self.rank.stages.values():
             stage.forget_step()
             stage.versions.begin()
-        self._stream_results.forget()
-
-    @property
-    def first_nan(self) -> float:
-        """The first microbatch whose loss is NaN; its mini-batch and all later ones are not updated."""
-        return self._stream_results.first_nan
+        self.rank.stream_results.forget()
 
     @property
     def held_versions(self) -> dict[int, set[int]]:
         """The weight versions that each stage holds, by the number of mini-batches before them."""
         return {
             index: {version * self._batches_per_update(index) for version in stage.versions.held}
-            for index, stage in self._stages.items()
+            for index, stage in self.rank.stages.items()
         }
 
     def restore(self, batch: int | None) -> None:
         """Restore the weights and buffers of all stages after a mini-batch; None leaves each its latest."""
-        for index, stage in self._stages.items():
+        for index, stage in self.rank.stages.items():
             latest = stage.versions.number
             stage.restore(latest if batch is None else batch // self._batches_per_update(index))
 
     def _batches_per_update(self, stage: int) -> int:
-        return self._microbatches_per_update(stage) // self._plan.num_microbatches
+        return self._microbatches_per_update(stage) // self.rank.plan.num_microbatches
 
     def _microbatches_per_update(self, stage: int) -> int:
-        stream = self._plan.sync_spec.stream
+        stream = self.rank.plan.sync_spec.stream
         assert stream is not None, "periodic programs have mini-batches"
-        return stream.microbatches_per_update(stage, replica_counts(self._plan.placement))
+        return stream.microbatches_per_update(stage, replica_counts(self.rank.plan.placement))
 
     def _run_periods(self) -> Iterator[None]:
         """Run period after period; yields where the script has to request the next mini-batch first."""
-        instructions, period = self._program.instructions, self._program.period
-        offsets, per_batch = [each.microbatch for each in instructions], self._plan.num_microbatches
+        instructions, period = self.rank.program.instructions, self.rank.program.period
+        offsets, per_batch = [each.microbatch for each in instructions], self.rank.plan.num_microbatches
+        needs_rows = [each.op.traits.per_microbatch or each.op.traits.carries_link for each in instructions]
         number = -(max(offsets) // period)
         while number * period + min(offsets) < self._end:
-            for position, linked in enumerate(self._passes[number % len(self._passes)]):
+            for position, action in enumerate(self._passes[number % len(self._passes)]):
                 microbatch = offsets[position] + number * period
                 if microbatch < 0 or not self._admits(microbatch):
                     continue
-                self.position, self._stream_results.microbatch = position, microbatch
-                if linked.instruction.op is Op.PAUSE:
+                self.position, self.rank.stream_results.microbatch = position, microbatch
+                instruction = instructions[position]
+                if instruction.op is Op.PAUSE:
                     while self._requested < microbatch // per_batch:
                         yield
-                elif linked.instruction.op is Op.UPDATE:
-                    behind = microbatch + self._microbatches_per_update(linked.instruction.stage)
-                    self._update_state.groups = self._groups_of(int(min(behind, self._end)) // per_batch - 1)
-                linked.for_sizes(self._rank.sizes)()
+                elif instruction.op is Op.UPDATE:
+                    behind = microbatch + self._microbatches_per_update(instruction.stage)
+                    self.rank.groups = self._groups_of(int(min(behind, self._end)) // per_batch - 1)
+                if self.rank.sizes[microbatch % self.rank.num_frames] or not needs_rows[position]:
+                    action()
             number += 1
 
     def _groups_of(self, batch: int) -> GroupHyperparameters:
@@ -480,42 +300,35 @@ class Interpreter:
     def _admits(self, microbatch: int) -> bool:
         """Whether a microbatch exists. When it is first named, its frames are filled."""
         while self._num_admitted <= microbatch < self._end:
-            number, place = divmod(self._num_admitted, self._plan.num_microbatches)
+            number, place = divmod(self._num_admitted, self.rank.plan.num_microbatches)
             if place == 0:
                 self._batch = self._source(number)
-            if self._batch is None:
-                self._end = self._num_admitted
-            else:
-                if place == 0:
-                    self._stream_results.expect(number, self._batch)
-                    self._rank.use(self._batch.batch_slice.values)
-                batch_slice, inputs = self._batch.batch_slice, self._batch.microbatches[place]
-                size, weight = batch_slice.sizes[place], batch_slice.loss_weights[place]
-                self._fill(self._num_admitted, size, inputs, (self._seed, self._num_admitted), weight)
-                self._num_admitted += 1
+                if self._batch is None:
+                    self._end = self._num_admitted
+                    break
+                self.rank.stream_results.expect(number, self._batch)
+                self.rank.use(self._batch.batch_slice.values)
+            assert self._batch is not None, "the source has not ended"
+            batch_slice, inputs = self._batch.batch_slice, self._batch.microbatches[place]
+            key = self._seed, self._num_admitted
+            size, weight = batch_slice.sizes[place], batch_slice.loss_weights[place]
+            self.rank.fill_frames(self._num_admitted, size, inputs, key, weight)
+            self._num_admitted += 1
         return microbatch < self._end
 
     def _describe(self, problem: str) -> str:
-        """The place, the problem, and the instructions before it."""
-        rank, run = f"rank {self._program.rank}", "stream" if self._program.period else "step"
+        """The place, the problem, and the instructions before it, the failed one last."""
+        rank, run = f"rank {self.rank.program.rank}", "stream" if self.rank.program.period else "step"
         if self.position < 0:
             return f"{rank}, preparing the {run}: {problem}"
-        if self.position >= len(self._part.linked):
+        if self.position >= len(self._part.instructions):
             return f"{rank}, finishing the {run}: {problem}"
-        instruction = self._part.program.instructions[self.position]
-        if self._program.period:
-            instruction = replace(instruction, microbatch=self._stream_results.microbatch)
-        return failure_message(self._part.program, self.position, instruction, problem)
-
-
-def loss_of(plan: Plan) -> Value | None:
-    """The name of the result that training differentiates."""
-    if plan.mode is not Mode.TRAIN:
-        return None
-    return next((value for value in result_values(plan) if value.name == "loss"), None)
-
-
-@functools.lru_cache(maxsize=64)
-def loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
-    """The initial gradient of a microbatch's backward: its weight times the loss scale."""
-    return torch.full((), weight, dtype=getattr(torch, dtype), device=device)
+        failed = self._part.instructions[self.position]
+        microbatch = self.rank.stream_results.microbatch if self.rank.program.period else failed.microbatch
+        fields = {"stage": failed.stage, "microbatch": microbatch, "segment": failed.segment}
+        words = [f"{word} {number}" for word, number in fields.items() if number != -1]
+        lines = instruction_lines(self._part)[: self.position + 1][-_NUM_LINES:]
+        heading = f"last instructions of {rank}:"
+        return "\n".join(
+            [f"{', '.join([rank, *words, failed.op])}: {problem}", heading, *(f"    {x}" for x in lines)]
+        )

@@ -1,6 +1,7 @@
 """Linking: every instruction of a program becomes an action, a call without arguments.
 
-The linker walks the program once, and looks up each op in a table.
+The linker walks the program once, and looks up each op in a table. What an instruction starts, another one
+awaits: the first one's row makes both actions.
 """
 
 import functools
@@ -12,17 +13,37 @@ from torch import Tensor
 
 from pipec.errors import VerifyError
 from pipec.ir import SCHEDULED_PHASES, Instruction, Link, Op, Payload, Phase
+from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
+from pipec.runtime.optimizers import sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
-from pipec.runtime.stages.model_collectives import RunningCollective
-from pipec.runtime.step.linked_instruction import Action, LinkedInstruction, in_sequence
+from pipec.runtime.stages.flat_bucket import FlatBucket, ShardedBucket, reduction_dtype, undivided
+from pipec.runtime.stages.replica_reductions import BufferAverage, no_rows, sum_of_rows
+from pipec.runtime.step.non_finite import require_finite
+from pipec.runtime.step.optimizer_updates import StageUpdate
+from pipec.runtime.step.overflow_check import follow_table, norm_table, parameter_order
 from pipec.runtime.step.rank_state import RankState
-from pipec.runtime.step.step_results import ResultCollector
-from pipec.runtime.step.sync_linker import StartAndEnd, SyncLinker
+from pipec.runtime.step.step_results import zeros_of
 
-ValueReader = Callable[[], Sequence[Any]]
-OutputWriter = Callable[[Sequence[Tensor]], None]
+Action = Callable[[], None]
+
+StartAndEnd = tuple[Action, Action]
+"""The action that starts something, and the one that waits for its end."""
 
 _WITHOUT_GRADIENTS = (Op.FORWARD, Op.RECOMPUTE)
+
+
+def nothing() -> None:
+    """The action that does nothing."""
+
+
+def in_sequence(actions: Sequence[Action]) -> Action:
+    """An action that makes these, one after the other."""
+
+    def act() -> None:
+        for action in actions:
+            action()
+
+    return actions[0] if len(actions) == 1 else act
 
 
 class Linker:
@@ -33,8 +54,9 @@ class Linker:
     """
 
     def __init__(self, rank: RankState, instructions: Sequence[Instruction]) -> None:
-        self._rank = rank
+        self._rank, self._plan, self._stages = rank, rank.plan, rank.stages
         self._ends: dict[object, Action] = {}
+        self._buckets: dict[int, FlatBucket] = {}
         self._received: dict[tuple[int, int], Sequence[Tensor]] = {}
         self._last_messages = {
             (each.link.source, each.microbatch, name): (each.link, each.peer)
@@ -42,97 +64,201 @@ class Linker:
             if each.link and each.op in (Op.SEND, Op.MOVE)
             for name in each.link.names
         }
-        sync = SyncLinker(rank)
-        self._calls: Mapping[Op, Callable[[Instruction], Action]] = {
+        self._calls: Mapping[Op, Callable[[Instruction], Action | StartAndEnd]] = {
             Op.RECV: self._receive,
             Op.SEND: self._send,
             Op.MOVE: self._move,
+            **dict.fromkeys(map(Op, SCHEDULED_PHASES), self._compute),
             Op.ACCUMULATE: self._accumulate,
             Op.PRECOMPUTE: self._precompute,
             Op.FREE: self._free,
             Op.OFFLOAD: self._offload,
             Op.PREFETCH: self._prefetch,
-            **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), self._model_collective),
-            **dict.fromkeys(map(Op, SCHEDULED_PHASES), self._compute),
+            Op.SUM_COUNTS: self._sum_counts,
+            Op.GATHER_ROWS: self._gather_rows,
             Op.TAIL: self._tail,
-            **{op: functools.partial(self._started, make) for op, make in sync.starts.items()},
-            **sync.calls,
+            Op.REDUCE_GRAD: self._reduce,
+            Op.AVERAGE_BUFFERS: self._average,
+            Op.GRAD_NORM: self._norm,
+            Op.STAGE_NORM: self._stage_norm,
+            Op.CHECK: self._check,
+            Op.STASH: self._stash,
+            Op.UPDATE: self._update,
+            Op.PAUSE: lambda instruction: nothing,
+            Op.UNSHARD: self._unshard,
+            Op.RESHARD: self._reshard,
+            **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), self._model_collective),
         }
 
-    def link(self, instruction: Instruction) -> LinkedInstruction:
-        awaits = instruction.op.traits.awaits
-        action = self._ends[_key(instruction)] if awaits else self._calls[instruction.op](instruction)
-        return LinkedInstruction(instruction, action, self._microbatches(instruction))
+    def link(self, instruction: Instruction) -> Action:
+        if instruction.op.traits.awaits:
+            return self._ends[_key(instruction)]
+        made = self._calls[instruction.op](instruction)
+        if isinstance(made, tuple):
+            made, self._ends[_key(instruction)] = made
+        return made
 
-    def _started(self, make: Callable[[Instruction], StartAndEnd], instruction: Instruction) -> Action:
-        """The action that starts something; another one waits for its end."""
-        start, self._ends[_key(instruction)] = make(instruction)
-        return start
+    # messages
 
-    def _microbatches(self, instruction: Instruction) -> Sequence[int]:
-        """The microbatches of an instruction, or of the values that it moves; none if it has none."""
-        op, link, number = instruction.op, instruction.link, self._rank.number
-        if not (op.traits.per_microbatch or op.traits.carries_link):
-            return ()  # also in a stream, where updates and reductions have the last of their microbatches
-        if instruction.microbatch >= 0:
-            return (instruction.microbatch,)
-        if link is None or link.payload is Payload.WEIGHT:
-            return ()
-        return self._rank.plan.microbatches_on(
-            link.source, number if op in (Op.SEND, Op.MOVE) else instruction.peer
-        )
-
-    def _receive(self, instruction: Instruction) -> Action:
-        link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
+    def _receive(self, instruction: Instruction) -> StartAndEnd:
+        link, rank = _link_of(instruction), self._rank
         if link.payload is Payload.MICROBATCH_RESULT:  # several are on their way at once
-            instruction = replace(instruction, slot=microbatch)
-        receiver = self._rank.transport.receiver(instruction, self._tag(link))
-        wait, post = receiver.wait, receiver.post
-        write_output = self._output_writer(link, microbatch, instruction.peer)
-        self._ends[_key(instruction)] = lambda: write_output(wait())
-        num_rows = self._num_rows(instruction)
-        return lambda: post(rank.sizes_with(num_rows()))
+            instruction = replace(instruction, slot=instruction.microbatch)
+        receiver = rank.transport.receiver(instruction, self._tag(link))
+        wait, post, num_rows = receiver.wait, receiver.post, self._num_rows(instruction)
+        keep = self._writer(link, instruction.microbatch, instruction.peer)
+        return lambda: post(rank.sizes_with(num_rows())), lambda: keep(wait())
 
     def _send(self, instruction: Instruction) -> Action:
         link, rank = _link_of(instruction), self._rank
-        send = rank.transport.sender(instruction, self._tag(link))
-        source = self._value_reader(instruction)
-        num_rows = self._num_rows(instruction)
-        return lambda: send(source(), rank.sizes_with(num_rows()))
+        send, num_rows = rank.transport.sender(instruction, self._tag(link)), self._num_rows(instruction)
+        read = self._reader(instruction)
+        return lambda: send(read(), rank.sizes_with(num_rows()))
+
+    def _move(self, instruction: Instruction) -> Action:
+        read = self._reader(instruction)
+        keep = self._writer(_link_of(instruction), instruction.microbatch, -1)
+        return lambda: keep(read())
 
     def _num_rows(self, instruction: Instruction) -> Callable[[], int]:
         """The number of rows of a message in the current step."""
-        sizes, microbatch = self._rank.sizes, instruction.microbatch
-        if _link_of(instruction).payload is not Payload.RESULT:
-            return lambda: sizes[microbatch]
-        if self._is_of_tail(_link_of(instruction)):
-            return lambda: sizes[-1]
-        results, to_other = self._rank.step_results, self._is_other_pipeline(instruction.peer)
-        made_of = self._microbatches(instruction)
+        link, sizes, results = _link_of(instruction), self._rank.sizes, self._rank.step_results
+        if link.payload is not Payload.RESULT:
+            return functools.partial(sizes.__getitem__, instruction.microbatch)
+        if results.is_of_tail(link.names):
+            return functools.partial(sizes.__getitem__, -1)
+        to_other = self._is_other_pipeline(instruction.peer)
+        made_of = microbatches_of(instruction, self._rank)
         return lambda: 0 if to_other and results.is_local else sum(sizes[each] for each in made_of)
-
-    def _is_of_tail(self, link: Link) -> bool:
-        """Whether a link carries what a tail makes of the whole batch."""
-        tail = self._rank.plan.stages[link.source].tail
-        return tail is not None and {*link.names} <= {*tail.results}
 
     def _is_other_pipeline(self, peer: int) -> bool:
         """Whether a rank belongs to another one of several whole pipelines."""
-        placement = self._rank.plan.placement
         own, other = (
-            next(ranks.index(rank) for ranks in placement if rank in ranks)
+            next(ranks.index(rank) for ranks in self._plan.placement if rank in ranks)
             for rank in (self._rank.number, peer)
         )
         return own != other
 
-    def _move(self, instruction: Instruction) -> Action:
-        source = self._value_reader(instruction)
-        write_output = self._output_writer(_link_of(instruction), instruction.microbatch, -1)
-        return lambda: write_output(source())
+    def _tag(self, link: Link) -> int:
+        return self._plan.links.index(link)
+
+    def _reader(self, instruction: Instruction) -> Callable[[], Sequence[Any]]:
+        """The function that takes a link's values from where they were stored."""
+        link, names = _link_of(instruction), _link_of(instruction).names
+        if link.payload is Payload.RESULT:
+            results = self._rank.step_results
+            to_other = self._is_other_pipeline(instruction.peer) and not results.is_of_tail(names)
+            return lambda: [results.sent(name, to_other) for name in names]
+        stage = self._stages[link.source]
+        if link.payload.per_microbatch:
+            frame, message = stage.frames[instruction.microbatch], (link, instruction.peer)
+            last = self._last_messages
+            is_read_later = [last[stage.index, instruction.microbatch, name] != message for name in names]
+            takes = [frame.__getitem__ if later else frame.pop for later in is_read_later]
+            return lambda: [take(name) for take, name in zip(takes, names, strict=True)]
+        indices = [stage.code.PARAMETERS.index(name) for name in names]
+        take = stage.weights.__getitem__ if link.payload is Payload.WEIGHT else stage.gradients.pop
+        return lambda: [*map(take, indices)]
+
+    def _writer(self, link: Link, microbatch: int, peer: int) -> Callable[[Sequence[Tensor]], None]:
+        """The function that stores a link's values where their reader finds them."""
+        names = link.names
+        if link.payload is Payload.MICROBATCH_RESULT:
+            results = self._rank.results
+            return lambda tensors: results.collect(microbatch, dict(zip(names, tensors, strict=True)))
+        if link.payload is Payload.RESULT:
+            return functools.partial(self._rank.step_results.receive, names, peer)
+        if link.payload is Payload.WEIGHT_GRADIENT and peer >= 0:
+            return functools.partial(self._received.__setitem__, (self._tag(link), peer))
+        stage = self._stages[link.target]
+        if link.payload.per_microbatch:
+            frame = stage.frames[microbatch]
+            return lambda tensors: frame.update(zip(names, tensors, strict=True))
+        indices = [stage.code.PARAMETERS.index(name) for name in names]
+        keep = stage.weights.__setitem__ if link.payload is Payload.WEIGHT else stage.gradients.add_tied
+
+        def keep_all(tensors: Sequence[Tensor]) -> None:
+            for index, tensor in zip(indices, tensors, strict=True):
+                keep(index, tensor)
+
+        return keep_all
+
+    # computes
+
+    def _compute(self, instruction: Instruction) -> Action:
+        names = self._plan.stages[instruction.stage].functions(Phase(instruction.op))
+        segments = range(len(names)) if instruction.segment < 0 else (instruction.segment,)
+        stage, microbatch = self._stages[instruction.stage], instruction.microbatch
+        actions = [self._call(instruction, names, segment) for segment in segments]
+        if instruction.op not in _WITHOUT_GRADIENTS:  # those of the last function have an instruction
+            accumulate = stage.gradients.accumulate
+            actions = [each for call in actions for each in (call, accumulate)][:-1]
+        if instruction.op is Op.FORWARD and segments[0] == 0 and stage.updated_indices:
+            actions = [functools.partial(stage.select_buffers, microbatch), *actions]
+        if instruction.version >= 0:
+            actions = [functools.partial(stage.select_version, microbatch), *actions]
+        return in_sequence(actions)
+
+    def _call(self, instruction: Instruction, names: Sequence[str], segment: int) -> Action:
+        """The action that calls one of the functions of a phase on a microbatch, and stores its results.
+
+        All but the last function save something for the next one. The stage keeps gradients until they are
+        accumulated. They are handed over in a list that replaces the tuple a function returned: nothing but
+        the list then holds them, and ``GradientAccumulator`` keeps the memory of such a gradient instead of
+        copying it.
+        """
+        stage, microbatch, name = self._stages[instruction.stage], instruction.microbatch, names[segment]
+        if getattr(stage.code, name, None) is None:
+            raise VerifyError(
+                f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
+                "the stage code for this schedule"
+            )
+        frame, function, keep = stage.frames[microbatch], stage.function(name), stage.gradients.keep
+        results, tail = self._rank.results, self._rank.tails.get(stage.index)
+        is_last = segment == len(names) - 1
+
+        def forward() -> None:
+            sent, saved, updates = function(frame)
+            if tail:
+                tail.collect(microbatch, sent)
+            results.collect(microbatch, sent)
+            if updates:
+                stage.update_buffers(updates)
+            frame.update(sent, saved=saved)
+
+        def recompute() -> None:
+            frame["saved"] = function(frame)
+
+        def backward() -> None:
+            sent, gradients = function(frame)
+            frame.update(sent)
+            keep([*gradients])
+
+        def backward_input() -> None:
+            sent, saved, gradients = function(frame)
+            frame.update(sent, saved=saved)
+            keep([*gradients])
+
+        def backward_weight() -> None:
+            gradients = function(frame)
+            keep([*gradients])
+
+        def part_of_backward_weight() -> None:
+            frame["saved"], gradients = function(frame)
+            keep([*gradients])
+
+        actions = {
+            Phase.FORWARD: forward,
+            Phase.RECOMPUTE: recompute,
+            Phase.BACKWARD: backward if is_last else backward_input,
+            Phase.BACKWARD_INPUT: backward_input,
+            Phase.BACKWARD_WEIGHT: backward_weight if is_last else part_of_backward_weight,
+        }
+        return actions[Phase(instruction.op)]
 
     def _accumulate(self, instruction: Instruction) -> Action:
         """Add the gradients of the compute before, or those that another rank has sent."""
-        stage, link = self._rank.stages[instruction.stage], instruction.link
+        stage, link = self._stages[instruction.stage], instruction.link
         if link is None:
             return stage.gradients.accumulate
         received, key = self._received, (self._tag(link), instruction.peer)
@@ -144,171 +270,301 @@ class Linker:
 
         return add
 
+    def _precompute(self, instruction: Instruction) -> Action:
+        return functools.partial(self._stages[instruction.stage].precompute, instruction.microbatch)
+
     def _free(self, instruction: Instruction) -> Action:
-        return self._rank.stages[instruction.stage].frames[instruction.microbatch].clear
+        return self._stages[instruction.stage].frames[instruction.microbatch].clear
 
-    def _offload(self, instruction: Instruction) -> Action:
+    def _offload(self, instruction: Instruction) -> StartAndEnd:
         """Start to copy saved values to the host; the wait for that frees them on the device."""
-        stage = self._rank.stages[instruction.stage]
+        stage = self._stages[instruction.stage]
         frame, copies = stage.frames[instruction.microbatch], stage.copies
-        self._ends[_key(instruction)] = lambda: copies.release_device_memory(frame.get("saved", ()))
-        return lambda: copies.offload(frame["saved"])
-
-    def _prefetch(self, instruction: Instruction) -> Action:
-        """Start to copy saved values back."""
-        microbatch, stage = instruction.microbatch, self._rank.stages[instruction.stage]
-        frame, copies = stage.frames[microbatch], stage.copies
-        self._ends[_key(instruction)] = lambda: copies.wait_prefetch(microbatch)
-        return lambda: copies.prefetch(frame["saved"], microbatch)
-
-    def _tag(self, link: Link) -> int:
-        return self._rank.plan.links.index(link)
-
-    def _value_reader(self, instruction: Instruction) -> ValueReader:
-        """The function that takes a link's values from where they were stored."""
-        link, names = _link_of(instruction), _link_of(instruction).names
-        if link.payload is Payload.RESULT:
-            results, rank = self._rank.step_results, self._rank
-            to_other = self._is_other_pipeline(instruction.peer) and not self._is_of_tail(link)
-            fetch = results.sent_to_other_pipeline if to_other else results.merged
-            return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
-        stage = self._rank.stages[link.source]
-        if link.payload.per_microbatch:
-            frame, message = stage.frames[instruction.microbatch], (link, instruction.peer)
-            last = self._last_messages
-            is_read_later = [last[stage.index, instruction.microbatch, name] != message for name in names]
-            takes = [frame.__getitem__ if later else frame.pop for later in is_read_later]
-            return lambda: [take(name) for take, name in zip(takes, names, strict=True)]
-        indices = [stage.code.PARAMETERS.index(name) for name in names]
-        if link.payload is Payload.WEIGHT:
-            return lambda: [stage.weights[index] for index in indices]
-        return lambda: [stage.gradients.pop(index) for index in indices]
-
-    def _output_writer(self, link: Link, microbatch: int, peer: int) -> OutputWriter:
-        """The function that stores a link's value where its reader finds it."""
-        names = link.names
-        if link.payload is Payload.MICROBATCH_RESULT:
-            results = self._rank.results
-            return lambda tensors: results.collect(microbatch, dict(zip(names, tensors, strict=True)))
-        if link.payload is Payload.RESULT:
-            received = self._rank.received
-            return lambda tensors: received.update(
-                {(name, peer): tensor for name, tensor in zip(names, tensors, strict=True)}
-            )
-        if link.payload is Payload.WEIGHT_GRADIENT and peer >= 0:
-            gradients, key = self._received, (self._tag(link), peer)
-            return functools.partial(gradients.__setitem__, key)
-        stage = self._rank.stages[link.target]
-        if link.payload.per_microbatch:
-            frame = stage.frames[microbatch]
-            return lambda tensors: frame.update(zip(names, tensors, strict=True))
-        indices = [stage.code.PARAMETERS.index(name) for name in names]
-        keep = stage.weights.__setitem__ if link.payload is Payload.WEIGHT else stage.gradients.add_tied
-
-        def write_output(tensors: Sequence[Tensor]) -> None:
-            for index, tensor in zip(indices, tensors, strict=True):
-                keep(index, tensor)
-
-        return write_output
-
-    def _compute(self, instruction: Instruction) -> Action:
-        names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
-        segments = range(len(names)) if instruction.segment < 0 else (instruction.segment,)
-        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
-        actions = [self._call(instruction, names, segment) for segment in segments]
-        if instruction.op not in _WITHOUT_GRADIENTS:  # those of the last function have an instruction
-            accumulate = stage.gradients.accumulate
-            actions = [each for call in actions for each in (call, accumulate)][:-1]
-        if instruction.op is Op.FORWARD and segments[0] == 0 and stage.updated_indices:
-            actions = [functools.partial(stage.select_buffers, microbatch), *actions]
-        if instruction.version >= 0:
-            actions = [functools.partial(stage.select_version, microbatch), *actions]
-        return actions[0] if len(actions) == 1 else in_sequence(actions)
-
-    def _call(self, instruction: Instruction, names: Sequence[str], segment: int) -> Action:
-        """The action that calls one of the functions that a phase consists of."""
-        stage, name, phase = self._rank.stages[instruction.stage], names[segment], Phase(instruction.op)
-        if getattr(stage.code, name, None) is None:
-            raise VerifyError(
-                f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
-                "the stage code for this schedule"
-            )
-        is_last = segment == len(names) - 1
-        return _bound(
-            name, phase, is_last, stage, instruction.microbatch, self._collector(stage.index, phase)
+        return (
+            lambda: copies.offload(frame["saved"]),
+            lambda: copies.release_device_memory(frame.get("saved", ())),
         )
 
-    def _collector(self, stage: int, phase: Phase) -> ResultCollector:
-        """Who takes the results of a phase: the tail its inputs, and the step what forwards return."""
-        tail = self._rank.tails.get(stage)
-        return tail.collecting(self._rank.results) if tail and phase is Phase.FORWARD else self._rank.results
+    def _prefetch(self, instruction: Instruction) -> StartAndEnd:
+        """Start to copy saved values back."""
+        microbatch, stage = instruction.microbatch, self._stages[instruction.stage]
+        frame, copies = stage.frames[microbatch], stage.copies
+        return (
+            lambda: copies.prefetch(frame["saved"], microbatch),
+            lambda: copies.wait_prefetch(microbatch),
+        )
+
+    def _model_collective(self, instruction: Instruction) -> StartAndEnd:
+        """Start a model collective of a microbatch, whose result replaces the replica's value."""
+        stage, group = self._stages[instruction.stage], self._group(instruction)
+        collective = self._plan.stages[stage.index].model_collectives[instruction.model_collective]
+        frame, name = stage.frames[instruction.microbatch], collective.value.name
+        started = dict[str, tuple[Tensor, CollectiveWait]]()
+
+        def start() -> None:
+            started[name] = _start(collective.op, frame.pop(name), group)
+
+        def finish() -> None:
+            frame[name], wait = started.pop(name)
+            wait()
+
+        return start, finish
+
+    # what runs once a step on all rows
+
+    def _sum_counts(self, instruction: Instruction) -> StartAndEnd:
+        """Sum the counts of a stage in the order of its replicas: they have the same bits on all."""
+        rank, stage, group = self._rank, self._stages[instruction.stage], self._group(instruction)
+        function, own = rank.counts[stage.index], rank.own[stage.index]
+        gathered: list[tuple[str, Tensor, CollectiveWait]] = []
+
+        def start() -> None:
+            with_rows = [each for each in own if rank.sizes[each]]
+            parts = [function.values(rank.inputs[x], rank.sizes_with(rank.sizes[x])) for x in with_rows]
+            gathered.clear()
+            for value in function.stage.batch_count_sums:
+                none = zeros_of(value, rank.sizes_with(0), rank.device)
+                terms = [part[value.name] for part in parts] or [none]
+                term = functools.reduce(Tensor.add, terms)
+                every = term.new_empty(group.size, *term.shape)
+                wait = group.all_gather(every.view(-1), term.contiguous().view(-1))
+                gathered.append((value.name, every, wait))
+
+        def finish() -> None:
+            sums = dict[str, Tensor]()
+            for name, every, wait in gathered:
+                wait()
+                sums[name] = functools.reduce(Tensor.add, every.unbind())
+            gathered.clear()
+            for microbatch in own:
+                if rank.sizes[microbatch]:
+                    stage.frames[microbatch].update(sums)
+            if stage.index in rank.tails:
+                rank.tails[stage.index].frame.update(sums)
+
+        return start, finish
+
+    def _gather_rows(self, instruction: Instruction) -> StartAndEnd:
+        tail = self._rank.tails[instruction.stage]
+        return functools.partial(tail.start_gather, self._group(instruction)), tail.finish_gather
 
     def _tail(self, instruction: Instruction) -> Action:
         """Run the tail of a stage; its gradients are present in the frames then."""
         return functools.partial(self._rank.tails[instruction.stage].run, self._rank.step_results)
 
-    def _precompute(self, instruction: Instruction) -> Action:
-        return functools.partial(self._rank.stages[instruction.stage].precompute, instruction.microbatch)
+    # sums over replicas
 
-    def _model_collective(self, instruction: Instruction) -> Action:
-        """Start a model collective of a microbatch."""
-        stage = self._rank.stages[instruction.stage]
-        collective = self._rank.plan.stages[stage.index].model_collectives[instruction.model_collective]
-        group = self._rank.transport.group(self._rank.plan.placement[stage.index])
-        running = RunningCollective(collective, stage.frames[instruction.microbatch], group)
-        self._ends[_key(instruction)] = running.finish
-        return running.start
+    def _reduce(self, instruction: Instruction) -> StartAndEnd:
+        """Reduce the gradients of a bucket, and add sums that are whole to ``.grad``."""
+        stage, group = self._stages[instruction.stage], self._group(instruction)
+        bucket = self._plan.sync_spec.buckets[instruction.bucket]
+        indices = {name: stage.code.PARAMETERS.index(name) for name in bucket.names}
+        flat = self._shard(instruction) or self._whole(instruction.bucket, stage, indices)
+        sparse = dict[str, Tensor]()
+
+        def start() -> None:
+            totals = {name: stage.gradients.pop(index) for name, index in indices.items()}
+            if not bucket.sparse:
+                flat.start_reduce(totals, group)
+                return
+            for name, rows in totals.items():  # synchronously
+                own = no_rows(stage.weights[indices[name]]) if rows is None else rows
+                sparse[name] = sum_of_rows(own, group)
+
+        def finish() -> None:
+            sums = {**sparse, **flat.finish_reduce()}
+            sparse.clear()
+            for name, total in sums.items() if stage.keeps_gradients else ():
+                index = indices[name]
+                stage.gradients.add_reduced(index, total.to(stage.weights[index].dtype))
+
+        return start, finish
+
+    def _whole(self, number: int, stage: BoundStage, indices: Mapping[str, int]) -> FlatBucket:
+        """The flat memory of a bucket that is not sharded."""
+        if number not in self._buckets:
+            weights = {name: stage.weights[index] for name, index in indices.items()}
+            sync_spec, own = self._plan.sync_spec, next(iter(weights.values())).dtype
+            dtype = reduction_dtype(sync_spec.gradient_dtype, own)
+            self._buckets[number] = FlatBucket(undivided(weights), weights, stage.device, dtype)
+            if dtype is own and not sync_spec.buckets[number].sparse:
+                names = {index: name for name, index in indices.items()}
+                stage.gradients.accumulate_in(self._buckets[number], names)
+        return self._buckets[number]
+
+    def _average(self, instruction: Instruction) -> StartAndEnd:
+        rank, stage = self._rank, self._stages[instruction.stage]
+        replicas = self._plan.placement[stage.index]
+        own = [self._plan.microbatches_on(stage.index, each) for each in replicas]
+        number = replicas.index(rank.number)
+
+        def shares() -> tuple[float, bool]:
+            counts = [sum(rank.sizes[each] > 0 for each in microbatches) for microbatches in own]
+            return counts[number] / sum(counts), not any(counts[:number]) and counts[number] > 0
+
+        names = self._plan.stages[stage.index].averaged_buffers
+        average = BufferAverage(stage, self._group(instruction), shares, names)
+        return average.start, average.finish
+
+    # updates
+
+    def _norm(self, instruction: Instruction) -> Action:
+        """Sum the squares of the norms for every update to come, and tell all ranks what is not finite.
+
+        Each parameter's is summed over the ranks first, and then those of all in the model's order. So the
+        bits of the sum do not depend on which ranks have which parameters.
+        """
+        rank, updates, num_names = self._rank, self._rank.updates, len(parameter_order(self._rank))
+        group = rank.transport.group(range(self._plan.num_ranks))
+
+        def norm() -> None:
+            rank.table = norm_table(rank)
+            group.all_reduce(rank.table)()
+            if updates is not None and updates.max_norm is not None:
+                squares = rank.table[:num_names].sum()
+                updates.grad_norm, rank.factor = squares.sqrt(), updates.factor(squares)
+
+        return norm
+
+    def _check(self, instruction: Instruction) -> Action:
+        """Decide whether the step is skipped; in a stream, whether a mini-batch is."""
+        rank, number = self._rank, instruction.stage
+        if number < 0:
+            return functools.partial(follow_table, rank)
+        results, versions, update = rank.stream_results, self._stages[number].versions, self._own(number)
+
+        def check_batch() -> None:
+            rank.skipped.discard(number)
+            if not results.is_finite(versions.number):
+                rank.skipped.add(number)
+            elif update is not None:
+                require_finite(update.norm_gradients)
+
+        return check_batch
+
+    def _stage_norm(self, instruction: Instruction) -> Action:
+        """Compute the factor by which the next update of a stage of a stream is clipped."""
+        rank, updates, update = self._rank, self._rank.updates, self._own(instruction.stage)
+        assert updates is not None, "a program that updates has an optimizer"
+
+        def norm() -> None:
+            if update is not None:
+                rank.factor = updates.factor(sum_of_squares(update.norm_gradients.values()))
+
+        return norm
+
+    def _stash(self, instruction: Instruction) -> Action:
+        """Keep the weights of a stage that its next update changes."""
+        stage, skipped = self._stages[instruction.stage], self._rank.skipped
+
+        def stash() -> None:
+            changes = stage.index not in skipped
+            stage.versions.stash(
+                [i for i, weight in enumerate(stage.weights) if changes and weight.grad is not None]
+            )
+
+        return stash
+
+    def _update(self, instruction: Instruction) -> Action:
+        """Update a stage. In a stream, this makes its next version; a skipped one equals the last."""
+        rank, stage, update = self._rank, self._stages[instruction.stage], self._own(instruction.stage)
+
+        def act() -> None:
+            if update is not None:  # which another replica makes
+                rank.begun.add(stage.index)
+                update.update(rank.factor)
+                stage.gradients.clear_updated()
+
+        def make_version() -> None:
+            is_skipped = stage.index in rank.skipped
+            if update is not None:
+                if is_skipped:
+                    update.drop_gradients()
+                else:
+                    stage.versions.begin_update()
+                    update.update(rank.factor, rank.groups)
+                stage.gradients.clear_updated()
+            stage.advance(keeps_buffers=is_skipped)
+
+        return make_version if instruction.version >= 0 else self._unless_skipped(act)
+
+    def _unshard(self, instruction: Instruction) -> StartAndEnd:
+        """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
+        stage, shard = self._stages[instruction.stage], self._shard(instruction)
+        if shard is None:
+            return nothing, nothing
+        start = functools.partial(shard.start_gather, self._group(instruction))
+
+        def finish() -> None:
+            gathered = shard.finish_gather()
+            if not shard.keeps_parameters:
+                stage.set_weights({name: x for name, x in gathered.items() if name in stage.code.PARAMETERS})
+
+        if self._plan.sync_spec.reshards_after_use(self._plan.sync_spec.buckets[instruction.bucket]):
+            return start, finish
+        return self._unless_skipped(start), self._unless_skipped(finish)
+
+    def _reshard(self, instruction: Instruction) -> Action:
+        stage, shard = self._stages[instruction.stage], self._shard(instruction)
+        if shard is None:
+            return nothing
+
+        def reshard() -> None:
+            shard.drop()
+            if not shard.keeps_parameters:
+                stage.clear_weights(shard.sharding.names)
+
+        return reshard
+
+    def _shard(self, instruction: Instruction) -> ShardedBucket | None:
+        """This rank's shard of a bucket; None if its tensors are whole, as in one process."""
+        update = self._own(instruction.stage)
+        return update.shards.get(instruction.bucket) if update else None
+
+    def _own(self, stage: int) -> StageUpdate | None:
+        """What this rank updates of a stage."""
+        return self._rank.updates.on(self._rank.number, stage) if self._rank.updates else None
+
+    def _group(self, instruction: Instruction) -> CollectiveGroup:
+        return self._rank.transport.group(self._plan.placement[instruction.stage])
+
+    def _unless_skipped(self, action: Action) -> Action:
+        """The action, left out if the check before it has found a value that is not finite."""
+        rank = self._rank
+
+        def act() -> None:
+            if rank.non_finite is None:
+                action()
+
+        return act
 
 
-def _bound(
-    name: str, phase: Phase, is_last: bool, stage: BoundStage, microbatch: int, results: ResultCollector
-) -> Action:
-    """The action that calls a function of ``stage`` on ``microbatch``, and stores its results.
+def microbatches_of(instruction: Instruction, rank: RankState) -> Sequence[int]:
+    """The microbatches of an instruction, or of the values that it moves; none if it has none.
 
-    ``is_last`` tells the last function of ``phase`` from those that save something for the next one. The
-    stage keeps gradients until they are accumulated.
-
-    Gradients are handed over in a list that replaces the tuple a function returned. Nothing but the list then
-    holds them, and ``GradientAccumulator`` keeps the memory of such a gradient instead of copying it.
+    Where none of them has rows, the instruction is left out.
     """
-    frame, function, keep = stage.frames[microbatch], stage.function(name), stage.gradients.keep
+    op, link = instruction.op, instruction.link
+    if not (op.traits.per_microbatch or op.traits.carries_link):
+        return ()  # also in a stream, where updates and reductions have the last of their microbatches
+    if instruction.microbatch >= 0:
+        return (instruction.microbatch,)
+    if link is None or link.payload is Payload.WEIGHT:
+        return ()
+    maker = rank.number if op in (Op.SEND, Op.MOVE) else instruction.peer
+    return rank.plan.microbatches_on(link.source, maker)
 
-    def forward() -> None:
-        sent, saved, updates = function(frame)
-        results.collect(microbatch, sent)
-        if updates:
-            stage.update_buffers(updates)
-        frame.update(sent, saved=saved)
 
-    def recompute() -> None:
-        frame["saved"] = function(frame)
-
-    def backward() -> None:
-        sent, gradients = function(frame)
-        frame.update(sent)
-        keep([*gradients])
-
-    def backward_input() -> None:
-        sent, saved, gradients = function(frame)
-        frame.update(sent, saved=saved)
-        keep([*gradients])
-
-    def backward_weight() -> None:
-        gradients = function(frame)
-        keep([*gradients])
-
-    def part_of_backward_weight() -> None:
-        frame["saved"], gradients = function(frame)
-        keep([*gradients])
-
-    actions = {
-        Phase.FORWARD: forward,
-        Phase.RECOMPUTE: recompute,
-        Phase.BACKWARD: backward if is_last else backward_input,
-        Phase.BACKWARD_INPUT: backward_input,
-        Phase.BACKWARD_WEIGHT: backward_weight if is_last else part_of_backward_weight,
-    }
-    return actions[phase]
+def _start(op: Op, own: Tensor, group: CollectiveGroup) -> tuple[Tensor, CollectiveWait]:
+    """The result of a model collective once it has been waited for."""
+    if op is Op.ALL_REDUCE:
+        result = own.new_empty(own.shape).copy_(own)
+        return result, group.all_reduce(result.view(-1))
+    is_gather = op is Op.ALL_GATHER
+    rows = own.shape[0] * group.size if is_gather else own.shape[0] // group.size
+    result = own.new_empty(rows, *own.shape[1:])
+    join = group.all_gather if is_gather else group.reduce_scatter
+    return result, join(result.view(-1), own.contiguous().view(-1))
 
 
 def _key(instruction: Instruction) -> object:

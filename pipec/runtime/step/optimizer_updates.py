@@ -1,7 +1,7 @@
 """The updates of a program: the parameters that each rank of this process updates, and their gradients."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipec.errors import InputError
-from pipec.ir import Bucket, ParameterShard, Plan, Sharding, ShardingLevel, Stage, stages_on
+from pipec.ir import ParameterShard, Plan, Stage, stages_on
 from pipec.ir.sharding import shard_evenly, shard_whole_tensors
+from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import (
     Factory,
     GatherStates,
@@ -21,10 +22,12 @@ from pipec.runtime.optimizers import (
     parameter_on,
     sum_of_squares,
 )
-from pipec.runtime.stages.flat_bucket import FlatBucket, ShardGradient, flatten_parameters, reduction_dtype
+from pipec.runtime.stages.flat_bucket import ShardedBucket, ShardGradient
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.non_finite import NonFinite
-from pipec.runtime.step.sharded_bucket import GroupOf, ShardedBucket
+
+GroupOf = Callable[[int, int], CollectiveGroup]
+"""The replicas of a stage as a rank sees them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class StageUpdate:
 
     optimizer: StageOptimizer
     parameters: Mapping[str, nn.Parameter]
-    shards: Mapping[int, FlatBucket]
+    shards: Mapping[int, ShardedBucket]
     norm_parameters: frozenset[str]
 
     @property
@@ -93,7 +96,6 @@ class OptimizerUpdates:
         self._optimized = frozenset(name for group in groups for name in group["param_names"])
         self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
         self._stages: dict[tuple[int, int], StageUpdate] = {}
-        self._buckets: list[ShardedBucket] = []
         self._copies: dict[int, Mapping[str, nn.Parameter]] = {}
         self._bound: Plan | None = None
         self.skip_reasons: dict[int, NonFinite] = {}
@@ -104,33 +106,36 @@ class OptimizerUpdates:
         """The shapes of the parameters of the whole model."""
         return {name: each.shape for name, each in self._like.items()}
 
+    def _buckets(self) -> list[tuple[int, int, ShardedBucket]]:
+        """The sharded buckets of this process, each with its rank and its stage."""
+        updates = self._stages.items() if self._bound is not None else ()
+        return [(*where, shard) for where, update in updates for shard in update.shards.values()]
+
     @property
     def sharded_names(self) -> list[str]:
         """The parameters that are held as shards alone, and are empty until they are gathered."""
-        return [name for bucket in self._sharded_buckets() for name in bucket.names]
+        return [name for *_, x in self._buckets() if not x.keeps_parameters for name in x.sharding.names]
 
     def shards(self) -> dict[ParameterShard, Tensor]:
         """The memory of this process's shards of such parameters."""
         self.follow_script()
-        return {
-            piece: memory for bucket in self._sharded_buckets() for piece, memory in bucket.owned().items()
-        }
+        owned = (x.owned().items() for *_, x in self._buckets() if not x.keeps_parameters)
+        return {piece: memory for of_bucket in owned for piece, memory in of_bucket}
 
     def has_gradients(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether there are gradients of this process's ``parameters`` that no update has used."""
         return any(each.grad is not None for name, each in parameters.items() if name in self._optimized)
 
-    def take_gradients(self) -> list[tuple[FlatBucket, ShardGradient]]:
+    def take_gradients(self) -> list[tuple[ShardedBucket, ShardGradient]]:
         """The gradients of all shards of this process, which have none from now on."""
         self.follow_script()
-        shards = [shard for each in self._stages.values() for shard in each.shards.values()]
-        found = [(shard, gradient) for shard in shards if (gradient := shard.take_gradient())]
+        found = [(x, gradient) for *_, x in self._buckets() if (gradient := x.take_gradient())]
         self.mark_gradients()
         return found
 
-    def add_gradients(self, added: Sequence[tuple[FlatBucket, ShardGradient]]) -> None:
+    def add_gradients(self, added: Sequence[tuple[ShardedBucket, ShardGradient]]) -> None:
         """Add gradients that were taken. Raises InputError if parameters are now sharded in another way."""
-        current = {id(shard) for each in self._stages.values() for shard in each.shards.values()}
+        current = {id(shard) for *_, shard in self._buckets()}
         if any(id(shard) not in current for shard, _ in added):
             raise InputError(
                 "the parameters were moved or sharded in another way since the step whose gradients are to "
@@ -142,13 +147,14 @@ class OptimizerUpdates:
 
     def follow_script(self) -> None:
         """Apply the script's changes to sharded parameters and gradients."""
-        for bucket in self._buckets:
-            bucket.follow_script()
+        for rank, stage, shard in self._buckets():
+            if shard.follow_script():
+                self._stages[rank, stage].optimizer.move_to(shard.owned())
 
     def mark_gradients(self) -> None:
         """Show the script which sharded parameters have a gradient."""
-        for bucket in self._buckets:
-            bucket.mark_gradients()
+        for *_, shard in self._buckets():
+            shard.mark_gradients()
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> "OptimizerUpdates":
         """The same for a copy of the parameters, with a copy of the state. Every rank calls this."""
@@ -211,48 +217,29 @@ class OptimizerUpdates:
         """Divide the parameters among those who update them, as the plan says.
 
         ``devices`` are those of the ranks of this process. Replicas of a stage that share a process share its
-        parameters. In a stream, where they update at different times, each but the first has copies. A
-        parameter that the plan does not use may have a gradient from other steps: its ``owner_ranks``, or
-        rank 0, update it with the first of their stages.
+        parameters, and the first one updates all of them. In a stream, where they update at different times,
+        each but the first has copies. A parameter that the plan does not use may have a gradient from other
+        steps: its ``owner_ranks``, or rank 0, update it with the first of their stages.
         """
         self._bound, self._stages, self._copies = plan, {}, {}
-        keeps = plan.sync_spec.shard is not ShardingLevel.PARAMETERS or not is_distributed
+        sync_spec = plan.sync_spec
         for stage, placement in enumerate(plan.placement):
             here = [rank for rank in placement if rank in devices]
-            numbers = plan.sync_spec.buckets_of(stage) if plan.sync_spec.shard else []
-            buckets = {number: plan.sync_spec.buckets[number] for number in numbers if here}
-            divided = {number: self._divided(each, len(placement)) for number, each in buckets.items()}
-            memory = {
-                number: flatten_parameters(buckets[number], sharding, parameters)
-                for number, sharding in divided.items()
-            }
             for rank in here:
+                numbers = sync_spec.buckets_of(stage) if sync_spec.shard and is_distributed else ()
                 shards = {
-                    number: FlatBucket(
-                        sharding,
-                        placement.index(rank),
-                        self._like,
-                        memory[number].device,
-                        reduction_dtype(plan.sync_spec.gradient_dtype, memory[number].dtype),
-                        memory[number],
-                        keeps or buckets[number].is_tied,
-                    )
-                    for number, sharding in divided.items()
+                    number: self._shard(plan, number, placement.index(rank), parameters) for number in numbers
                 }
                 own = parameters
-                if plan.sync_spec.stream and rank != here[0]:
+                if sync_spec.stream and rank != here[0]:
                     own = self._copied(plan.stages[stage], rank, parameters, devices[rank])
                 whole = self._whole_on(plan, rank, stage, owner_ranks)
                 if not is_distributed:
-                    updated_by_all = {*plan.stages[stage].parameters} if plan.sync_spec.stream else set[str]()
+                    updated_by_all = {*plan.stages[stage].parameters} if sync_spec.stream else set[str]()
                     whole = {
                         name: who for name, who in whole.items() if rank == who[0] or name in updated_by_all
                     }
                 self._add(plan, rank, stage, shards, {**parameters, **own}, whole)
-            for number, bucket in buckets.items():
-                updates = {rank: self._stages[rank, stage] for rank in here}
-                members = {rank: (each.shards[number], each.optimizer) for rank, each in updates.items()}
-                self._buckets.append(ShardedBucket(bucket, parameters, members))
         self.optimizer.attach([update.optimizer for update in self._stages.values()], parameters, gather)
 
     def copies(self, rank: int) -> Mapping[str, Tensor]:
@@ -278,10 +265,15 @@ class OptimizerUpdates:
         self._copies[rank] = {**self._copies.get(rank, {}), **own}
         return own
 
-    def _divided(self, bucket: Bucket, num_replicas: int) -> Sharding:
+    def _shard(
+        self, plan: Plan, number: int, replica: int, parameters: Mapping[str, nn.Parameter]
+    ) -> ShardedBucket:
+        sync_spec, bucket = plan.sync_spec, plan.sync_spec.buckets[number]
         sizes = {name: self._like[name].numel() for name in bucket.names}
         divide = shard_evenly if self.optimizer.elementwise >= sizes.keys() else shard_whole_tensors
-        return divide(sizes, num_replicas)
+        sharding = divide(sizes, len(plan.placement[bucket.stage]))
+        keeps = not sync_spec.reshards_after_use(bucket)
+        return ShardedBucket(sharding, replica, parameters, sync_spec.gradient_dtype, keeps)
 
     def _whole_on(
         self, plan: Plan, rank: int, stage: int, owner_ranks: Mapping[str, Sequence[int]]
@@ -305,7 +297,7 @@ class OptimizerUpdates:
         plan: Plan,
         rank: int,
         stage: int,
-        shards: Mapping[int, FlatBucket],
+        shards: Mapping[int, ShardedBucket],
         parameters: Mapping[str, nn.Parameter],
         whole: Mapping[str, Sequence[int]],
     ) -> None:
@@ -327,25 +319,22 @@ class OptimizerUpdates:
     @contextmanager
     def gathered(self, group_of: GroupOf) -> Iterator[None]:
         """Let parameters that are sharded be whole inside a ``with``. Every rank does so together."""
-        for bucket in self._buckets:
-            bucket.unshard(group_of)
+        for rank, stage, shard in self._buckets():
+            shard.unshard(group_of(rank, stage))
         try:
             yield
         finally:
-            for bucket in self._buckets:
-                bucket.reshard()
+            for *_, shard in self._buckets():
+                shard.reshard()
 
     def release(self, group_of: GroupOf) -> None:
         """Let all parameters, and their gradients, be whole until a program is bound again.
 
         Every rank does so together.
         """
-        for bucket in self._buckets:
-            bucket.release(group_of)
-        self._buckets, self._bound = [], None
-
-    def _sharded_buckets(self) -> list[ShardedBucket]:
-        return [bucket for bucket in self._buckets if not bucket.keeps_parameters]
+        for rank, stage, shard in self._buckets():
+            shard.release(group_of(rank, stage))
+        self._bound = None
 
 
 def _small_like(like: Tensor, device: torch.device | str) -> nn.Parameter:

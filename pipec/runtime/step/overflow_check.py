@@ -18,16 +18,16 @@ from pipec.runtime.step.optimizer_updates import StageUpdate
 from pipec.runtime.step.rank_state import RankState
 
 
-def norm_table(rank: RankState, device: torch.device) -> Tensor:
+def norm_table(rank: RankState) -> Tensor:
     """What a rank adds to the table of all ranks."""
     names, plan = parameter_order(rank), rank.plan
     size = len(names) + (plan.num_microbatches + plan.num_ranks if plan.sync_spec.may_skip_step else 0)
-    table = torch.zeros(size, dtype=torch.float64, device=device)
+    table = torch.zeros(size, dtype=torch.float64, device=rank.device)
     gradients = {name: x for of_stage in _gradients_on(rank) for name, x in of_stage.items()}
     found = gradient_norms(gradients.values(), exactly=plan.sync_spec.clips)
     norms = dict(zip(gradients, found, strict=True))
     if norms:
-        none = torch.zeros((), dtype=torch.float64, device=device)
+        none = torch.zeros((), dtype=torch.float64, device=rank.device)
         table[: len(names)] = torch.stack([norms.get(name, none) for name in names]).square_()
     if plan.sync_spec.may_skip_step:
         losses = rank.step_results.losses
@@ -40,22 +40,19 @@ def norm_table(rank: RankState, device: torch.device) -> Tensor:
     return table
 
 
-def follow_table(rank: RankState, table: Tensor) -> None:
-    """Keep the step or skip it: no update, no gradient in ``.grad``, no buffer.
-
-    ``table`` is the sum of those of all ranks.
-    """
-    update_state = rank.update_state
-    updates, found = update_state.updates, _found_in(rank, table)
+def follow_table(rank: RankState) -> None:
+    """Keep the step or skip it: no update, no gradient in ``.grad``, no buffer."""
+    assert rank.table is not None, "the norm comes first"
+    updates, found = rank.updates, _found_in(rank, rank.table)
     if updates is None:
-        update_state.non_finite = found
+        rank.non_finite = found
         for stage in rank.stages.values() if found is None else ():
             stage.gradients.release()
         return
-    accumulates = update_state.part is StepPart.ACCUMULATE
+    accumulates = rank.part is StepPart.ACCUMULATE
     if not accumulates:
         found = updates.skip_reasons.pop(rank.number, None) or found
-    update_state.non_finite = found
+    rank.non_finite = found
     if found is None:
         return
     sync_spec = rank.plan.sync_spec
@@ -88,13 +85,13 @@ def _found_in(rank: RankState, table: Tensor) -> NonFinite | None:
 
 def parameter_order(rank: RankState) -> Sequence[str]:
     """The parameters whose gradients are checked, in the model's order."""
-    updates, plan = rank.update_state.updates, rank.plan
+    updates, plan = rank.updates, rank.plan
     return [*updates.shapes] if updates else [value.name for value in plan.parameters]
 
 
 def _gradients_on(rank: RankState) -> Iterator[Mapping[str, Tensor]]:
     """The gradients that a rank counts in the global norm, by name, for each of its stages."""
-    if rank.update_state.updates is not None:
+    if rank.updates is not None:
         yield from (update.norm_gradients for update in _updates_of(rank))
         return
     for number, stage in rank.stages.items():
@@ -103,6 +100,6 @@ def _gradients_on(rank: RankState) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _updates_of(rank: RankState) -> list[StageUpdate]:
-    updates = rank.update_state.updates
+    updates = rank.updates
     assert updates is not None
     return [update for stage in rank.stages if (update := updates.on(rank.number, stage))]

@@ -1,94 +1,191 @@
-"""The state that the linked actions of one rank share."""
+"""What the linked actions of one rank work on: its stages, and the values of the step that runs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.ir import Payload, Plan, Sizes, StepPart, Value
+from pipec.errors import VerifyError
+from pipec.ir import Mode, Payload, Plan, Program, Sizes, StepPart, Value, rank_of
+from pipec.ir.periodic_program import num_frames, num_versions_behind, version_read
+from pipec.runtime.memory.block_cache import clear_block_cache
+from pipec.runtime.messages.cuda import on_device
 from pipec.runtime.messages.transport import Transport
-from pipec.runtime.stages.bound_stage import BoundStage
-from pipec.runtime.step.batch_counts import ReplicaCounts
+from pipec.runtime.random_seeds import OperatorGenerators
+from pipec.runtime.stages.bound_stage import BATCH, VERSION, BoundStage, Frame, StageCode
+from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_fraction
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
-from pipec.runtime.step.step_results import (
-    ResultCollector,
-    StepResults,
-    has_rows,
-    merge_replicas,
-    zeros_of,
-)
+from pipec.runtime.step.step_results import StepResults, result_values
 from pipec.runtime.step.stream_results import StreamResults
 from pipec.runtime.step.tail import StageTail
 
+Inputs = Mapping[str, Tensor]
+"""The model's inputs of a microbatch, by name."""
 
-@dataclass
-class UpdateState:
-    """The optimizer, the part of the step that runs, and the clipping factor.
+GroupHyperparameters = Sequence[Mapping[str, Any]]
+"""The hyperparameters of an update, for each group of the optimizer."""
 
-    ``groups`` are the hyperparameters of a stream's updates; those of steps are the optimizer's own.
-    ``table`` is what all ranks have found with the norm, and ``non_finite`` why the step is skipped.
-    ``skipped`` has the stages of a stream whose next update is skipped, and ``begun`` the stages whose update
-    has begun in this step.
+
+class RankState:
+    """The stages of one rank, and the values of its step.
+
+    ``sizes`` has the rows of each microbatch of the step, then those of the batch. A link that moves once per
+    step has microbatch -1, and so finds the rows of the batch at ``sizes[-1]``. A stream's microbatches take
+    the frames, of which there are ``num_frames``, in turn.
+
+    ``part`` is the part of the step that runs, ``factor`` what its gradients are clipped by. ``groups`` are
+    the hyperparameters of a stream's updates; those of steps are the optimizer's own. ``table`` is what all
+    ranks have found with the norm, and ``non_finite`` why the step is skipped. ``skipped`` has the stages of
+    a stream whose next update is skipped, and ``begun`` the stages whose update has begun in this step.
+
+    Raises:
+        VerifyError: a stage reads an input or borrows a parameter that the plan does not bring.
     """
 
-    updates: OptimizerUpdates | None = None
-    part: StepPart = StepPart.WHOLE
-    factor: Tensor | None = None
-    groups: Sequence[Mapping[str, Any]] = ()
-    table: Tensor | None = None
-    non_finite: NonFinite | None = None
-    skipped: set[int] = field(default_factory=set)
-    begun: set[int] = field(default_factory=set)
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        codes: Mapping[int, StageCode],
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        transport: Transport,
+        device: torch.device,
+        owned: Collection[int] | None,
+        updates: OptimizerUpdates | None,
+    ) -> None:
+        self.number, self.program, self.plan = program.rank, program, plan
+        self.transport, self.device, self.updates = transport, device, updates
+        self.num_frames = num_frames(program, plan.num_microbatches)
+        copies = updates.copies(program.rank) if updates and program.period else {}
+        self.stages = {
+            stage.index: BoundStage(
+                stage,
+                codes[stage.index],
+                {**parameters, **copies},
+                buffers,
+                device,
+                self.num_frames,
+                plan.sync_spec,
+                owned is None or stage.index in owned,
+                num_versions_behind(program, stage.index) if program.period else None,
+            )
+            for stage in plan.stages
+            if program.rank in plan.placement[stage.index]
+        }
+        self._require_inputs()
+        self.own = {stage: plan.microbatches_on(stage, program.rank) for stage in self.stages}
+        self.counts = {
+            index: BatchCountsFunction(plan.stages[index], codes[index], buffers, device)
+            for index in self.stages
+            if plan.stages[index].batch_counts
+        }
+        summed = {name for index in plan.sync_spec.count_stages for name in plan.stages[index].batch_counts}
+        self._inputs_of = {index: stage.inputs - summed for index, stage in self.stages.items()}
+        self.tails = {
+            index: StageTail(plan.stages[index], stage, plan.placement[index], program.rank)
+            for index, stage in self.stages.items()
+            if plan.stages[index].tail
+        }
+        self.step_results = StepResults(plan, program.rank)
+        self.stream_results = StreamResults(plan, program.rank)
+        self.results = self.stream_results if program.period else self.step_results
+        self._loss = loss_of(plan)
+        self.sizes = [0] * (self.num_frames + 1)
+        self.inputs: Sequence[Inputs] = ()
+        self.values: Sizes = {}
+        self._sizes_with: dict[int, Sizes] = {}
+        self.groups: GroupHyperparameters = ()
+        self.skipped, self.begun = set[int](), set[int]()
+        self.begin_part(StepPart.WHOLE)
+
+    def _require_inputs(self) -> None:
+        known = {"batch_fraction", "first_row", *(entry.value.name for entry in self.plan.inputs)}
+        known |= {name for stage in self.plan.stages for name in stage.batch_counts}
+        for index, stage in self.stages.items():
+            if unknown := sorted(stage.inputs - known):
+                raise VerifyError(
+                    f"stage {index} reads {', '.join(unknown)} of the batch, but the plan has the inputs "
+                    f"{', '.join(sorted(known))}; generate the stage code from this plan"
+                )
+            weights = (x for x in self.plan.links if x.payload is Payload.WEIGHT and x.target == index)
+            if missing := sorted(stage.borrowed.difference(*(link.names for link in weights))):
+                raise VerifyError(
+                    f"stage {index}: the parameters {', '.join(missing)} are borrowed, but no weight link "
+                    "brings them; add one to the plan, from the stage that owns them"
+                )
 
     @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in this step's backwards."""
-        scaled = self.updates.loss_scale if self.updates else None
-        return scaled.scale if scaled else 1.0
+    def names_read(self) -> set[str]:
+        """The inputs of the model that this rank reads, also those in which it counts."""
+        counted = (counts.inputs for counts in self.counts.values())
+        return set[str]().union(*(stage.inputs for stage in self.stages.values()), *counted)
 
-    def begin_step(self, part: StepPart = StepPart.WHOLE) -> None:
-        self.part, self.factor, self.table, self.non_finite = part, None, None, None
+    def begin_part(self, part: StepPart) -> None:
+        """Begin a part of a step, or a stream."""
+        self.part = part
+        self.factor: Tensor | None = None
+        self.table: Tensor | None = None
+        self.non_finite: NonFinite | None = None
         self.begun.clear()
         self.skipped.clear()
 
+    def begin_step(self, inputs: Sequence[Inputs], batch_slice: BatchSlice, seed: int) -> None:
+        """Fill the frames of the step's microbatches and of its tails; an update has none.
 
-@dataclass(frozen=True)
-class RankState:
-    """The state on which the actions of one rank work.
+        To a tail the batch is one microbatch. Its random numbers are its own.
+        """
+        if self.part is StepPart.UPDATE:
+            for stage in self.stages.values():
+                stage.gradients.begin_step()
+            return
+        self.inputs, scaled = inputs, self.updates.loss_scale if self.updates else None
+        scale = scaled.scale if scaled else 1.0
+        self.sizes[:] = [*batch_slice.sizes, sum(batch_slice.sizes)]
+        self.use(batch_slice.values)
+        self.step_results.batch_slice = batch_slice
+        for stage in self.stages.values():
+            stage.begin_step(scale)
+        for index, tail in self.tails.items():
+            frame, given = tail.begin_step(batch_slice), inputs[self.own[index][0]]
+            self._fill(frame, self._inputs_of[index] & given.keys(), given, scale)
+            frame.update(self.sizes_with(self.sizes[-1]), device=self.device)
+            frame.update(batch_fraction=batch_fraction(1, 1), first_row=torch.tensor(0))
+            frame["rng"] = OperatorGenerators(self.device, (seed, -1))
+        for number, weight in enumerate(batch_slice.loss_weights):
+            key = seed, batch_slice.first + number
+            self.fill_frames(number, batch_slice.sizes[number], inputs[number], key, weight * scale)
 
-    ``counts`` are those of the stages whose replicas sum them, and ``tails`` those of stages that have one.
-    ``results`` are those of the step, or of the stream. ``sizes`` is set for each step: the number of samples
-    in each microbatch, then that in the batch. A link that moves once per step has microbatch -1, and so
-    finds the size of the batch at ``sizes[-1]``. ``values`` is set by ``use``: the other sizes that shapes
-    have names for. ``received`` has what other ranks made of results, by name and rank; ``loss`` is the
-    result that training differentiates.
-    """
+    def fill_frames(
+        self, microbatch: int, size: int, inputs: Inputs, key: tuple[int, int], loss_weight: float
+    ) -> None:
+        """Fill the frames of a microbatch on this rank's stages; without rows it only has a version."""
+        number, period = microbatch % self.num_frames, self.program.period
+        self.sizes[number] = size
+        for index, stage in self.stages.items():
+            if rank_of(self.plan.placement, index, microbatch) != self.number:
+                continue
+            if period:
+                stage.frames[number][VERSION] = version_read(self.program, index, microbatch)
+                stage.frames[number][BATCH] = microbatch // self.plan.num_microbatches
+            if size:
+                frame = stage.fill_frame(number, key, self.sizes_with(size))
+                self._fill(frame, self._inputs_of[index], inputs, loss_weight)
 
-    number: int
-    plan: Plan
-    stages: Mapping[int, BoundStage]
-    counts: Mapping[int, ReplicaCounts]
-    tails: Mapping[int, StageTail]
-    results: ResultCollector
-    step_results: StepResults
-    stream_results: StreamResults
-    transport: Transport
-    loss: Value | None
-    update_state: UpdateState
-    sizes: list[int]
-    values: dict[str, int | float] = field(default_factory=dict)
-    received: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    _sizes_with: dict[int, Sizes] = field(default_factory=dict)
+    def _fill(self, frame: Frame, names: Iterable[str], inputs: Inputs, loss_weight: float) -> None:
+        for name in names:
+            frame[name] = on_device(inputs[name], self.device)
+        if self._loss:
+            frame["grad_loss"] = _loss_gradient(loss_weight, self._loss.dtype, self.device)
 
-    def use(self, values: Mapping[str, int | float]) -> None:
+    def use(self, values: Sizes) -> None:
         """Let names in shapes, other than that of the rows, stand for ``values``."""
         if values != self.values:
-            self.values.clear()
-            self.values.update(values)
+            self.values = {**values}
             self._sizes_with.clear()
 
     def sizes_with(self, rows: int) -> Sizes:
@@ -97,39 +194,25 @@ class RankState:
             self._sizes_with[rows] = {**self.values, "b": rows}
         return self._sizes_with[rows]
 
-
-def merged_results(rank: RankState, batch_slice: BatchSlice, device: torch.device) -> dict[str, Tensor]:
-    """The results of the batch, merged from those of all replicas.
-
-    If replicas pass their own parts of the batch, a result with rows has this replica's rows.
-    """
-    plan, merged = rank.plan, dict[str, Tensor]()
-    for made in (link for link in plan.links if link.payload is Payload.RESULT):
-        ranks, tail = plan.placement[made.source], plan.stages[made.source].tail
-        for value in made.values:
-            if len(ranks) == 1 or (tail and value.name in tail.results):
-                merged[value.name] = _made_by(rank, value, ranks[0], batch_slice)
-            elif batch_slice.is_local and has_rows(value):
-                own = _part(rank, value, ranks[batch_slice.replica], made.source, batch_slice)
-                nothing = zeros_of(value, {**batch_slice.values, "b": 0}, device)
-                merged[value.name] = nothing if own is None else own
-            else:
-                parts = [_part(rank, value, other, made.source, batch_slice) for other in ranks]
-                merged[value.name] = merge_replicas(
-                    value, parts, batch_slice.sizes, batch_slice.values, value.name in plan.summed_outputs
-                )
-    return merged
+    def forget_step(self) -> None:
+        """Free every value of the step."""
+        for stage in self.stages.values():
+            stage.forget_step()
+        for tail in self.tails.values():
+            tail.forget_step()
+        self.step_results.forget()
+        self.inputs = ()
+        clear_block_cache()
 
 
-def _part(rank: RankState, value: Value, maker: int, stage: int, batch_slice: BatchSlice) -> Tensor | None:
-    """A rank's part of a result; None if its microbatches have no rows."""
-    if not any(batch_slice.sizes[each] for each in rank.plan.microbatches_on(stage, maker)):
+def loss_of(plan: Plan) -> Value | None:
+    """The result that training differentiates."""
+    if plan.mode is not Mode.TRAIN:
         return None
-    return _made_by(rank, value, maker, batch_slice)
+    return next((value for value in result_values(plan) if value.name == "loss"), None)
 
 
-def _made_by(rank: RankState, value: Value, maker: int, batch_slice: BatchSlice) -> Tensor:
-    """What a rank made of a result."""
-    if maker == rank.number:
-        return rank.step_results.merged(value.name, batch_slice.sizes, batch_slice.values)
-    return rank.received[value.name, maker]
+@functools.lru_cache(maxsize=64)
+def _loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
+    """The initial gradient of a microbatch's backward: its weight times the loss scale."""
+    return torch.full((), weight, dtype=getattr(torch, dtype), device=device)

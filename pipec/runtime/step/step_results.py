@@ -4,14 +4,13 @@ A replica makes a part of a result of its own microbatches. The parts of all rep
 """
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Plan, Sizes, Value
+from pipec.ir import Payload, Plan, Sizes, Value
 from pipec.ir.text_format import evaluate_dim, format_value, names_in
 from pipec.runtime.memory.storage import compact
 from pipec.runtime.step.batch_slice import BatchSlice
@@ -26,50 +25,39 @@ def check_mergeable(value: Value) -> None:
         )
 
 
-class ResultCollector(Protocol):
-    """Collects the results that forwards return."""
-
-    def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
-        """Keep the results among the values that the forward of ``microbatch`` returned."""
-
-
 class StepResults:
-    """Collects the parts of each result that a rank makes, by microbatch.
+    """The results of a mini-batch on one rank: the parts of microbatches, and what is merged of them.
 
-    ``made`` has the results and the microbatches of which this rank makes them. ``sums`` names those that add
-    up, and ``whole`` those that are set for the whole batch. ``loss_weights`` are the microbatch weights, if
-    they are not the fractions of the rows. If the batch ``is_local`` to replicas, what has rows stays in the
-    pipeline of its replica.
+    A rank collects what its forwards make. In a step it receives the merged parts of other replicas; in a
+    stream the parts of each microbatch.
+
+    Raises:
+        VerifyError: a result cannot be joined from microbatches.
     """
 
-    loss_weights: Sequence[float] | None = None
-    is_local = False
     losses: Mapping[int, Tensor]
     """Those of the microbatches of this rank."""
+    batch_slice: BatchSlice
+    """What the microbatches are of the batch."""
 
-    def __init__(
-        self,
-        made: Sequence[tuple[Value, Sequence[int]]],
-        num_microbatches: int,
-        sums: Sequence[str] = (),
-        whole: Collection[str] = (),
-    ) -> None:
-        self._sums = sums
-        for value, _ in made if num_microbatches > 1 else ():
-            if value.name not in whole:
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
+        self._values = {value.name: value for value in result_values(plan)}
+        self._of_tail = {name for stage in plan.stages if stage.tail for name in stage.tail.results}
+        for name, value in self._values.items() if plan.num_microbatches > 1 else ():
+            if name not in self._of_tail:
                 check_mergeable(value)
-        self._values = {value.name: value for value, _ in made}
-        self._own = {value.name: own for value, own in made}
-        self.forget_step()
+        self.forget()
 
-    def forget_step(self) -> None:
-        self._parts: dict[str, dict[int, Tensor]] = {name: {} for name in self._values}
+    def forget(self) -> None:
+        self.parts: dict[str, dict[int, Tensor]] = {name: {} for name in self._values}
         self._merged: dict[str, Tensor] = {}
-        self.losses = self._parts.get("loss", {})
+        self._received: dict[tuple[str, int], Tensor] = {}
+        self.losses = self.parts.get("loss", {})
 
     def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
         """Keep these results of the forward of ``microbatch``, and no other memory."""
-        for name, parts in self._parts.items():
+        for name, parts in self.parts.items():
             if name in sent:
                 parts[microbatch] = sent[name] = compact(sent[name])
 
@@ -78,42 +66,71 @@ class StepResults:
         for name, tensor in results.items():
             self._merged[name] = compact(tensor)
             if name == "loss":
-                self._parts[name][microbatch] = tensor
+                self.parts[name][microbatch] = tensor
 
-    def merged(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
-        """The part of a result that this rank's microbatches make; see ``merge``."""
+    def receive(self, names: Sequence[str], peer: int, tensors: Sequence[Tensor]) -> None:
+        """Keep what another replica has made."""
+        self._received.update(((name, peer), tensor) for name, tensor in zip(names, tensors, strict=True))
+
+    def merged(self, name: str) -> Tensor:
+        """The part of a result that the collected microbatches make; see ``merge``."""
         if name not in self._merged:
-            parts = self._parts.pop(name)
-            own = {microbatch: parts[microbatch] for microbatch in self._own[name] if sizes[microbatch]}
-            self._merged[name] = merge_microbatches(
-                self._values[name], own, sizes, self.loss_weights, values, name in self._sums
-            )
+            parts, own = self.parts[name], self.batch_slice
+            self.parts[name] = {}
+            order = sorted(parts)
+            in_order, value = [parts[each] for each in order], self._values[name]
+            if name == "loss" and own.custom_loss_weights is not None:
+                weights = [own.custom_loss_weights[each] for each in order]
+                self._merged[name] = weighted_sum(in_order, weights)
+            else:
+                sizes, is_sum = [own.sizes[each] for each in order], name in self._plan.summed_outputs
+                self._merged[name] = merge(value, in_order, sizes, sum(own.sizes), own.values, is_sum)
         return self._merged[name]
 
-    def sent_to_other_pipeline(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
-        """The part of a result that ranks of other pipelines receive."""
-        whole, value = self.merged(name, sizes, values), self._values[name]
-        is_empty = self.is_local and has_rows(value)
-        return zeros_of(value, {**values, "b": 0}, whole.device) if is_empty else whole
+    @property
+    def is_local(self) -> bool:
+        """Whether each replica was given its own rows, which stay in its pipeline."""
+        return self.batch_slice.is_local
 
+    def is_of_tail(self, names: Sequence[str]) -> bool:
+        """Whether a tail makes these results of the whole batch."""
+        return self._of_tail.issuperset(names)
 
-def merge_microbatches(
-    value: Value,
-    parts: Mapping[int, Tensor],
-    sizes: Sequence[int],
-    loss_weights: Sequence[float] | None,
-    values: Sizes,
-    is_sum: bool = False,
-) -> Tensor:
-    """Merge a result's ``parts`` of some microbatches, in their order.
+    def sent(self, name: str, to_other_pipeline: bool) -> Tensor:
+        """The part of a result that another rank receives."""
+        whole, value = self.merged(name), self._values[name]
+        stays = to_other_pipeline and self.is_local and has_rows(value)
+        return zeros_of(value, {**self.batch_slice.values, "b": 0}, whole.device) if stays else whole
 
-    ``sizes`` and ``loss_weights`` are those of all microbatches. The latter are None if they are the
-    fractions of the rows.
-    """
-    if value.name == "loss" and loss_weights is not None:
-        return weighted_sum([*parts.values()], [loss_weights[microbatch] for microbatch in parts])
-    own_sizes = [sizes[microbatch] for microbatch in parts]
-    return merge(value, [*parts.values()], own_sizes, sum(sizes), values, is_sum)
+    def of_batch(self, device: torch.device) -> dict[str, Tensor]:
+        """The results of the batch, merged from those of all replicas.
+
+        If replicas pass their own parts of the batch, a result with rows has this replica's rows.
+        """
+        found, own = dict[str, Tensor](), self.batch_slice
+        for made in (link for link in self._plan.links if link.payload is Payload.RESULT):
+            ranks = self._plan.placement[made.source]
+            for value in made.values:
+                if len(ranks) == 1 or value.name in self._of_tail:
+                    found[value.name] = self._made_by(ranks[0], value.name)
+                    continue
+                parts = [self._part(rank, value.name, made.source) for rank in ranks]
+                if own.is_local and has_rows(value):
+                    nothing = zeros_of(value, {**own.values, "b": 0}, device)
+                    part = parts[own.replica]
+                    found[value.name] = nothing if part is None else part
+                else:
+                    is_sum = value.name in self._plan.summed_outputs
+                    found[value.name] = merge_replicas(value, parts, own.sizes, own.values, is_sum)
+        return found
+
+    def _part(self, rank: int, name: str, stage: int) -> Tensor | None:
+        """A rank's part of a result; None if its microbatches have no rows."""
+        has_any = any(self.batch_slice.sizes[each] for each in self._plan.microbatches_on(stage, rank))
+        return self._made_by(rank, name) if has_any else None
+
+    def _made_by(self, rank: int, name: str) -> Tensor:
+        return self.merged(name) if rank == self._rank else self._received[name, rank]
 
 
 def merge(

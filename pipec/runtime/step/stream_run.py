@@ -6,11 +6,10 @@ mini-batch, whichever stage updates, and whenever it does.
 """
 
 import functools
+import json
 import threading
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 
 from torch import Tensor
 
@@ -18,32 +17,50 @@ from pipec.errors import PipecError, TransportError
 from pipec.runtime.messages.cuda import on_callers_streams
 from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.processes.worker import Worker
-from pipec.runtime.step.interpreter import BatchSource, GroupHyperparameters, Interpreter
+from pipec.runtime.step.interpreter import BatchSource, Interpreter
+from pipec.runtime.step.rank_state import GroupHyperparameters
+from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.stream_results import StreamBatch
 
 ResultsByName = Mapping[str, Tensor]
 
+_Request = tuple[int, GroupHyperparameters]
 
-class StreamRun(ABC):
+_Requests = SimpleQueue[_Request | None]
+"""The mini-batches that the script requests of a rank, then None."""
+
+
+class StreamRun:
     """A run that has begun. ``source`` tells its mini-batches.
 
     Some rank may have begun ``max_batches_ahead`` mini-batches after the last one whose results were
-    requested.
+    requested. If every rank is in this process, each works on a thread of ``in_process``; otherwise the rank
+    of this process works on the script's thread, while results are requested.
     """
 
     def __init__(
-        self, interpreters: Sequence[Interpreter], max_batches_ahead: int, source: BatchSource, seed: int
+        self,
+        interpreters: Sequence[Interpreter],
+        max_batches_ahead: int,
+        source: BatchSource,
+        seed: int,
+        in_process: InProcessTransport | None,
     ) -> None:
-        self._interpreters, self._source = interpreters, source
+        self._interpreters, self._source, self._in_process = interpreters, source, in_process
         self.max_batches_ahead = max_batches_ahead
         self._results: dict[int, ResultsByName] = {}
         self._num_requested = self._num_returned = 0
         self._end: int | None = None
-        self._drains = self._is_complete = False
+        self._is_complete = self._over = False
+        self._failure: BaseException | None = None
         self._last: GroupHyperparameters = ()
         self._changed = threading.Condition()
         for each in interpreters:
             each.begin(self._batch, self._emit, seed)
+        self._requests: list[_Requests] = [SimpleQueue() for _ in interpreters]
+        if in_process is not None:
+            self._worker = Worker("pipec stream")
+            self._worker.submit(on_callers_streams(in_process.devices, self._run))
 
     def results(self, groups: GroupHyperparameters) -> ResultsByName | None:
         """The results of the next mini-batch; None if there is none, and the run is over.
@@ -52,16 +69,15 @@ class StreamRun(ABC):
             ExecutionError, TransportError: a rank failed.
         """
         number, self._num_requested, self._last = self._num_requested, self._num_requested + 1, groups
-        self._request(number, groups)
+        if self._in_process is None:
+            self._interpreters[0].advance(number, groups)
+        else:
+            self._ask((number, groups), lambda: number in self._results or self._has_ended(number))
         if number in self._results:
             return self._results[number]
         self._num_requested = number
         self._finish()
         return None
-
-    @abstractmethod
-    def _request(self, number: int, groups: GroupHyperparameters) -> None:
-        """Let ranks run until the results of a mini-batch are known, or there are none."""
 
     def drain(self, groups: GroupHyperparameters) -> None:
         """Complete all mini-batches in flight, and end the run.
@@ -80,19 +96,40 @@ class StreamRun(ABC):
         assert self._end is not None, "a run that is over has ended"
         return [self._results[number] for number in range(self._num_returned, self._end)]
 
-    @abstractmethod
-    def _finish(self) -> None:
-        """Wait until every mini-batch that was begun is over."""
+    def forget_results(self) -> None:
+        """Drop the results of the next mini-batch, which the script receives."""
+        with self._changed:
+            del self._results[self._num_returned]
+            self._num_returned += 1
 
-    @abstractmethod
     def abandon(self) -> None:
         """Stop at once, because the process ends or nobody can ask for results any longer."""
+        if self._in_process is None:  # this rank works only while results are requested
+            return
+        if not self._over:
+            self._in_process.fail(TransportError("the stream is not asked for results any longer"))
+            self._stop_at(0, and_finish=True)
+            with self._changed:
+                self._changed.wait_for(lambda: self._over)
+        self._forget()
+
+    def _finish(self) -> None:
+        """Wait until every mini-batch that was begun is over."""
+        if self._in_process is None:
+            self._interpreters[0].finish(self._last)
+            self._forget()
+            self._is_complete = True
+        else:
+            self._ask(None, lambda: self._over)
+
+    def _forget(self) -> None:
+        for each in self._interpreters:
+            each.forget()
 
     def _drain_at_once(self) -> None:
         """Let no rank begin what none has begun when all have made the last update that was requested."""
-        with self._changed:
-            self._drains = True
-        self._stop_at(self._num_requested + self.max_batches_ahead if self._num_requested else 0)
+        ahead = self._num_requested + self.max_batches_ahead if self._num_requested else 0
+        self._stop_at(ahead, and_finish=True)
 
     def _batch(self, number: int) -> StreamBatch | None:
         with self._changed:
@@ -107,10 +144,13 @@ class StreamRun(ABC):
         """Whether a mini-batch is beyond the end of the run."""
         return self._end is not None and number >= self._end
 
-    def _stop_at(self, number: int) -> None:
+    def _stop_at(self, number: int, and_finish: bool = False) -> None:
+        """End the run before a mini-batch, and let ranks finish that wait for the script."""
         with self._changed:
             self._end = number if self._end is None else min(self._end, number)
             self._changed.notify_all()
+        for requests in self._requests if and_finish else ():
+            requests.put(None)
 
     def _emit(self, number: int, results: ResultsByName) -> None:
         """Keep the results of a mini-batch. Every rank has them, one after the other."""
@@ -119,79 +159,14 @@ class StreamRun(ABC):
                 self._results.setdefault(number, results)
             self._changed.notify_all()
 
-    def forget_results(self) -> None:
-        """Drop the results of the next mini-batch, which the script receives."""
-        with self._changed:
-            del self._results[self._num_returned]
-            self._num_returned += 1
-
-
-class ThreadedStreamRun(StreamRun):
-    """Every rank is in this process, on a thread of ``in_process``."""
-
-    def __init__(
-        self,
-        interpreters: Sequence[Interpreter],
-        max_batches_ahead: int,
-        source: BatchSource,
-        seed: int,
-        in_process: InProcessTransport,
-    ) -> None:
-        super().__init__(interpreters, max_batches_ahead, source, seed)
-        self._in_process = in_process
-        self._groups: dict[int, GroupHyperparameters] = {}
-        self._num_advanced: Counter[int] = Counter()
-        self._failure: BaseException | None = None
-        self._over = False
-        self._jobs = [functools.partial(self._work, each) for each in interpreters]
-        self._worker = Worker("pipec stream")
-        self._worker.submit(on_callers_streams(in_process.devices, self._run))
-
-    def _request(self, number: int, groups: GroupHyperparameters) -> None:
-        with self._changed:
-            self._groups[number] = groups
-            self._changed.notify_all()
-        self._wait_until(lambda: number in self._results or self._has_ended(number))
-
-    def abandon(self) -> None:
-        with self._changed:
-            is_running = not self._over
-        if is_running:
-            self._in_process.fail(TransportError("the stream is not asked for results any longer"))
-            self._give_up()
-            with self._changed:
-                self._changed.wait_for(lambda: self._over)
-        self._forget()
-
-    def _forget(self) -> None:
-        for each in self._interpreters:
-            each.forget()
-
-    def _finish(self) -> None:
-        self._wait_until(lambda: self._over)
-
-    def _wait_until(self, reached: Any) -> None:
-        try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._failure is not None or reached())
-        except BaseException as interrupt:  # such as Ctrl-C; a second one does not wait for what was begun
-            self._drain_at_once()
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._over)
-            except BaseException:
-                self._in_process.fail(interrupt)
-                self._give_up()
-            raise
-        if self._failure is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._over)
-            raise self._failure
+    # ranks on threads of this process
 
     def _run(self) -> None:
+        assert self._in_process is not None
+        pairs = zip(self._interpreters, self._requests, strict=True)
         failure: BaseException | None = None
         try:
-            self._in_process.run(self._jobs)
+            self._in_process.run([functools.partial(self._work, *each) for each in pairs])
         except BaseException as error:
             failure = error
         if not isinstance(failure, PipecError):  # after which somebody asks what is left
@@ -200,51 +175,61 @@ class ThreadedStreamRun(StreamRun):
             self._failure, self._over, self._is_complete = failure, True, failure is None
             self._changed.notify_all()
 
-    def _work(self, interpreter: Interpreter) -> None:
-        """Run a rank: advance as far as the script has requested, and to the end once that is known."""
-        number = 0
+    def _work(self, interpreter: Interpreter, requests: _Requests) -> None:
+        """Run a rank: advance as far as the script has requested, and then to the end."""
         try:
-            while (groups := self._allowed(number)) is not None:
-                interpreter.advance(number, groups)
-                self._forget_groups(number)
-                number += 1
+            while (request := requests.get()) is not None:
+                interpreter.advance(*request)
             interpreter.finish(self._last)
         except BaseException:
-            self._give_up()
+            self._stop_at(0, and_finish=True)
             raise
 
-    def _forget_groups(self, number: int) -> None:
-        """Drop hyperparameters that every rank has used."""
-        with self._changed:
-            self._num_advanced[number] += 1
-            if self._num_advanced[number] == len(self._interpreters):
-                del self._groups[number], self._num_advanced[number]
+    def _ask(self, request: _Request | None, reached: Callable[[], bool]) -> None:
+        """Request something of all ranks, and wait for it."""
+        try:
+            for requests in self._requests:
+                requests.put(request)
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None or reached())
+        except BaseException as interrupt:  # such as Ctrl-C; a second one does not wait for what was begun
+            self._drain_at_once()
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over)
+            except BaseException:
+                assert self._in_process is not None
+                self._in_process.fail(interrupt)
+                self._stop_at(0, and_finish=True)
+            raise
+        if self._failure is not None:
+            raise self._failure
 
-    def _give_up(self) -> None:
-        """Wake every rank that waits for the script, so that it notices that it has to stop."""
-        with self._changed:
-            self._drains = True
-        self._stop_at(0)
 
-    def _allowed(self, number: int) -> GroupHyperparameters | None:
-        """The hyperparameters of an update once it is requested, or None if nobody will request it."""
-        with self._changed:
-            self._changed.wait_for(lambda: number in self._groups or self._drains or self._has_ended(number))
-            return self._groups.get(number)
+def restore_common_version(interpreters: Sequence[Interpreter], ranks: Ranks) -> str:
+    """Put a consistent version into the parameters after a failure, if there is one; says what was found.
 
-
-class ProcessStreamRun(StreamRun):
-    """The rank of this process, on the thread of the script."""
-
-    def abandon(self) -> None:
-        """Do nothing: this rank works only while results are requested."""
-
-    def _request(self, number: int, groups: GroupHyperparameters) -> None:
-        (interpreter,) = self._interpreters
-        interpreter.advance(number, groups)
-
-    def _finish(self) -> None:
-        (interpreter,) = self._interpreters
-        interpreter.finish(self._last)
-        interpreter.forget()
-        self._is_complete = True
+    Stages are ahead of each other, so that no stage may stop at once and leave the model whole. But a stage
+    keeps the versions that mini-batches in flight read. The newest one that every stage still has, with its
+    buffers, is restored. The ranks that live all call this.
+    """
+    held = [(stage, found) for each in interpreters for stage, found in each.held_versions.items()]
+    every = ranks.exchange_final_status(json.dumps([(stage, sorted(found)) for stage, found in held]))
+    held += [(stage, {*found}) for reply in every for stage, found in json.loads(reply or "[]")]
+    common = max(set.intersection(*(found for _, found in held)), default=None) if None not in every else None
+    for each in interpreters:
+        each.restore(common)
+    if common is not None:
+        return (
+            f"the parameters and buffers are those after {common} mini-batches since the pipeline was last "
+            "empty, the newest that all stages held, and can be saved. The optimizer's state may be some "
+            "updates further; load a checkpoint to train on as if nothing had happened"
+        )
+    listed = "; ".join(
+        f"stage {stage} holds {', '.join(map(str, sorted(found))) or 'none, for its update was cut off'}"
+        for stage, found in sorted(held)
+    )
+    return (
+        "no version of the weights is held by all stages, so that their parameters do not fit together: "
+        f"{listed}, in mini-batches since the pipeline was last empty. Load a checkpoint to train on"
+    )

@@ -1,8 +1,7 @@
 """When each instruction of a step ran, by the clock of its rank."""
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,48 +34,32 @@ Moment = Any
 class Clock:
     """Notes moments of a step that is recorded, by the clock of the host."""
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Note the moments inside a ``with``."""
+    def begin(self) -> None:
+        """Begin to note moments."""
         self._offset = time.time_ns() - time.perf_counter_ns()
-        yield
 
     def now(self) -> Moment:
         return time.perf_counter_ns()
 
     def times(self, marks: Sequence[Moment]) -> Timestamps:
-        """Moments of what is recorded, in nanoseconds since the epoch."""
+        """Moments since the clock has begun, in nanoseconds since the epoch."""
         return [mark + self._offset for mark in marks]
 
 
 class CudaClock(Clock):
-    """Notes, by CUDA events, when the current stream reaches the next launch.
+    """Notes, by CUDA events, when the current stream reaches the next launch."""
 
-    An event costs the host some microseconds, so that there are none unless a step is recorded.
-    """
-
-    _first: torch.cuda.Event | None = None
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        self._first = self._event()
+    def begin(self) -> None:
+        self._first = self.now()
         self._first.synchronize()
         self._began = time.time_ns()
-        try:
-            yield
-        finally:
-            self._first = None
-
-    def now(self) -> Moment:
-        return None if self._first is None else self._event()
 
     def times(self, marks: Sequence[Moment]) -> Timestamps:
-        assert self._first is not None, "events are compared while they are recorded"
         for mark in marks:
             mark.synchronize()
         return [self._began + round(1e6 * self._first.elapsed_time(mark)) for mark in marks]
 
-    def _event(self) -> torch.cuda.Event:
+    def now(self) -> Moment:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -10,8 +10,8 @@ from torch import Tensor
 from pipec.errors import PipecError
 from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.non_finite import NonFinite
+from pipec.runtime.step.rank_state import GroupHyperparameters
 from pipec.runtime.step.stream_results import BatchResult, StreamBatch
-from pipec.runtime.step.stream_run import GroupHyperparameters
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.read_ahead import ReadAhead, ReadItem
 
