@@ -32,7 +32,7 @@ def trace(
     """
     with status("loading torch"):
         from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches
-        from pipec.drawn_artifacts import add_recorded_steps, draw_artifact
+        from pipec.drawn_artifacts import draw_artifact
         from pipec.timeline.report import timeline_report
         from pipec.timeline.trace import Trace
 
@@ -41,11 +41,9 @@ def trace(
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
         pipe.step_with_leaves(next(batches))
-    with pipe.record() as recording:
+    with pipe.trace(Trace()) as made:
         for _ in range(steps):
             pipe.step_with_leaves(next(batches))
-    made = Trace()
-    add_recorded_steps(made, pipe._artifact, recording)
     text = draw_artifact(pipe._artifact, made, output if is_rank_zero() else None)
     if as_json:
         show_json({name: timeline_report(timeline) for name, timeline in made.timelines().items()})
