@@ -18,7 +18,6 @@ from torch import Tensor
 from pipec.errors import InputError
 from pipec.runtime.absent_tensors import plain_tensors
 from pipec.runtime.call_agreement import CallAgreement
-from pipec.runtime.messages.call_description import format_ranks
 from pipec.runtime.tensors import Tensors
 from pipec.torch_compat import pytree
 
@@ -27,6 +26,9 @@ _ADVICE = (
     "it, and clips nothing with math.inf; pipec.compile(..., optimizer=..., clip_grad_norm=...) clips in "
     "each step"
 )
+
+
+_INSTEAD = "where some rank has none of them, pipe.clip_grad_norm_ takes the norm"
 
 
 class GradientNorms:
@@ -89,16 +91,6 @@ class GradientNorms:
         values = [value.to(_DTYPES[int(dtype) - 1]) for dtype, value in zip(*table, strict=True) if dtype]
         return torch.stack(values) if values else torch.zeros(0)
 
-    def require_gradients_everywhere(self, name: str) -> None:
-        """Raise InputError if a rank trains no parameter, and so does not come to this function of torch."""
-        trained = [x for x, p in self._tensors.names.unique_parameters().items() if p.requires_grad]
-        ranks = {rank for fqn in trained for rank in self._tensors.owner_ranks.get(fqn, (0,))}
-        if lacking := sorted({*range(self._agreement.ranks.count)} - ranks):
-            raise InputError(
-                f"torch.{name} was given norms of gradients of this rank's stages alone, and "
-                f"{format_ranks(lacking)} trains no parameter, so that it has none to add. {_ADVICE}"
-            )
-
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -119,54 +111,48 @@ class LocalGradient(Tensor):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         own = [each for each in tensors if isinstance(each, LocalGradient)]
+        first, kind = own[0], type(own[0])
+        numbers, is_of_lists = first.numbers, name.startswith(("_foreach_", "_fused_"))
         _refuse_reductions(func, name)
-        is_of_lists = name.startswith(("_foreach_", "_fused_"))
-        numbers = own[0].numbers
-        if name == "stack" and all(isinstance(each, LocalGradient) and each.dim() == 0 for each in tensors):
-            kind: type[LocalGradient] = StackedNorms
-            numbers = tuple(number for each in own for number in each.numbers)
-        elif isinstance(own[0], StackedNorms):
-            if len(own) == 1 and name in _REDUCTIONS:
-                return own[0].reduced(func, name, args, kwargs)
-            kind = StackedNorms
-        else:
-            kind = LocalGradient
-            if not is_of_lists and (
-                any(each.numbers != numbers for each in own) or _accumulates(name, tensors, args[0])
-            ):
+        if name == "stack" and all(type(each) is LocalGradient and each.dim() == 0 for each in tensors):
+            kind, numbers = StackedNorms, tuple(number for each in own for number in each.numbers)
+            if len({*numbers}) < len(numbers) or any(each.norms is not first.norms for each in own):
                 _refuse(name)
-        if name in _NUMBERS and own[0].dim() == 0:
+        elif not is_of_lists and (
+            any((type(x), x.norms, x.numbers) != (kind, first.norms, numbers) for x in own)
+            or _accumulates(name, args, kwargs, tensors)
+            or (name in _JOINS and len(own) == len(tensors))
+        ):
+            _refuse(name)
+        elif isinstance(first, StackedNorms) and name in _REDUCTIONS:
+            return first.reduced(func, name, args, kwargs)
+        if name in _NUMBERS and first.dim() == 0:
             warnings.warn(
-                "a number such as the norm of one parameter's gradient on this rank was read; the sum over the "
-                f"parameters of this rank is not the whole model's: {_ADVICE}",
+                "a number such as the norm of one parameter's gradient on this rank was read; the sum over "
+                f"the parameters of this rank is not the whole model's: {_ADVICE}",
                 stacklevel=2,
             )
         with plain_tensors():
             found = func(*args, **kwargs)
-        if kind is StackedNorms and not (isinstance(found, Tensor) and found.shape == (len(numbers),)):
-            _refuse(name)
+        if kind is StackedNorms:
+            made = [each for each in pytree.tree_leaves([found]) if isinstance(each, Tensor)]
+            if name in _NUMBERS or any(each.shape != (len(numbers),) for each in made):
+                _refuse(name)
         if name == "clone" or name.startswith("new_") or name.endswith("_like"):
             return found  # as new gradients and the state of optimizers are
         if name == "__get__" and getattr(func, "__self__").__name__ not in _VIEWS:  # noqa: B009
             return found
         given = set(map(id, tensors))
 
-        def marked(made: Any, numbers: tuple[int, ...]) -> Any:
-            is_new = isinstance(made, Tensor) and made.is_floating_point() and id(made) not in given
-            return own[0].norms._marked(made, kind, numbers) if is_new else made
+        def marked(made: Any, source: LocalGradient, numbers: tuple[int, ...]) -> Any:
+            is_new = isinstance(made, Tensor) and id(made) not in given
+            has_values = is_new and (made.is_floating_point() or made.is_complex())
+            return source.norms._marked(made, kind, numbers) if has_values else made
 
         if is_of_lists and isinstance(found, list | tuple):
-            return [
-                marked(made, each.numbers) if isinstance(each, LocalGradient) else made
-                for made, each in zip(found, args[0], strict=True)
-            ]
-        if isinstance(found, list | tuple):
-            return (
-                type(found)(marked(each, numbers) for each in found)
-                if type(found) in (list, tuple)
-                else found
-            )
-        return marked(found, numbers)
+            pairs = zip(found, args[0], strict=True)
+            return [marked(x, g, g.numbers) if isinstance(g, LocalGradient) else x for x, g in pairs]
+        return pytree.tree_map(lambda each: marked(each, first, numbers), found)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with plain_tensors():
@@ -182,10 +168,9 @@ class StackedNorms(LocalGradient):
 
     def reduced(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any) -> Any:
         """What ``func`` makes of the numbers of all ranks."""
-        self.norms.require_gradients_everywhere(name)
         with plain_tensors():
             own = dict(zip(self.numbers, self.unbind(), strict=True))
-            every = self.norms.gathered(f"torch.{name} of stacked norms of gradients", own)
+            every = self.norms.gathered(f"torch.{name} of norms of gradients ({_INSTEAD})", own)
             return func(every.to(self.device), *args[1:], **kwargs)
 
 
@@ -203,11 +188,15 @@ def _refuse_reductions(func: Callable[..., Any], name: str) -> None:
         )
 
 
-def _accumulates(name: str, tensors: Sequence[Tensor], target: object) -> bool:
-    """Whether a number of one gradient is added to a plain tensor, or written into one."""
-    if name not in ("add_", "__iadd__", "__setitem__") or isinstance(target, LocalGradient):
-        return False
-    return all(each.dim() == 0 for each in tensors if name != "__setitem__" or each is not target)
+def _accumulates(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> bool:
+    """Whether a number of one gradient is added to a plain number or tensor, or written into one."""
+    if name == "__setitem__" and not isinstance(args[0], LocalGradient):
+        return tensors[-1].dim() == 0
+    is_sum = name in ("add", "__radd__") and type(args[1]) is int and args[1] == 0  # as Python's sum begins
+    is_added = name in ("add_", "__iadd__") and not isinstance(args[0], LocalGradient)
+    return (is_sum or is_added or "out" in kwargs) and all(each.dim() == 0 for each in tensors)
 
 
 def _refuse(name: str) -> NoReturn:
@@ -216,6 +205,8 @@ def _refuse(name: str) -> NoReturn:
         f"the whole model. {_ADVICE}"
     )
 
+
+_JOINS = {"cat", "concat", "concatenate", "hstack", "vstack"}
 
 _VIEWS = {"data", "T", "mT", "real"}
 """The properties of a gradient that have its values."""
