@@ -42,14 +42,13 @@ from pipec.ir.batch_split import repeated_tensors
 from pipec.option_conflicts import check_conflicts
 from pipec.options import GRADIENT_DTYPES, OPTIONS, Options, takes_options
 from pipec.pipeline import Pipeline
-from pipec.pipeline.compiled_executions import CompiledExecutions, local_batch_advice
+from pipec.pipeline.compiled_executions import CompiledExecutions
 from pipec.plan.optimizer_cost import OptimizerProperties
 from pipec.profiler import ProgressWrapper, profile_graph
 from pipec.runtime.absent_tensors import materialized
 from pipec.runtime.model_tensors import ModelTensors, restore_tensors
 from pipec.runtime.optimizers import state_bytes, update_scratch
 from pipec.runtime.processes.launch import Devices, default_num_ranks, world
-from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import weight_name
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -213,9 +212,8 @@ def _pipeline(
         batched=options.batched,
         microbatch_weight=options.microbatch_weight,
     )
-    advice = local_batch_advice if options.batch == "local" else same_batch_advice
     read = None if weights is None else weights.fill
-    return Pipeline(tensors, ranks, updates, executions, read, advice)
+    return Pipeline(tensors, ranks, updates, executions, read)
 
 
 def _topology(options: Options, ranks: Ranks, device_model: DeviceModel) -> Topology:

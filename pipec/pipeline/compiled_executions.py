@@ -31,7 +31,7 @@ from pipec.capture.sequence_first import sequence_first_spec
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
 from pipec.compiler.compiler import Compiler
-from pipec.console import logger, warn
+from pipec.console import logger
 from pipec.errors import (
     CaptureError,
     FailingModelError,
@@ -61,11 +61,11 @@ from pipec.runtime.messages.call_description import (
 from pipec.runtime.messages.exchange import Answer, CallRole, RankNote
 from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.random_seeds import peek_seed
-from pipec.runtime.sharded_loaders import dropped_parts_warning
 from pipec.runtime.step.microbatch_weight import MicrobatchWeight
 from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.tensors import Tensors
+from pipec.runtime.wrappers import refuse_functional_call
 from pipec.torch_compat import pytree
 
 
@@ -126,10 +126,10 @@ class CompiledExecutions(Executions):
         self._made: dict[int, CompiledArtifact] = {}
         self._last_made: dict[Mode, int] = {}
         self._valid_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
-        self._has_looked_for_parts = False
         self._snapshot = ModelSnapshot(compiler.model)
         self._known_tensors = self._snapshot.tensors
         self.has_target = compiler.settings.loss_fn is not None
+        self.compile_seconds = compiler.stopwatch.seconds
 
     @property
     def may_be_asynchronous(self) -> bool:
@@ -137,15 +137,9 @@ class CompiledExecutions(Executions):
 
     @property
     def num_replicas(self) -> int:
-        """The number of parts in which ranks pass a batch."""
         replicas = self.compiler.decided.policy.replicas
         divides = self.batch == "local" and self.agreement.is_distributed
         return replicas if divides and isinstance(replicas, int) else 1
-
-    @property
-    def replica(self) -> int:
-        """The part of a batch that this rank passes, from 0."""
-        return self.ranks.world.rank % self.num_replicas
 
     @property
     def profile(self) -> Any:
@@ -154,10 +148,6 @@ class CompiledExecutions(Executions):
     @property
     def memory_bytes(self) -> Sequence[float]:
         return [device.memory_bytes for device in self.compiler.decided.options.topology.devices]
-
-    @property
-    def compile_seconds(self) -> dict[str, float]:
-        return self.compiler.stopwatch.seconds
 
     def copied(self, model: nn.Module) -> MakeExecutions:
         def make(tensors: Tensors, agreement: CallAgreement, steps: StepState) -> Executions:
@@ -273,16 +263,23 @@ class CompiledExecutions(Executions):
         return self._agree_across_ranks(request, call, refusal, refuses_mixed_rows)
 
     def _agree_across_ranks(
-        self, request: CallRequest, call: ModelCall, refusal: PipecError | None, refuses_mixed_rows: bool
+        self,
+        request: CallRequest,
+        call: ModelCall,
+        refusal: PipecError | None = None,
+        refuses_mixed_rows: bool = False,
+        rows: tuple[int, ...] = (),
     ) -> CompiledCall:
+        """The call, which rank 0 has decided how to run. ``rows`` are known where some ranks have joined."""
         snapshot, part = self.snapshot(), CallDescription()
         fingerprint = self._fingerprint(request.mode, snapshot)
         description = self._describe_model(request, fingerprint, snapshot)
+        is_local = self.batch == "local" and not rows
         if refusal is not None:
             description |= {"refused": str(refusal)}
         elif self.batch == "same":
             description |= _describe_batch(call, request)
-        elif self.batch == "local":
+        elif is_local:
             description |= _describe_types(call, request)
             part = _describe_rows(call, request)
         signature: CaptureSignature | None = None
@@ -291,24 +288,23 @@ class CompiledExecutions(Executions):
             nonlocal signature
             if refusal is not None:
                 return None
-            if found := self._unusual(notes, snapshot):
+            if found := self._unusual(notes, snapshot, is_local):
                 return found
-            rows = self._rows(notes) if part else (call.batch_size,)
-            decision, signature = self._decide(request, call, fingerprint, rows)
+            every = rows or (self._rows(notes) if is_local else (call.batch_size,))
+            decision, signature = self._decide(request, call, fingerprint, every)
             return {"decision": vars(decision)}
 
         numbers = self._numbers() + ([call.batch_size, _digest(part)] if part else [])
-        call_role = CallRole.OPTIONAL if self.batch == "local" else CallRole.REQUIRED
+        call_role = CallRole.OPTIONAL if is_local else CallRole.REQUIRED
         answer = self.agreement.require_same_call(request.name, description, decide, numbers, call_role)
         self.agreement.exit_on_signal(self.drain, answer)
         if refusal is not None:
             raise refusal
         if "owner" in answer.value:
-            return self._inform_joined_ranks(answer, part, request, call)
+            return self._inform_joined_ranks(answer, request, call)
         if self._changes_model(answer, snapshot, part):
-            return self._agree_across_ranks(request, call, None, refuses_mixed_rows)
+            return self._agree_across_ranks(request, call, None, refuses_mixed_rows, rows)
         if self.batch == "rank0":
-            self._warn_of_dropped_parts()
             call = self._sent(request, call)
         decision = _Decision(**answer.value["decision"])
         return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
@@ -320,7 +316,7 @@ class CompiledExecutions(Executions):
         answer = self.agreement.require_same_call(
             "join",
             own,
-            lambda notes: self._unusual(notes, snapshot),
+            lambda notes: self._unusual(notes, snapshot, is_local=True),
             self._numbers(),
             call_role=CallRole.JOINED,
         )
@@ -328,11 +324,11 @@ class CompiledExecutions(Executions):
         if "all joined" in answer.value:
             return None
         self._changes_model(answer, snapshot, own)
-        return self._inform_joined_ranks(answer, own)
+        return self._inform_joined_ranks(answer)
 
-    def _unusual(self, notes: Sequence[RankNote], snapshot: ModelSnapshot) -> dict[str, Any]:
+    def _unusual(self, notes: Sequence[RankNote], snapshot: ModelSnapshot, is_local: bool) -> dict[str, Any]:
         """What all ranks do before they make the call; empty if nothing. Rank 0 decides it."""
-        if self.batch == "local":
+        if is_local:
             count = self.num_replicas
             parts = [(note.joined, *note.numbers[_ROWS:]) for note in notes]
             if any(each != parts[rank % count] for rank, each in enumerate(parts)):
@@ -367,7 +363,6 @@ class CompiledExecutions(Executions):
     def _inform_joined_ranks(
         self,
         answer: Answer,
-        part: CallDescription,
         request: CallRequest | None = None,
         call: ModelCall | None = None,
     ) -> CompiledCall:
@@ -392,30 +387,7 @@ class CompiledExecutions(Executions):
                 "some ranks have joined, but a step without them needs pipec.compile(..., optimizer=...): an "
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
-        return self._agree_with_joined(request, call, rows, part)
-
-    def _agree_with_joined(
-        self, request: CallRequest, call: ModelCall, rows: tuple[int, ...], part: CallDescription
-    ) -> CompiledCall:
-        snapshot = self.snapshot()
-        fingerprint = self._fingerprint(request.mode, snapshot)
-        signature: CaptureSignature | None = None
-
-        def decide(notes: Sequence[RankNote]) -> Any:
-            nonlocal signature
-            if self.replaced_names(snapshot):
-                return {"model changed": True}
-            if any(note.numbers[_TRAINED] != self.tensors.trainable_hash for note in notes):
-                return {"trained differs": True}
-            decision, signature = self._decide(request, call, fingerprint, rows)
-            return {"decision": vars(decision)}
-
-        description = self._describe_model(request, fingerprint, snapshot)
-        answer = self.agreement.require_same_call(request.name, description, decide, self._numbers())
-        if self._changes_model(answer, snapshot, part):
-            return self._agree_with_joined(request, call, rows, part)
-        decision = _Decision(**answer.value["decision"])
-        return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows=False)
+        return self._agree_across_ranks(request, call, rows=rows)
 
     def _numbers(self) -> list[int]:
         """What rank 0 is told of this rank besides its arguments."""
@@ -618,6 +590,7 @@ class CompiledExecutions(Executions):
         if names:
             model = ModelTensors.of(self.compiler.model)
             model.refuse_shared_memory()
+            refuse_functional_call()
             self.unshard()
             self.tensors.replace(model, names)
             self.follow_tensors()
@@ -628,12 +601,6 @@ class CompiledExecutions(Executions):
         self.compiler.canonical = self.tensors.canonical
         self._known_tensors = self.snapshot().tensors
         self.clear()
-
-    def _warn_of_dropped_parts(self) -> None:
-        """Warn once if a loader of this process takes a part of the data, and only rank 0's is used."""
-        if not self._has_looked_for_parts and (warning := dropped_parts_warning()):
-            warn(warning)
-        self._has_looked_for_parts = True
 
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
         activity = f"sharing rank 0's batch of {request.name}"
@@ -679,7 +646,7 @@ class CompiledExecutions(Executions):
             refuse_input_gradients(ModelCall(args, kwargs, target))
         cached = self._checked_calls.get(key) if key else None
         if cached is None:
-            cached = self._checked(mode, args, kwargs, target)
+            cached = self._new_call(mode, args, kwargs, target)
             if key and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
                 self._checked_calls.put(key, cached)
             return cached
@@ -689,7 +656,7 @@ class CompiledExecutions(Executions):
             args, kwargs, target = pytree.tree_unflatten(laid_out, structure)
         return cached.with_arguments(args, kwargs, target, laid_out)
 
-    def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
+    def _new_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
         given = ModelCall(args, kwargs, target).leaves
@@ -765,15 +732,6 @@ def _replica_mismatch(every: Sequence[CallDescription], count: int) -> str:
     return "\n".join(lines) + (
         "\nRanks of the same replica pass the same rows, and join together: make a DistributedSampler with "
         "num_replicas=pipe.num_replicas and rank=pipe.replica, and seed it alike on all ranks"
-    )
-
-
-def local_batch_advice() -> str:
-    """What to do if the parts of a batch do not fit together."""
-    return (
-        'With batch="local" the parts of all replicas have the same structure, types and sizes but for their '
-        "rows, and what is not split is the same. See that every rank makes its part in the same way; say "
-        "what is split with batched=... if the sizes do not tell it apart"
     )
 
 

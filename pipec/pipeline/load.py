@@ -25,7 +25,7 @@ from pipec.ir.argument_checks import (
 )
 from pipec.pipeline.pipeline import Pipeline
 from pipec.runtime.absent_tensors import materialized, release_elsewhere
-from pipec.runtime.given_executions import GivenExecutions
+from pipec.runtime.executions import Executions
 from pipec.runtime.messages.call_description import format_ranks
 from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.optimizers import Factory
@@ -116,7 +116,7 @@ def pipeline_of(
             else "the artifact was compiled without a function as microbatch_weight, and takes none; "
             "leave it out"
         )
-    executions = functools.partial(GivenExecutions, artifacts=artifacts, microbatch_weight=microbatch_weight)
+    executions = functools.partial(Executions, given=artifacts, microbatch_weight=microbatch_weight)
     return Pipeline(names, ranks, updates, executions)
 
 

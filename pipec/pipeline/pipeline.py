@@ -28,24 +28,22 @@ from pipec.pipeline.pipeline_module import PipelineModule, make_module, refuse_o
 from pipec.runtime.absent_tensors import copies_of_absent, is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.call_guard import CallGuard, LossIterator, exclusive_call
-from pipec.runtime.executions import STEP, CallRequest, MakeExecutions
-from pipec.runtime.given_executions import Leaves
+from pipec.runtime.executions import STEP, CallRequest, Leaves, MakeExecutions
 from pipec.runtime.held_gradients import HeldGradients
-from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, ForwardOutput, StepLoss
+from pipec.runtime.loss_tensors import ForwardOutput
 from pipec.runtime.messages.exchange import RankNote
 from pipec.runtime.model_tensors import ModelTensors, fill_tensors, register_tensors
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.optimizers.pipeline_optimizer import refuse_update
 from pipec.runtime.recording import Recording
-from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.tensors import ReadTensors, Tensors
-from pipec.runtime.whole_model import StateOfRank0, WholeModel, local_optimizer_state
-from pipec.runtime.wrappers import is_called_by_dcp, refuse_wrappers
+from pipec.runtime.whole_model import StateOfRank0, WholeState, local_state
+from pipec.runtime.wrappers import refuse_or_find_dcp, refuse_wrappers
 from pipec.torch_compat import pytree
 from pipec.torch_compat.run_time import ConvertedModule, share_registries
 
@@ -96,18 +94,18 @@ class Pipeline(ConvertedModule):
         updates: OptimizerUpdates | None,
         make_executions: MakeExecutions,
         read: ReadTensors | None = None,
-        batch_advice: Callable[[], str] = same_batch_advice,
     ) -> None:
         super().__init__()
+        refuse_wrappers()
         self._call_guard, self._steps = CallGuard(), StepState(updates)
         self._modes_before_eval: dict[nn.Module, bool] = {}
         self.last_step_seconds: float | None = None
         self._tensors = Tensors(self, names, ranks, updates, read)
-        self._agreement = CallAgreement(ranks, self._steps, batch_advice)
+        self._agreement = CallAgreement(ranks, self._steps)
         self._executions = make_executions(self._tensors, self._agreement, self._steps)
         self._stream = StreamTraining(self._executions)
         self._checkpoints = Checkpoints(self, self._executions, self._stream)
-        self._whole = WholeModel(self._executions)
+        self._whole = WholeState(self._executions)
         if updates is not None:
             updates.optimizer.before_state_access, updates.optimizer.make_update = self.drain, self._update
         self._register()
@@ -189,7 +187,7 @@ class Pipeline(ConvertedModule):
         call = self._executions.agree(request, CallArguments(args, kwargs, target))
         self._stream.leave_last()
         begun = time.perf_counter()
-        loss = _explaining(self._executions.train(call), STEP_LOSS)
+        loss: Tensor | tuple[Tensor, Any] = self._executions.train(call)
         self.last_step_seconds = time.perf_counter() - begun
         return loss
 
@@ -218,13 +216,13 @@ class Pipeline(ConvertedModule):
         """
         request = CallRequest("eval_step", Mode.LOSS, outputs)
         call = self._executions.agree(request, CallArguments(args, kwargs, target))
-        return _explaining(self._executions.loss(call), EVAL_LOSS)
+        loss: Tensor | tuple[Tensor, Any] = self._executions.loss(call)
+        return loss
 
     @_with_signature_of_model
     @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
-        refuse_wrappers()
         request = CallRequest("forward", Mode.FORWARD)
         output = self._executions.output(self._executions.agree(request, CallArguments(args, kwargs)))
         if not self.training or not torch.is_grad_enabled():
@@ -243,7 +241,8 @@ class Pipeline(ConvertedModule):
         """As ``step`` of a loaded artifact, for the leaves of its arguments in the order of the plan's."""
         call = self._executions.agree(STEP, Leaves(tuple(leaves)))
         self._stream.leave_last()
-        return StepLoss.of(self._executions.train(call), STEP_LOSS)
+        loss: Tensor = self._executions.train(call)
+        return loss
 
     def stream_of_leaves(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
         """As ``stream``, for the leaves of each batch as ``step_with_leaves`` takes them."""
@@ -410,8 +409,7 @@ class Pipeline(ConvertedModule):
 
     def _adopt_registered(self) -> None:
         """Train the tensors that replaced others in this module."""
-        model = self._executions.model
-        self._tensors.adopt_registered([] if model is None else [model])
+        self._tensors.adopt_registered()
         self._executions.follow_tensors()
 
     @exclusive_call
@@ -430,8 +428,8 @@ class Pipeline(ConvertedModule):
         if updates is not None:
             with materialized(names.unique().values()):
                 updates = updates.of(names.unique_parameters())
-        make, advice = self._executions.copied(model), self._agreement.batch_advice
-        copied = memo[id(self)] = Pipeline(names, self.ranks, updates, make, self._tensors.read, advice)
+        make = self._executions.copied(model)
+        copied = memo[id(self)] = Pipeline(names, self.ranks, updates, make, self._tensors.read)
         self._tensors.copy_to(copied._tensors)
         return copied
 
@@ -557,29 +555,6 @@ class Pipeline(ConvertedModule):
         finally:
             steps.accumulates = before
 
-    @contextlib.contextmanager
-    def record(
-        self, every: int = 1, compile_seconds: Callable[[], float] = lambda: 0.0
-    ) -> Iterator[Recording]:
-        """Note when every instruction runs, in every ``every``-th step that is made inside a ``with``.
-
-        When the ``with`` ends, the recording has the times of every rank, so all ranks record, or none. If it
-        ends with an error, in one process it has the steps before; under ``torchrun`` it has none.
-        """
-        steps = self._steps
-        outer, steps.recording = steps.recording, Recording(every, steps.num_steps, compile_seconds)
-        recording = steps.recording
-        try:
-            yield recording
-            recording.steps = self.ranks.gathered(recording.steps)
-        except BaseException:
-            if self._agreement.is_distributed:  # the other ranks may be elsewhere
-                recording.steps.clear()
-            raise
-        finally:
-            steps.recording = outer
-            recording.drop_unfinished()
-
     def before_stop(self, call: Callable[[], object]) -> None:
         """Let ``call`` be called on every rank when all end because one was sent SIGTERM or SIGINT.
 
@@ -617,7 +592,7 @@ class Pipeline(ConvertedModule):
                 "pipe.step(...) has already updated the parameters: the pipeline was compiled with "
                 "optimizer=...; pass clip_grad_norm=... to pipec.compile"
             )
-        total = self._whole.total_norm(f"clip_grad_norm_({max_norm}, {norm_type})", None, norm_type)
+        total = self._executions.norms.total(f"clip_grad_norm_({max_norm}, {norm_type})", norm_type)
         torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
         return total
 
@@ -642,8 +617,7 @@ class Pipeline(ConvertedModule):
         return self._whole_state(True, args, kwargs)
 
     def _whole_state(self, all_ranks: bool, args: Any, kwargs: Any) -> Any:
-        refuse_wrappers()
-        if is_called_by_dcp():
+        if refuse_or_find_dcp():
             return self._state_for_dcp()
         if not self._tensors.are_spread:
             return self._state(*args, **kwargs)
@@ -689,7 +663,8 @@ class Pipeline(ConvertedModule):
         every rank then calls this.
         """
         if optimizer is not None:
-            return local_optimizer_state(optimizer)
+            with local_state():
+                return optimizer.state_dict()
         return {name: x for name, x in self._state().items() if not is_absent(x)}
 
     def _state(self, *args: Any, **kwargs: Any) -> Any:
@@ -835,14 +810,8 @@ class Pipeline(ConvertedModule):
         self._tensors.uninitialized.mark({fqn: x for fqn, x in tensors.items() if fqn in on_meta})
         return self
 
-    def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """As in torch. Wrappers look for attributes that they give to modules."""
-        refuse_wrappers()
-        return super().__getattr__(name)
-
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own modules, the model itself first. The next call follows changes in them."""
-        refuse_wrappers()
+        """Those of the model, with the model itself first: what is set there, the next call follows."""
         model = self._executions.model
         named = super().named_modules if model is None else model.named_modules
         return named(*args, **kwargs)
@@ -853,16 +822,6 @@ class Pipeline(ConvertedModule):
             "pipe.compile(...) would trace forward, which runs compiled stages on all ranks. Leave it out: "
             'pipec.compile(..., kernels="inductor") compiles the code of each stage'
         )
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch."""
-        refuse_wrappers()
-        return super().register_forward_pre_hook(*args, **kwargs)
-
-    def _replicate_for_data_parallel(self) -> NoReturn:
-        """Refuse: ``DataParallel`` calls this."""
-        refuse_wrappers()
-        raise InputError("a pipeline cannot be replicated; pass replicas=... to pipec.compile")
 
     def __reduce__(self) -> Any:
         raise InputError(
@@ -1071,13 +1030,24 @@ class Pipeline(ConvertedModule):
         check_arguments(METHOD_ARGUMENTS, locals())
         from pipec.drawn_artifacts import DrawnTrace, add_recorded_steps
 
-        trace, recording = DrawnTrace() if trace is None else trace, None
+        trace, steps = DrawnTrace() if trace is None else trace, self._steps
+        outer, recording = steps.recording, Recording(every, steps.num_steps, self._compile_seconds)
+        steps.recording = recording
         try:
-            with self.record(every, lambda: sum(self._executions.compile_seconds.values())) as recording:
-                yield trace
+            yield trace
+            recording.steps = self.ranks.gathered(recording.steps)
+        except BaseException:
+            if self._agreement.is_distributed:  # the other ranks may be elsewhere
+                recording.steps.clear()
+            raise
         finally:
-            if recording is not None and recording.steps:
+            steps.recording = outer
+            recording.drop_unfinished()
+            if recording.steps:
                 add_recorded_steps(trace, self._artifact, recording)
+
+    def _compile_seconds(self) -> float:
+        return sum(self._executions.compile_seconds.values())
 
     @property
     def compile_seconds(self) -> dict[str, float]:
@@ -1087,11 +1057,3 @@ class Pipeline(ConvertedModule):
 
 def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _explaining(result: Any, explanation: str) -> Tensor | tuple[Tensor, Any]:
-    """What a step returns, a loss or a tuple of loss and output, with a loss that explains its backward."""
-    if isinstance(result, tuple):
-        loss, output = result
-        return StepLoss.of(loss, explanation), output
-    return StepLoss.of(result, explanation)

@@ -19,7 +19,7 @@ from pipec.console import warn
 from pipec.errors import InputError
 from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import ModuleLoss
-from pipec.runtime.wrappers import AcceleratedModule, refuse_wrappers
+from pipec.runtime.wrappers import AcceleratedModule
 from pipec.torch_compat import pytree
 from pipec.torch_compat.run_time import ConvertedModule, share_registries
 
@@ -65,7 +65,6 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """In training mode the loss, of one step; else the output. A target is for ``loss_fn``."""
-        refuse_wrappers()
         if not self.training or not torch.is_grad_enabled():
             return self._evaluated(args, kwargs, target)
         self._dropped.warn()

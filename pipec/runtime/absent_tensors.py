@@ -10,17 +10,18 @@ what it holds. Everything else raises InputError.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import GetSetDescriptorType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipec.errors import InputError
-from pipec.runtime.wrappers import calls_module, refuse_wrappers
 from pipec.torch_compat import pytree
+from pipec.torch_compat.operators import TorchDispatchMode
+from pipec.torch_compat.run_time import memory_id
 
 plain_tensors = torch.DisableTorchFunctionSubclass
 """Inside a ``with`` of it, absent tensors are plain ones: of NaN, each in the memory of one element."""
@@ -51,20 +52,17 @@ class _Absent:
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA or (func in _TEMPLATES and not is_absent(args[0])):
-            return _metadata(func, args, kwargs)
         if func == _SET_DATA:
             return _set_data(*args)
-        if func in _ELEMENTWISE:
-            return _elementwise(func, args, kwargs)
-        if isinstance(getattr(func, "__self__", None), GetSetDescriptorType) and len(args) == 1:
-            return _property(func, args[0])
-        if func in _ELEMENTWISE_UPDATES:
-            return _update(func, args, kwargs)
-        if func in _UPDATES_OF_LISTS:
-            return _update_lists(func, args, kwargs)
-        _refuse(func, args, kwargs)
+        if func in _READ_MEMORY:
+            _refuse(func, args, kwargs)
+        with plain_tensors(), _Elementwise(func) as mode:
+            found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            return mode.checked(found, _tensors(args, kwargs))
+        if not isinstance(found, _METADATA):
+            _refuse(func, args, kwargs)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse("copy.deepcopy", [self])
@@ -86,6 +84,79 @@ class AbsentBuffer(_Absent, Tensor):  # type: ignore[misc]
     """A buffer that other processes hold, or what was computed of absent tensors."""
 
 
+class _Elementwise(TorchDispatchMode):
+    """Lets operators that ``func`` runs work on absent tensors element by element, and refuses all others.
+
+    Shapes and types need no operator. What reads values, or puts them into another shape, does.
+    """
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._func = func
+        self._last: Tensor | None = None
+
+    def __torch_dispatch__(self, op: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(op).split(".")[1]
+        absent = [each for each in _tensors(args, kwargs) if is_absent(each)]
+        if not absent or name.startswith("new_"):
+            return op(*args, **kwargs)
+        if name.startswith("_foreach_") and name.endswith("_"):
+            return self._update_lists(op, args, kwargs)
+        is_elementwise = torch.Tag.pointwise in op.tags or name in _ELEMENTWISE
+        if not is_elementwise or torch.Tag.nondeterministic_seeded in op.tags or "out" in kwargs:
+            _refuse(self._func, absent)
+        first = self._first(args, kwargs)
+        if name.endswith("_"):
+            if not is_absent(args[0]) or _is_sharded(args[0]):  # no process would change it
+                _refuse(self._func, absent)
+            return args[0]
+        numbers, options = pytree.tree_map(_number, (list(args), kwargs))
+        options.pop("memory_format", None)
+        self._last = first
+        with torch.no_grad():
+            return _like(op(*numbers, **options).expand(first.shape), first)
+
+    def checked(self, found: Tensor, given: Sequence[Tensor]) -> Tensor:
+        """A result, which is absent if it was computed of absent tensors, or has the memory of one."""
+        if is_absent(found) or any(found is each for each in given):
+            return found
+        with plain_tensors():
+            memory = memory_id(found)
+            aliases = [each for each in given if is_absent(each) and memory_id(each) == memory]
+            source = aliases[0] if aliases else self._last
+            if source is None:
+                return found
+            if found.shape == source.shape:
+                return _like(found, source)
+        _refuse(self._func, given)
+
+    def _first(self, args: object, kwargs: object = None) -> Tensor:
+        """The first absent tensor. Raises InputError if one of the others is neither absent nor a number."""
+        tensors = _tensors(args, kwargs)
+        absent = [each for each in tensors if is_absent(each)]
+        shapes = {each.shape for each in tensors if is_absent(each) or each.dim()}
+        if len(shapes) > 1 or any(each.dim() for each in tensors if not is_absent(each)):
+            _refuse(self._func, absent)
+        return next(filter(_is_sharded, absent), absent[0])
+
+    def _update_lists(self, op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        """The update of the tensors of lists that are not absent. Their processes update the others."""
+        lists = [each for each in args if isinstance(each, list | tuple)]
+        for row in zip(*lists, strict=True):
+            if any(map(is_absent, row)):
+                self._first(row)
+                if not is_absent(row[0]) or _is_sharded(row[0]):
+                    _refuse(self._func, row)
+        there = [not is_absent(each) for each in lists[0]]
+        kept = [
+            [x for x, is_here in zip(each, there, strict=True) if is_here]
+            if any(each is x for x in lists)
+            else each
+            for each in args
+        ]
+        return op(*kept, **kwargs) if any(there) else None
+
+
 def is_absent(tensor: object) -> bool:
     """Whether this process does not have the values of a tensor."""
     return isinstance(tensor, _Absent)
@@ -94,6 +165,10 @@ def is_absent(tensor: object) -> bool:
 def is_unread(tensor: object) -> bool:
     """Whether the values of a tensor are still in a file."""
     return isinstance(tensor, _Absent) and tensor.absence.is_unread
+
+
+def _is_sharded(tensor: object) -> bool:
+    return isinstance(tensor, _Absent) and tensor.absence.is_sharded
 
 
 def release_unread(name: str, tensor: Tensor, place: str) -> None:
@@ -200,70 +275,14 @@ def _alike(tensor: Tensor) -> Tensor:
 
 def _number(value: Any) -> Any:
     """For an absent tensor, a tensor of one element of its dtype."""
-    if not is_absent(value):
-        return value
-    with plain_tensors():
-        return value.detach().as_strided((), ())
+    return value.detach().as_strided((), ()) if is_absent(value) else value
 
 
-def _metadata(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What ``func`` returns, which does not depend on values."""
-    refuse_wrappers()
-    with plain_tensors():
-        return func(*args, **kwargs)
-
-
-def _property(get: Callable[..., Any], tensor: Tensor) -> Any:
-    """A property of an absent tensor such as ``shape``. Raises InputError if it is a tensor, as ``mT`` is."""
-    found = _metadata(get, [tensor], {})
-    if isinstance(found, Tensor):
-        _refuse(get, [tensor])
-    return found
-
-
-def _elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An absent tensor, of the dtype and on the device that ``func`` of these arguments has."""
-    first = _require_all_absent(func, args, kwargs)
-    kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
-    with plain_tensors(), torch.no_grad():
-        made: Tensor = func(*map(_number, args), **pytree.tree_map(_number, kwargs)).expand(first.shape)
+def _like(made: Tensor, absent: Tensor) -> Tensor:
+    """The same tensor as one that is absent where another one is."""
     made.__class__ = AbsentBuffer
-    cast(_Absent, made).absence = cast(_Absent, first).absence
+    cast(_Absent, made).absence = cast(_Absent, absent).absence
     return made
-
-
-def _update(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Nothing: the process that holds the values makes the update."""
-    _require_all_absent(func, args, kwargs, may_be_sharded=False)
-    return cast(Tensor, args[0])
-
-
-def _update_lists(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The update of the tensors of lists that are not absent."""
-    lists = [each for each in args if isinstance(each, list | tuple)]
-    for row in zip(*lists, strict=True):
-        if any(map(is_absent, row)):
-            _require_all_absent(func, row, {}, may_be_sharded=False)
-    there = [not is_absent(each) for each in lists[0]]
-    kept = [
-        [x for x, here in zip(each, there, strict=True) if here] if isinstance(each, list | tuple) else each
-        for each in args
-    ]
-    return func(*kept, **kwargs) if any(there) else None
-
-
-def _require_all_absent(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], may_be_sharded: bool = True
-) -> Tensor:
-    """The first absent tensor. Raises InputError if one of the others is neither absent nor a number."""
-    tensors = _tensors(args, kwargs)
-    absent = [each for each in tensors if is_absent(each)]
-    if any(each.dim() for each in tensors if not is_absent(each)) or len({each.shape for each in absent}) > 1:
-        _refuse(func, args, kwargs)
-    sharded = [each for each in absent if cast(_Absent, each).absence.is_sharded]
-    if sharded and not may_be_sharded:
-        _refuse(func, sharded)
-    return (sharded or absent)[0]
 
 
 def _set_data(tensor: Tensor, values: Tensor) -> None:
@@ -273,36 +292,30 @@ def _set_data(tensor: Tensor, values: Tensor) -> None:
     if is_absent(values):
         with plain_tensors():
             tensor.data = _one_element(values).expand(values.shape)
-    elif cast(_Absent, tensor).absence.is_sharded and isinstance(tensor, nn.Parameter):
+    elif _is_sharded(tensor) and isinstance(tensor, nn.Parameter):
         hold(tensor, values)
     else:
         _refuse("writing to .data", [tensor])
 
 
-def _tensors(args: object, kwargs: object) -> list[Tensor]:
+def _tensors(args: object, kwargs: object = None) -> list[Tensor]:
     return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
 
 
 def _refuse(func: Callable[..., Any] | str, args: Sequence[Any], kwargs: Any = None) -> NoReturn:
-    refuse_wrappers()
-    absence = next(cast(_Absent, each).absence for each in _tensors(args, kwargs or {}) if is_absent(each))
-    refuse_unread(*[each for each in _tensors(args, kwargs or {}) if is_unread(each)])
-    found = f"{absence.name} is {absence.place}, and this process has none of its values"
-    if calls_module():
-        raise InputError(
-            f"the model was called, not the pipeline: {found}. Call pipe(...), pipe.eval_step(...) or "
-            "pipe.step(...), in which all ranks run their stages. For what a pipeline has no method for, as "
-            "generate(), every rank calls pipe.gather_into(model); then rank 0 has the whole model until "
-            "the next step"
-        )
+    absent = [each for each in _tensors(args, kwargs) if is_absent(each)]
+    refuse_unread(*absent)
+    absence = cast(_Absent, absent[0]).absence
     name = func if isinstance(func, str) else getattr(func, "__qualname__", str(func)).split(".")[-1]
     if name == "__get__":
         read = getattr(func, "__self__")  # noqa: B009
         name = f"reading .{getattr(read, '__name__', None) or read.fget.__name__}"
     raise InputError(
         f"{name} cannot use {absence.name}: it is {absence.place}, and this process has none of its values. "
-        "Every rank calls one of these: pipe.state_dict(), which is the whole model's on rank 0; "
-        "pipe.gather_into(model), after which rank 0 has the whole model; pipe.save_checkpoint(...), "
+        "Call pipe(...), pipe.eval_step(...) or pipe.step(...), not the model. For the values, every rank "
+        "calls one of these: pipe.state_dict(), which is the whole model's on rank 0; "
+        "pipe.gather_into(model), after which rank 0 has the whole model until the next step, as for "
+        "model.generate(...); pipe.save_checkpoint(...), "
         "pipe.load_state_dict(...) or copy.deepcopy(pipe). An average of parameters, such as "
         "AveragedModel(pipe), is right if it is made once the pipeline is compiled, by a step or "
         "pipe.prepare(...); a penalty on parameters belongs into the model's forward or the optimizer"
@@ -321,50 +334,19 @@ def refuse_unread(*tensors: Tensor) -> None:
             )
 
 
-def _functions(owner: object, names: str) -> frozenset[Callable[..., Any]]:
-    return frozenset(getattr(owner, name) for name in names.split() if hasattr(owner, name))
-
-
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
+_READ_MEMORY = {Tensor.data_ptr, Tensor.storage, Tensor.tolist, torch.autograd.grad}
+"""What reads values without an operator, and returns plain numbers."""
+
 _METADATA = (
-    _functions(
-        Tensor,
-        "size dim numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference "
-        "get_device requires_grad_ register_hook register_post_accumulate_grad_hook __len__ __format__ "
-        "has_names is_conj is_neg is_distributed new_zeros new_ones new_full new_empty new_tensor",
-    )
-    | _functions(torch, "is_floating_point is_complex is_signed numel is_conj is_neg is_inference")
-    | {
-        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        torch._has_compatible_shallow_copy_type,
-    }
+    *(bool, int, str, tuple, list, type(None), type(NotImplemented)),
+    *(torch.dtype, torch.device, torch.layout, RemovableHandle),
 )
-"""What does not depend on the values."""
+"""The types of what does not depend on values. Memory, arrays and capsules are none of these."""
 
-_TEMPLATES = _functions(Tensor, "to type_as expand_as view_as reshape_as") | _functions(torch, "result_type")
-"""What reads the dtype, the device or the shape of its second argument alone."""
-
-_ELEMENTWISE = (
-    _functions(
-        Tensor,
-        "to half float double bfloat16 cpu cuda clone detach add sub mul div true_divide lerp rsub neg "
-        "__radd__ __rsub__ __rmul__ __rtruediv__",
-    )
-    | _functions(
-        torch, "clone add sub mul div true_divide lerp rsub neg empty_like zeros_like ones_like full_like"
-    )
-    | {Tensor.data.__get__}  # type: ignore[attr-defined]
-)
-"""What gives absent tensors of absent tensors and numbers."""
-
-_ELEMENTWISE_UPDATES = _functions(
-    Tensor, "copy_ add_ sub_ mul_ div_ true_divide_ lerp_ zero_ fill_ clamp_ clamp_min_ clamp_max_ detach_"
-)
-"""What changes an absent tensor by absent tensors and numbers alone."""
-
-_UPDATES_OF_LISTS = _functions(
-    torch,
-    "_foreach_copy_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_lerp_ _foreach_zero_",
-)
-"""The same for lists of tensors, of which some may be absent."""
+_ELEMENTWISE = {
+    *("alias", "detach", "detach_", "lift_fresh", "_to_copy", "copy_", "fill", "fill_", "zero_", "rsub"),
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+}
+"""Operators that torch does not call pointwise, although they work element by element."""

@@ -1,6 +1,5 @@
 """Makes each call of a pipeline one of all ranks: rank 0 decides what they do, or all raise one error."""
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 
@@ -10,22 +9,15 @@ from pipec.errors import InputError
 from pipec.runtime.messages.call_description import CallDescription, describe_differences, format_ranks
 from pipec.runtime.messages.exchange import Answer, CallRole, Decide, no_decision
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS, exit_all_ranks
-from pipec.runtime.sharded_loaders import same_batch_advice
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState
 
 
 class CallAgreement:
-    """Compares what the ranks were called with, and what they did since the last call.
+    """Compares what the ranks were called with, and what they did since the last call."""
 
-    ``batch_advice`` says to ranks that passed different batches what to do.
-    """
-
-    def __init__(
-        self, ranks: Ranks, steps: StepState, batch_advice: Callable[[], str] = same_batch_advice
-    ) -> None:
+    def __init__(self, ranks: Ranks, steps: StepState) -> None:
         self.ranks, self.is_distributed, self._steps = ranks, ranks.world.is_distributed, steps
-        self.batch_advice = batch_advice
         self._backward_factors: dict[int, Tensor] = {}
         self._before_stop: list[Callable[[], object]] = []
         self._process = os.getpid()
@@ -47,7 +39,7 @@ class CallAgreement:
         return self.ranks.exchange.require_same_call(
             f"calling {call}",
             {"call": call, **self._backward_since_last_call(), **call_description},
-            functools.partial(_mismatch_message, advice=self.batch_advice),
+            _mismatch_message,
             decide,
             numbers,
             call_role,
@@ -104,8 +96,8 @@ _GATHERING = (
 )
 
 
-def _mismatch_message(every: Sequence[CallDescription], advice: Callable[[], str]) -> str:
-    """How the ranks' descriptions of a call differ. ``advice`` is for batches that differ."""
+def _mismatch_message(every: Sequence[CallDescription]) -> str:
+    """How the ranks' descriptions of a call differ."""
     kind = every[0]["call"].partition(",")[0]
     if len({description["call"] for description in every}) > 1:
         calls = [{"call": description["call"]} for description in every]
@@ -119,7 +111,7 @@ def _mismatch_message(every: Sequence[CallDescription], advice: Callable[[], str
         batches = [{"batches": description.get("batches", "another one")} for description in every]
         return (
             f"the ranks' streams do not have the same batches:\n{describe_differences(batches)}\nEvery rank "
-            f"iterates over the same batches, and as many. {advice()}"
+            f"iterates over the same batches, and as many. {_BATCH_ADVICE}"
         )
     if failed := [rank for rank, description in enumerate(every) if "refused" in description]:
         return f"{kind} cannot use the arguments of {format_ranks(failed)}:\n{every[failed[0]]['refused']}"
@@ -144,8 +136,22 @@ def _mismatch_message(every: Sequence[CallDescription], advice: Callable[[], str
             "rank makes the same changes to pipe.optimizer, and the same schedulers step on all of them; "
             "where ranks join, pipe.join(scheduler.step) does so"
         )
-    return f"the ranks passed different batches to {kind}:\n{describe_differences(every)}\n{advice()}"
+    return f"the ranks passed different batches to {kind}:\n{describe_differences(every)}\n{_BATCH_ADVICE}"
 
 
 def _is_of_optimizer(name: str) -> bool:
     return name == "accumulates" or name.endswith(" of the optimizer")
+
+
+_BATCH_ADVICE = (
+    'With batch="same", the default, every rank passes the same whole mini-batch, which pipec splits '
+    "into microbatches: shuffle and draw with the same seed on every rank, and leave out what gives each "
+    "rank a part of the data, as a DistributedSampler, Accelerator.prepare(loader) and a Trainer do. For "
+    "replicas with parts of their own, make a "
+    'DistributedSampler(num_replicas=pipe.num_replicas, rank=pipe.replica), and pass batch="local" and '
+    "replicas=... to pipec.compile; the parts then have the same structure, types and sizes but for their "
+    "rows, and what is not split is the same; say what is split with batched=... if the sizes do not tell it "
+    'apart. batch="rank0" uses what rank 0 passes and drops the rest: it is right only if all ranks have the '
+    "same data, in whatever order. If the batches should be the same, one rank made a call that others did "
+    "not"
+)

@@ -1,23 +1,38 @@
-"""The executions of a pipeline: artifacts linked to its tensors, which run the calls that all ranks make."""
+"""The executions of a pipeline: artifacts linked to its tensors, which run the calls that all ranks make.
+
+Those of a saved artifact are given: no model and no compiler, only the plan, the code and the programs.
+"""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Generator, Tensor, nn
 
 from pipec.artifact.artifact import Artifact, CompiledArtifact, MicrobatchGroups
 from pipec.errors import InputError
-from pipec.ir import Mode, Plan, Sizes
+from pipec.ir import InputLeaf, Mode, Plan, Sizes
 from pipec.ir.batch_axis import BatchAxis
+from pipec.ir.batch_split import (
+    leaf_path,
+    repeated_tensors,
+    require_equal_rows,
+    split_sizes,
+    variable_values,
+)
+from pipec.ir.text_format import evaluate_dim, format_value, holds, names_in
 from pipec.runtime.absent_tensors import release_sharded
 from pipec.runtime.call_agreement import CallAgreement
-from pipec.runtime.local_gradients import mark, unmark
-from pipec.runtime.messages.call_description import CallDescription
+from pipec.runtime.local_gradients import GradientNorms
+from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, StepLoss
+from pipec.runtime.messages.call_description import CallDescription, describe_leaf
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import PipelineOptimizer, StateShard
-from pipec.runtime.random_seeds import advance_default_generator
+from pipec.runtime.random_seeds import advance_default_generator, peek_seed
+from pipec.runtime.stages.input_layout import as_contiguous
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.microbatch_weight import MicrobatchWeight, loss_weights
@@ -28,8 +43,11 @@ from pipec.runtime.step.stream_results import BatchResult, StreamBatch
 from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.stream_session import CompiledStream, StreamSession
-from pipec.runtime.tensors import Tensors
+from pipec.runtime.tensors import Tensors, owner_ranks
 from pipec.torch_compat import pytree
+
+UnflattenCall = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
+"""Makes arguments, keyword arguments and the target of their leaves."""
 
 OnStarted = Callable[[], None]
 """What a step calls as soon as it draws no more random numbers, and before it works."""
@@ -55,6 +73,10 @@ class CallRequest:
 STEP = CallRequest("step", Mode.TRAIN)
 
 
+class Leaves(CallArguments):
+    """The leaves of all arguments of a call, in the place of positional arguments."""
+
+
 @dataclass(frozen=True)
 class Call:
     """A call that all ranks make, with what executes it: an artifact for each group of microbatches.
@@ -67,7 +89,7 @@ class Call:
 
     request: CallRequest
     leaves: Sequence[Any]
-    with_leaves: Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
+    with_leaves: UnflattenCall
     axes: Sequence[BatchAxis | None]
     rows: int
     values: Sizes
@@ -85,18 +107,17 @@ class Call:
 class Executions:
     """Agrees with the other ranks on the calls of a pipeline, and runs them by artifacts.
 
-    A subclass knows where artifacts come from. An artifact is linked at its first call, and again after
-    tensors were replaced or sharded in another way. ``trained`` is the one that ``step`` runs, None until it
-    is compiled. ``session`` runs the mini-batches of an asynchronous stream; the results of those that it has
-    completed, and whose losses the loop is still to be given, are ``undelivered``. ``model`` is the one that
-    was compiled, if there is one.
+    These are ``given``, for arguments of the shapes that they were compiled for; a subclass compiles them for
+    the calls of a model. An artifact is linked at its first call, and again after tensors were replaced or
+    sharded in another way. ``trained`` is the one that ``step`` runs, None until it is compiled. ``session``
+    runs the mini-batches of an asynchronous stream; the results of those that it has completed, and whose
+    losses the loop is still to be given, are ``undelivered``. ``model`` is the one that was compiled, if
+    there is one. ``has_target`` says whether a step has a target beside the model's arguments.
     """
 
     model: nn.Module | None = None
     loss_path: Any = None
     """Where the loss is in the model's results, if the user says so."""
-    has_target: bool
-    """Whether a step has a target beside the model's arguments."""
     batch = "same"
     """Whose arguments count, as ``pipec.compile`` says."""
 
@@ -106,38 +127,167 @@ class Executions:
         agreement: CallAgreement,
         steps: StepState,
         microbatch_weight: MicrobatchWeight | None,
+        given: Mapping[Mode, Artifact] = MappingProxyType({}),
     ) -> None:
         self.tensors, self.agreement, self.steps = tensors, agreement, steps
         self.ranks, self._microbatch_weight = agreement.ranks, microbatch_weight
+        self.norms = GradientNorms(tensors, agreement)
         self._linked: dict[tuple[Artifact, bool], Execution] = {}
         self.trained: Artifact | None = None
         self.session: StreamSession | None = None
         self.undelivered: Sequence[BatchResult] = ()
         self.state_readers: Sequence[int] | None = None
         """The ranks that get the state of an optimizer; None: all."""
+        self.compile_seconds: Mapping[str, float] = {}
+        """How long each step of compilation took, summed over all compilations."""
+        self._given = {mode: CompiledArtifact.of(each) for mode, each in given.items()}
+        if given:
+            self._take(given[Mode.TRAIN])
+
+    def _take(self, artifact: Artifact) -> None:
+        """Run the step of a given artifact, and the others beside it."""
+        self.trained, self._training = artifact, artifact.plan.training
+        self._microbatch_weight = self._microbatch_weight or artifact.plan.microbatch_weight
+        self.has_target = any(path.startswith("target") for path in artifact.plan.arguments)
+        owners = [owner_ranks(each.artifact.plan) for each in self._given.values()]
+        self.tensors.owner_ranks = {
+            fqn: tuple(dict.fromkeys(rank for own in owners for rank in own.get(fqn, ())))
+            for fqn in dict.fromkeys(name for own in owners for name in own)
+        }
 
     def agree(self, request: CallRequest, arguments: CallArguments) -> Call:
         """The call that all ranks make, with its executions.
 
         A rank that cannot use its arguments raises only when the others know.
         """
-        raise NotImplementedError
-
-    def next_call_of_others(self) -> Call | None:
-        """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
-        raise NotImplementedError
+        call = self._checked(request, arguments)
+        self.drain()
+        if not self.agreement.is_distributed:
+            self.agreement.exit_on_signal(self.drain)
+            return call
+        description = self._described(call)
+        if request.mode is Mode.TRAIN:
+            description |= self.agreement.describe_updates()
+        answer = self.agreement.require_same_call(request.name, description, lambda _: call.seed)
+        self.agreement.exit_on_signal(self.drain, answer)
+        return replace(call, seed=answer.value)
 
     def matching(self, first: Call, arguments: CallArguments) -> Call | None:
         """A call as ``first`` with other arguments; None if they need other programs."""
+        call = self._checked(STEP, arguments)
+        is_equal = (call.groups, call.values) == (first.groups, first.values)
+        return replace(call, seed=first.seed) if is_equal else None
+
+    def describe_batch(self, arguments: CallArguments) -> CallDescription:
+        """What must be equal on all ranks of a batch of a stream. Raises InputError if it does not fit."""
+        return self._described(self._checked(STEP, arguments))
+
+    def next_call_of_others(self) -> Call | None:
+        """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
         raise NotImplementedError
 
     def is_valid(self, call: Call) -> bool:
         """Whether the programs of a call are right for the model as it is now."""
         return True
 
-    def describe_batch(self, arguments: CallArguments) -> CallDescription:
-        """What must be equal on all ranks of a batch of a stream. Raises InputError if it does not fit."""
-        raise NotImplementedError
+    def saved(self) -> Mapping[Mode, CompiledArtifact]:
+        """What a saved artifact holds: what runs a step, and evaluations that were compiled."""
+        return self._given
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self._training if self.model is None else self.model.training
+
+    def set_mode(self, training: bool) -> None:
+        """Run in this mode. Raises InputError if there is no code for it."""
+        if training not in {each.artifact.plan.training for each in self._given.values()}:
+            made, call = ("evaluation", "train") if training else ("training", "eval")
+            raise InputError(
+                f"this artifact holds the step of a model in {made} mode, and no other code. Call {call}() "
+                "on the pipeline of pipec.compile, then prepare(...) or eval_step(...), and save(...)"
+            )
+        self._training = training
+
+    def _chosen(self, request: CallRequest) -> CompiledArtifact:
+        """What runs a call. Raises InputError if it was not saved, or for the other mode of the model."""
+        given = self._given.get(request.mode)
+        plan = None if given is None else given.artifact.plan
+        if given is None or (request.outputs and plan and len(plan.outputs) == 1 + len(plan.log_names)):
+            raise InputError(
+                f"{request.name} was called, but this artifact holds no code for it; call that, or "
+                f"prepare(...) for a step, on the pipeline of pipec.compile, and then save(...)"
+            )
+        if given.artifact.plan.training != self._training:
+            made, now = (
+                ("training", "evaluation") if given.artifact.plan.training else ("evaluation", "training")
+            )
+            raise InputError(
+                f"{request.name} was called in {now} mode, but the artifact holds its code for {made} mode; "
+                f"call {'train' if given.artifact.plan.training else 'eval'}() before"
+            )
+        return given
+
+    def _described(self, call: Call) -> CallDescription:
+        return {
+            given.path: describe_leaf(_leaf(given, call.leaves)) for given in call.first.artifact.plan.inputs
+        }
+
+    def _checked(self, request: CallRequest, arguments: CallArguments) -> Call:
+        """The call. Raises InputError if the arguments are not those of the artifact."""
+        given = self._chosen(request)
+        if isinstance(arguments, Leaves):
+            return self._check_call(request, given, arguments.args, lambda leaves: (leaves, {}, None))
+        kwargs = dict(sorted(arguments.kwargs.items()))
+        tree = {"args": arguments.args, "kwargs": kwargs, "target": arguments.target}
+        found, structure = pytree.tree_flatten_with_path(tree)
+        paths = [leaf_path(keys) for keys, _ in found]
+        expected = given.artifact.plan.arguments
+        if paths != list(expected):
+            raise InputError(
+                f"{request.method} was given {_listed(paths)}; this artifact was made for "
+                f"{_listed(expected)}. Pass the same, by position or by name as there"
+            )
+        return self._check_call(
+            request,
+            given,
+            [leaf for _, leaf in found],
+            lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
+        )
+
+    def _check_call(
+        self,
+        request: CallRequest,
+        given: CompiledArtifact,
+        leaves: Sequence[Any],
+        unflatten_call: UnflattenCall,
+    ) -> Call:
+        plan = given.artifact.plan
+        if plan.repeated not in (None, repeated_tensors(leaves)):
+            same = [f"{plan.arguments[k]} is {plan.arguments[first]}" for k, first in plan.repeated]
+            raise InputError(
+                "forward() may ask which of its arguments are one tensor, and this artifact was made for "
+                f"calls in which {' and '.join(same) or 'none is another'}. Pass the same, or save one for "
+                "each"
+            )
+        rows = _batch_size(plan, leaves)
+        leaves = [_rows_in_front(plan, k, as_contiguous(leaf), rows) for k, leaf in enumerate(leaves)]
+        sizes = split_sizes(rows, plan.num_microbatches)
+        values = _values(plan, leaves)
+        for leaf in plan.inputs:
+            _check(leaf, leaves, {"b": rows, **values}, plan.batch_axes[leaf.position])
+        distinct = {*sizes} - {0}
+        if not plan.dynamic_batch and distinct != {plan.microbatch_size}:
+            raise InputError(
+                f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
+                f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}. "
+                "Pass as many: the model makes a constant of the batch"
+            )
+        _check_guards(plan, distinct, values)
+        if plan.model_collectives:
+            require_equal_rows(sizes)
+        groups = [(given, sizes)]
+        return Call(request, leaves, unflatten_call, plan.batch_axes, rows, values, groups, *peek_seed())
 
     @property
     def may_be_asynchronous(self) -> bool:
@@ -145,19 +295,14 @@ class Executions:
         return self.artifact.plan.sync_spec.stream is not None
 
     @property
-    def replica(self) -> int:
-        """The part of a batch that this rank passes, from 0."""
-        return 0
-
-    @property
     def num_replicas(self) -> int:
         """The number of parts in which ranks pass a batch."""
         return 1
 
     @property
-    def compile_seconds(self) -> dict[str, float]:
-        """How long each step of compilation took, summed over all compilations."""
-        return {}
+    def replica(self) -> int:
+        """The part of a batch that this rank passes, from 0."""
+        return self.ranks.world.rank % self.num_replicas
 
     @property
     def profile(self) -> Any:
@@ -175,18 +320,6 @@ class Executions:
 
     def adopt_model_changes(self) -> None:
         """Take over tensors that the model was given."""
-
-    def saved(self) -> dict[Mode, CompiledArtifact]:
-        """What a saved artifact holds: what runs a step, and evaluations that were compiled."""
-        raise NotImplementedError
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        return True if self.model is None else self.model.training
-
-    def set_mode(self, training: bool) -> None:
-        """Run in this mode. Raises InputError if there is no code for it."""
 
     def copied(self, model: nn.Module) -> "MakeExecutions":
         """Makes the executions of a copy of the model."""
@@ -230,23 +363,22 @@ class Executions:
     def train(self, call: Call, on_started: OnStarted | None = None) -> Any:
         """Make a step, and count it. Returns what ``loss`` does."""
         leaves_gradients = self.steps.updates is None and self.agreement.is_distributed
-        parameters = self.tensors.names.parameters.values()
         if leaves_gradients:
-            unmark(parameters)
+            self.norms.unmark()
         loss = self.loss(call, on_started)
         if leaves_gradients and self.tensors.are_spread:
-            mark(parameters)
+            self.norms.mark()
         self.steps.count(self.execution(call.first.artifact).non_finite, self.trained)
         return loss
 
     def loss(self, call: Call, on_started: OnStarted | None = None) -> Any:
-        """The loss of a step, and if it was requested, the model's output. The logs are kept."""
+        """The loss, which explains its ``backward``, and the output if requested. The logs are kept."""
         first = call.first
         results, plan = self.run(call, on_started), first.artifact.plan
         self.steps.logs = {
             name: results[kept] for name, kept in zip(plan.log_names, plan.outputs[1:], strict=False)
         }
-        loss = results["loss"]
+        loss = StepLoss.of(results["loss"], STEP_LOSS if call.request.mode is Mode.TRAIN else EVAL_LOSS)
         if not call.request.outputs:
             return loss
         return loss, _output_of(first, results, plan.outputs[1 + len(plan.log_names) :])
@@ -410,3 +542,89 @@ def _output_of(compiled: CompiledArtifact, results: Mapping[str, Tensor], names:
     """The model's output, put together of the results of these names."""
     assert compiled.output_spec is not None
     return pytree.tree_unflatten([results.get(name) for name in names], compiled.output_spec)
+
+
+def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:
+    """The rows of the first argument that is split along the batch, and shows how many there are."""
+    positions = [*(given.position for given in plan.inputs), *range(len(plan.batch_axes))]
+    for position in positions:
+        leaf = leaves[position] if position < len(leaves) else None
+        axis = plan.batch_axes[position]
+        if axis is None or not isinstance(leaf, Tensor) or leaf.ndim <= axis.dim:
+            continue
+        rows: int | None = axis.rows(leaf.shape)
+        if rows is not None:
+            return rows
+    raise InputError(f"the arguments hold no batch; expected {_expected(plan)}")
+
+
+def _expected(plan: Plan) -> str:
+    """The arguments that an artifact reads, as its user passes them."""
+    return ", ".join(f"{each.path} ({format_value(plan.user_value(each))})" for each in plan.inputs)
+
+
+def _rows_in_front(plan: Plan, position: int, leaf: Any, rows: int) -> Any:
+    """A leaf that is split with its rows as dimension 0. None stands for one that nothing reads."""
+    axis = plan.batch_axes[position] if position < len(plan.batch_axes) else None
+    if axis is None or axis.is_leading or leaf is None:
+        return leaf
+    if not isinstance(leaf, Tensor) or not axis.fits(leaf.shape, rows):
+        found = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        raise InputError(
+            f"{plan.arguments[position]} is {found}; expected {rows} rows, as the batch has, in dimension "
+            f"{axis.dim}, and so {_expected(plan)}"
+        )
+    return axis.rows_first(leaf, rows).contiguous()
+
+
+def _values(plan: Plan, leaves: Sequence[Any]) -> Sizes:
+    """The size or number of each variable. Raises InputError if an argument lacks it, or two disagree."""
+    found: dict[str, int | float] = {}
+    for variable in plan.variables:
+        leaf = leaves[variable.position] if variable.position < len(leaves) else None
+        expected = type(plan.planned_sizes[variable.name])
+        if variable.dim is None and type(leaf) is not expected:
+            raise InputError(f"{variable.path} is {leaf!r}; expected a number of type {expected.__name__}")
+        if variable.dim is not None and not (isinstance(leaf, Tensor) and leaf.ndim > variable.dim):
+            raise InputError(f"{variable.path} has no {variable.size}, which is {variable.name}")
+        value = variable_values([variable], leaves)[variable.name]
+        if found.setdefault(variable.name, value) != value:
+            raise InputError(
+                f"{variable.what} is {value}, but {variable.name} is "
+                f"{found[variable.name]} in other arguments; pass equal ones, for which the artifact was made"
+            )
+    return found
+
+
+def _check_guards(plan: Plan, rows: Iterable[int], values: Sizes) -> None:
+    """Raise InputError where the code of the artifact is not right for these sizes and numbers."""
+    conditions = [*(f"{name} == {fixed}" for name, fixed in plan.fixed_sizes.items()), *plan.guards]
+    for sizes in ({"b": each, **values} for each in {*rows}):
+        for condition in conditions:
+            if not holds(condition, sizes):
+                read = [name for name in sizes if name in names_in(condition)]
+                found = " and ".join(f"{name} = {sizes[name]}" for name in read)
+                named = {"b": "the rows of a microbatch", **{each.name: each.what for each in plan.variables}}
+                what = ", ".join(named[name] for name in read)
+                raise InputError(
+                    f"this artifact is right where {condition}, but the arguments have {found}: {what}; "
+                    "save one that was compiled for such arguments"
+                )
+
+
+def _check(given: InputLeaf, leaves: Sequence[Any], sizes: Sizes, axis: BatchAxis | None) -> None:
+    """Raise InputError unless the argument has the dtype and the shape that the plan says."""
+    leaf, as_passed = _leaf(given, leaves), tuple if axis is None or axis.is_leading else axis.restored_shape
+    shape = tuple(evaluate_dim(dim, sizes) for dim in given.value.shape)
+    dtype = getattr(torch, given.value.dtype)
+    if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
+        found = f"{leaf.dtype} of shape {as_passed(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        raise InputError(f"{given.path} is {found}; expected {dtype} of shape {as_passed(shape)}")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(paths) or "nothing"
+
+
+def _leaf(given: InputLeaf, leaves: Sequence[Any]) -> Any:
+    return leaves[given.position] if given.position < len(leaves) else None

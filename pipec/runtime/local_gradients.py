@@ -1,60 +1,158 @@
-"""Gradients that notice when those of one rank are taken for the whole model's.
+"""Gradients of one rank, whose norms together are those of the whole model.
 
-After a step that leaves gradients to the script, the gradients of each rank are of a subclass of Tensor. An
-optimizer uses them as any others. But a number that is made of the norms of several of them, and a collective
-over the same ranks, would be of this rank's parameters alone, and raise InputError. What is made of one
-gradient, as a trust ratio of LARS is, is right on each rank.
+After a step that leaves gradients to the script, where ranks have other parameters, the gradients of each
+rank are of a subclass of Tensor. An optimizer uses them as any others, and what is made of one gradient, as a
+trust ratio of LARS is, is right on each rank. Norms of several that are stacked, and reduced to one number,
+as ``torch.nn.utils.clip_grad_norm_`` does, are gathered from all ranks before. Whatever else would be made of
+several gradients would be of this rank's parameters alone, and raises InputError.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipec.errors import InputError
 from pipec.runtime.absent_tensors import plain_tensors
+from pipec.runtime.call_agreement import CallAgreement
+from pipec.runtime.tensors import Tensors
 from pipec.torch_compat import pytree
 
 _ADVICE = (
-    "pipe.clip_grad_norm_(max_norm) and torch.nn.utils.clip_grad_norm_(pipe.parameters(), max_norm), called "
-    "on every rank, return the norm of the whole model and clip by it; with math.inf they clip nothing"
+    "pipe.clip_grad_norm_(max_norm), called on every rank, clips by the norm of the whole model and returns "
+    "it, and clips nothing with math.inf; pipec.compile(..., optimizer=..., clip_grad_norm=...) clips in "
+    "each step"
 )
 
 
-class LocalGradient(Tensor):
-    """A gradient of this rank's parameters, or what was computed of it element by element.
+_INSTEAD = "where some rank has none of them, pipe.clip_grad_norm_ takes the norm"
 
-    ``sources`` are the numbers of the gradients that it was computed of.
+
+class GradientNorms:
+    """Marks the gradients of this rank, and gathers the norms of those of the whole model."""
+
+    def __init__(self, tensors: Tensors, agreement: CallAgreement) -> None:
+        self._tensors, self._agreement = tensors, agreement
+
+    def mark(self) -> None:
+        """Let the gradients be LocalGradients, each with the number of its parameter."""
+        for number, parameter in enumerate(self._tensors.names.unique_parameters().values()):
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse:
+                parameter.grad = self._marked(gradient, LocalGradient, (number,))
+
+    def unmark(self) -> None:
+        """Let all gradients be plain tensors again, to which a step adds its own."""
+        for parameter in self._tensors.names.unique_parameters().values():
+            if isinstance(parameter.grad, LocalGradient):
+                with plain_tensors():
+                    parameter.grad = parameter.grad.as_subclass(Tensor)
+
+    def _marked(self, tensor: Tensor, kind: "type[LocalGradient]", numbers: tuple[int, ...]) -> Tensor:
+        with plain_tensors():
+            marked = tensor.as_subclass(kind)
+        marked.norms, marked.numbers = self, numbers
+        return marked
+
+    @torch.no_grad()
+    def total(self, call: str, norm_type: float) -> Tensor:
+        """The norm of the gradients of the unsplit model. A tied parameter counts once."""
+        with plain_tensors():
+            own = {
+                number: torch.linalg.vector_norm(parameter.grad, norm_type)
+                for number, parameter in enumerate(self._tensors.names.unique_parameters().values())
+                if parameter.grad is not None
+            }
+        norms = self.gathered(call, own)
+        return torch.linalg.vector_norm(norms, norm_type) if len(norms) else torch.zeros(())
+
+    def gathered(self, call: str, own: Mapping[int, Tensor]) -> Tensor:
+        """The numbers that the ranks have for gradients of the model, on the host, in the model's order.
+
+        ``own`` has this rank's by the number of the parameter. ``call`` is what all ranks call.
+        """
+        names = [*self._tensors.names.unique_parameters()]
+        table = torch.zeros(2, len(names), dtype=torch.float64)  # the dtype of a number, and its value
+        by_device: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
+        for number, value in own.items():
+            if self._tensors.is_source(names[number]):
+                by_device[value.device][number] = value
+        with plain_tensors():
+            for found in by_device.values():  # one copy each: the host waits for it
+                codes = [1 + _DTYPES.index(each.dtype) for each in found.values()]
+                table[0, [*found]] = torch.tensor(codes, dtype=torch.float64)
+                table[1, [*found]] = torch.stack([*found.values()]).to("cpu", torch.float64)
+        if self._agreement.is_distributed:
+            self._agreement.require_same_call(call, {})
+            table = torch.stack(self._agreement.ranks.exchange.all_gather(f"calling {call}", table)).sum(0)
+        values = [value.to(_DTYPES[int(dtype) - 1]) for dtype, value in zip(*table, strict=True) if dtype]
+        return torch.stack(values) if values else torch.zeros(0)
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class LocalGradient(Tensor):
+    """A gradient of this rank's parameters, or what was computed of one.
+
+    ``numbers`` are those of the parameters: one, or for stacked norms one each.
     """
 
-    sources: frozenset[int]
+    norms: GradientNorms
+    numbers: tuple[int, ...]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
-            raise InputError(
-                f"{func.__name__} was given a gradient of this rank's stages, but other ranks hold the "
-                "gradients of other parameters. Leave it out: pipe.step(...) has summed the gradients of "
-                "replicas"
-            )
-        if func in _JOINS and len(_tensors(args, kwargs)) > 1:
-            raise InputError(
-                f"torch.{func.__name__} was given gradients of this rank's stages alone, not of the whole "
-                f"model. {_ADVICE}"
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        own = [each for each in tensors if isinstance(each, LocalGradient)]
+        first, kind = own[0], type(own[0])
+        numbers, is_of_lists = first.numbers, name.startswith(("_foreach_", "_fused_"))
+        _refuse_reductions(func, name)
+        if name == "stack" and all(type(each) is LocalGradient and each.dim() == 0 for each in tensors):
+            kind, numbers = StackedNorms, tuple(number for each in own for number in each.numbers)
+            if len({*numbers}) < len(numbers) or any(each.norms is not first.norms for each in own):
+                _refuse(name)
+        elif not is_of_lists and (
+            any((type(x), x.norms, x.numbers) != (kind, first.norms, numbers) for x in own)
+            or _accumulates(name, args, kwargs, tensors)
+            or (name in _JOINS and len(own) == len(tensors))
+        ):
+            _refuse(name)
+        elif isinstance(first, StackedNorms) and name in _REDUCTIONS:
+            return first.reduced(func, name, args, kwargs)
+        if name in _NUMBERS and first.dim() == 0:
+            warnings.warn(
+                "a number such as the norm of one parameter's gradient on this rank was read; the sum over "
+                f"the parameters of this rank is not the whole model's: {_ADVICE}",
+                stacklevel=2,
             )
         with plain_tensors():
-            found = func(*args, **(kwargs or {}))
-        kind = LocalGradient if func in _ELEMENTWISE else LocalNorm if func in _NORMS else None
-        if kind is not None and isinstance(found, Tensor):
-            _mark(found, kind, _sources(_tensors(args, kwargs)))
-        elif kind is not None:
-            for norm, gradient in zip(found, args[0], strict=True):
-                _mark(norm, kind, _sources([gradient]))
-        return found
+            found = func(*args, **kwargs)
+        if kind is StackedNorms:
+            made = [each for each in pytree.tree_leaves([found]) if isinstance(each, Tensor)]
+            if name in _NUMBERS or any(each.shape != (len(numbers),) for each in made):
+                _refuse(name)
+        if name == "clone" or name.startswith("new_") or name.endswith("_like"):
+            return found  # as new gradients and the state of optimizers are
+        if name == "__get__" and getattr(func, "__self__").__name__ not in _VIEWS:  # noqa: B009
+            return found
+        given = set(map(id, tensors))
+
+        def marked(made: Any, source: LocalGradient, numbers: tuple[int, ...]) -> Any:
+            is_new = isinstance(made, Tensor) and id(made) not in given
+            has_values = is_new and (made.is_floating_point() or made.is_complex())
+            return source.norms._marked(made, kind, numbers) if has_values else made
+
+        if is_of_lists and isinstance(found, list | tuple):
+            pairs = zip(found, args[0], strict=True)
+            return [marked(x, g, g.numbers) if isinstance(g, LocalGradient) else x for x, g in pairs]
+        return pytree.tree_map(lambda each: marked(each, first, numbers), found)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with plain_tensors():
@@ -65,96 +163,54 @@ class LocalGradient(Tensor):
         return copied
 
 
-class LocalNorm(Tensor):
-    """The norm of such a gradient, or of each of some gradients of one rank."""
+class StackedNorms(LocalGradient):
+    """A number of each of some gradients of one rank, such as its norm."""
 
-    sources: frozenset[int]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        tensors = _tensors(args, kwargs)
-        sources = _sources(tensors)
-        accumulates = func in _ACCUMULATES and type(args[0]) is not LocalNorm
-        if (len(sources) > 1 or accumulates) and all(each.dim() == 0 for each in tensors):
-            raise InputError(
-                "norms of gradients are put together that are of this rank's stages alone, as SAM and "
-                f"hand-written clipping do, and are not the whole model's. {_ADVICE}"
-            )
-        if func in _NUMBERS:
-            warnings.warn(
-                "this is the norm of one parameter's gradient on this rank; the sum over the parameters of "
-                f"this rank is not the whole model's: {_ADVICE}",
-                stacklevel=3,
-            )
+    def reduced(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any) -> Any:
+        """What ``func`` makes of the numbers of all ranks."""
         with plain_tensors():
-            found = func(*args, **(kwargs or {}))
-        if func in _ELEMENTWISE or func in _SUMS:
-            _mark(found, LocalNorm, sources)
-        return found
+            own = dict(zip(self.numbers, self.unbind(), strict=True))
+            every = self.norms.gathered(f"torch.{name} of norms of gradients ({_INSTEAD})", own)
+            return func(every.to(self.device), *args[1:], **kwargs)
 
 
-def mark(parameters: Iterable[nn.Parameter]) -> None:
-    """Let the gradients be of ``LocalGradient``, each with a number."""
-    for number, parameter in enumerate(parameters):
-        gradient = parameter.grad
-        if gradient is not None and not gradient.is_sparse:
-            _mark(gradient, LocalGradient, frozenset([number]))
+def _refuse_reductions(func: Callable[..., Any], name: str) -> None:
+    """Refuse collectives, and a scaler, which would find out on each rank alone whether to skip a step."""
+    if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
+        raise InputError(
+            f"{name} was given a gradient of this rank's stages, but other ranks hold the gradients of other "
+            "parameters. Leave it out: pipe.step(...) has summed the gradients of replicas"
+        )
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        raise InputError(
+            "GradScaler would skip steps on each rank alone. Leave it out: pipec.compile(..., "
+            'optimizer=..., precision="fp16-mixed") scales the loss, and all ranks skip a step'
+        )
 
 
-def unmark(parameters: Iterable[nn.Parameter]) -> None:
-    """Let all gradients be plain tensors again, to which a step adds its own."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if type(gradient) is LocalGradient:
-            del gradient.sources
-            gradient.__class__ = Tensor  # type: ignore[assignment]
+def _accumulates(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> bool:
+    """Whether a number of one gradient is added to a plain number or tensor, or written into one."""
+    if name == "__setitem__" and not isinstance(args[0], LocalGradient):
+        return tensors[-1].dim() == 0
+    is_sum = name in ("add", "__radd__") and type(args[1]) is int and args[1] == 0  # as Python's sum begins
+    is_added = name in ("add_", "__iadd__") and not isinstance(args[0], LocalGradient)
+    return (is_sum or is_added or "out" in kwargs) and all(each.dim() == 0 for each in tensors)
 
 
-def _mark(tensor: Tensor, kind: type[LocalGradient | LocalNorm], sources: frozenset[int]) -> None:
-    if type(tensor) is Tensor or type(tensor) is kind:
-        tensor.__class__ = kind
-        tensor.sources = sources  # type: ignore[attr-defined]
-
-
-def _sources(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """The numbers of the gradients of which these tensors were computed."""
-    own = [each.sources for each in tensors if type(each) in (LocalGradient, LocalNorm)]  # type: ignore[attr-defined]
-    return frozenset().union(*own)
-
-
-def _tensors(args: object, kwargs: object) -> list[Tensor]:
-    return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-
-
-def _functions(owner: object, names: str) -> frozenset[Callable[..., Any]]:
-    return frozenset(getattr(owner, name) for name in names.split() if hasattr(owner, name))
-
-
-_ELEMENTWISE = (
-    _functions(
-        Tensor,
-        "mul div true_divide neg abs pow square sqrt detach float double to cpu flatten reshape view "
-        "__rmul__ __pow__",
+def _refuse(name: str) -> NoReturn:
+    raise InputError(
+        f"torch.{name} was given gradients, or norms of them, that are of this rank's stages alone, not of "
+        f"the whole model. {_ADVICE}"
     )
-    | _functions(torch, "mul div true_divide neg abs pow square sqrt flatten reshape")
-    | {Tensor.data.__get__}  # type: ignore[attr-defined]
-)
-"""What is still a gradient of one rank, or its norm."""
 
-_NORMS = (
-    _functions(Tensor, "norm sum")
-    | _functions(torch, "norm sum _foreach_norm dot vdot")
-    | _functions(torch.linalg, "norm vector_norm matrix_norm")
-)
-"""What makes numbers of it that a norm of the whole model is made of."""
 
-_ACCUMULATES = _functions(Tensor, "add_ __iadd__")
+_JOINS = {"cat", "concat", "concatenate", "hstack", "vstack"}
 
-_SUMS = _ACCUMULATES | _functions(Tensor, "add __radd__") | _functions(torch, "add")
+_VIEWS = {"data", "T", "mT", "real"}
+"""The properties of a gradient that have its values."""
 
-_JOINS = _functions(torch, "cat concat concatenate stack hstack vstack")
-"""What makes one tensor of several."""
+_REDUCTIONS = {"norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "sum", "max", "amax"}
 
-_NUMBERS = _functions(Tensor, "item __float__ tolist")
+_NUMBERS = {"item", "__float__", "tolist", "numpy", "__array__"}

@@ -1,7 +1,7 @@
 """The tensors of a pipeline: which rank holds each, on which device, and how they are gathered."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -278,15 +278,14 @@ class Tensors:
                 "for the model as it is now"
             )
 
-    def adopt_registered(self, others: Iterable[nn.Module]) -> None:
-        """Own the tensors that replaced others in the module, under all names; ``others`` get them, too."""
+    def adopt_registered(self) -> None:
+        """Own the tensors that replaced others in the module, under all names."""
         registered: dict[str, Tensor] = {
             **dict(self._module.named_parameters(remove_duplicate=False)),
             **dict(self._module.named_buffers(remove_duplicate=False)),
         }
         own = {fqn: registered[first] for fqn, first in self.canonical.items()}
-        for module in (self._module, *others):
-            restore_tensors(module, own)
+        restore_tensors(self._module, own)
         self.names, self.needs_placement = self.names.with_replaced(own), True
 
 

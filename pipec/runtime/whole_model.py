@@ -1,25 +1,24 @@
-"""What belongs to the whole model, put together of the processes: tensors, norms, optimizer state."""
+"""The state of a script's own optimizer, put together of the processes, and what other ranks than 0 get."""
 
-import functools
-import itertools
+import contextlib
 import sys
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pipec.console import warn
 from pipec.errors import InputError
 from pipec.ir import ParameterShard
-from pipec.runtime.absent_tensors import is_absent, plain_tensors
+from pipec.runtime.absent_tensors import is_absent
 from pipec.runtime.executions import Executions
 from pipec.runtime.optimizers import StateShard
-from pipec.runtime.wrappers import refuse_scheduler_of_accelerate, refuse_wrappers
-from pipec.torch_compat.run_time import replace_total_norm
+from pipec.runtime.wrappers import refuse_scheduler_of_accelerate
 
 
 class StateOfRank0(OrderedDict[str, Tensor]):
@@ -45,67 +44,29 @@ class StateOfRank0(OrderedDict[str, Tensor]):
         return StateOfRank0()
 
 
-class WholeModel:
-    """Brings together what the processes of a pipeline hold for a script's own optimizer.
+class WholeState:
+    """Makes the ``state_dict`` of a script's optimizer that of the whole model, from its first update on.
 
-    Where a script has one, torch's ``clip_grad_norm_`` and ``get_total_norm`` take the norm of the whole
-    model, and the optimizer's ``state_dict`` has the state of all its parameters. Every rank makes the calls.
+    Every rank calls it. An optimizer drops the state that only other ranks need.
     """
 
     def __init__(self, executions: Executions) -> None:
         self._executions, self._tensors = executions, executions.tensors
-        self._agreement = executions.agreement
-        if self._agreement.is_distributed and executions.steps.updates is None:
-            _follow(self)
+        if executions.agreement.is_distributed and executions.steps.updates is None:
+            if not _followed:
+                register_optimizer_step_pre_hook(_before_update)
+            _followed.append(weakref.ref(self))
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the whole model, by first name."""
-        return self._tensors.names.unique_parameters()
+    def has_any(self, optimizer: Optimizer) -> bool:
+        """Whether some of the optimizer's parameters are of this pipeline, and only some ranks have them."""
+        own = {id(each) for each in self._tensors.names.parameters.values()}
+        return self._tensors.are_spread and any(id(each) in own for each in _parameters(optimizer))
 
-    @torch.no_grad()
-    def total_norm(self, call: str, gradients: Iterable[Tensor] | None, norm_type: float) -> Tensor:
-        """The norm that torch's ``get_total_norm`` has of these gradients of the unsplit model.
-
-        Each rank passes those that it holds; None: all. A tied parameter counts once. ``call`` is what all
-        ranks call.
-        """
-        parameters = self.parameters
-        if self._agreement.is_distributed:
-            self._agreement.require_same_call(call, {})
-        chosen = None if gradients is None else set(map(id, gradients))
-        table = torch.zeros(2, len(parameters), dtype=torch.float64)  # whether there is a gradient, its norm
-        norms_by_device: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
-        with plain_tensors():
-            for column, (fqn, parameter) in enumerate(parameters.items()):
-                gradient = parameter.grad if self._tensors.is_source(fqn) else None
-                if gradient is not None and (chosen is None or id(gradient) in chosen):
-                    norm = torch.linalg.vector_norm(gradient, norm_type)
-                    norms_by_device[gradient.device][column] = norm
-            for found in norms_by_device.values():  # one copy each: the host waits for it
-                table[0, [*found]] = 1
-                table[1, [*found]] = torch.stack([*found.values()]).to("cpu", torch.float64)
-            dtypes = [parameter.dtype.to_real() for parameter in parameters.values()]
-        if self._agreement.is_distributed:
-            ranks = self._agreement.ranks
-            table = torch.stack(ranks.exchange.all_gather(f"calling {call}", table)).sum(0)
-        norms = [norm.to(dtype) for there, norm, dtype in zip(*table, dtypes, strict=True) if there]
-        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
-
-    def num_gradients(self, gradients: Iterable[Tensor]) -> int:
-        """How many of these are gradients of parameters."""
-        own = {id(each.grad) for each in self.parameters.values() if each.grad is not None}
-        return sum(id(each) in own for each in gradients)
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether some ranks lack some of the parameters."""
-        return self._tensors.are_spread
-
-    def gather_optimizer_state(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+    def gather(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """The state dict of a script's optimizer for the parameters of all ranks; ``own`` is this rank's."""
-        names = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
-        numbered = dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
+        unique = self._tensors.names.unique_parameters()
+        names = {id(parameter): fqn for fqn, parameter in unique.items()}
+        numbered = dict(enumerate(_parameters(optimizer)))
         numbers = {names[id(each)]: number for number, each in numbered.items() if id(each) in names}
         shards = [
             StateShard(ParameterShard(fqn, 0, numbered[number].numel()), own["state"][number])
@@ -127,109 +88,66 @@ class WholeModel:
         return {**own, "state": dict(sorted(whole.items()))}
 
 
-_followed: "weakref.WeakValueDictionary[int, WholeModel]" = weakref.WeakValueDictionary()
-"""The pipelines of several processes whose scripts may have optimizers of their own, in the order made."""
+_followed = list["weakref.ref[WholeState]"]()
+"""Those of pipelines of several processes whose scripts may have optimizers of their own."""
 
-_numbers = itertools.count()
+_watched = weakref.WeakSet[Optimizer]()
+"""The optimizers whose state is made whole."""
 
-_states: "weakref.WeakKeyDictionary[Optimizer, _WholeState]" = weakref.WeakKeyDictionary()
-"""What makes the state of an optimizer whole that has updated parameters of a pipeline."""
-
-_unrelated: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
-"""Optimizers of other parameters, each with the number of spread pipelines that there were."""
+_is_local = ContextVar("is_local", default=False)
 
 
-def _follow(whole: WholeModel) -> None:
-    """Let torch's norms and the state of optimizers be those of the whole model from now on."""
-    _watch_torch()
-    _followed[next(_numbers)] = whole
+_REFUSED = {
+    "LBFGS": "makes one vector of all gradients of the model, but each rank has those of its own stages "
+    "alone. Use an optimizer that updates each parameter by itself, or train in one process",
+    "ZeroRedundancyOptimizer": "divides the updates among ranks, which have other parameters. Leave it out: "
+    'pipec.compile(..., replicas=..., optimizer=..., shard="optimizer") shards the state over replicas',
+}
+"""By the class of an optimizer: why it cannot update a part of the parameters, and what to do."""
 
 
-@functools.cache
-def _watch_torch() -> None:
-    replace_total_norm(_total_norm)
-    register_optimizer_step_pre_hook(_before_update)
+def _pipelines(optimizer: Optimizer) -> list[WholeState]:
+    found = [each for reference in _followed if (each := reference()) is not None]
+    return [each for each in found if each.has_any(optimizer)]
 
 
-def _spread() -> list[WholeModel]:
-    """The pipelines of which some ranks lack some parameters."""
-    return [whole for _, whole in sorted(_followed.items()) if whole.is_spread]
-
-
-def _total_norm(
-    gradients: Sequence[Tensor], norm_type: float, parameters: Sequence[Tensor] | None
-) -> Tensor | None:
-    """The norm of gradients of the whole model; None if they are of no pipeline.
-
-    A rank that holds none of the parameters that are clipped takes part, too, as these are of the pipeline.
-    One that passes nothing at all takes part for the only pipeline that there is.
-    """
-    pipelines = _spread()
-    if parameters:
-        chosen = set(map(id, parameters))
-        pipelines = [each for each in pipelines if chosen.intersection(map(id, each.parameters.values()))]
-    if gradients:
-        pipelines = [each for each in pipelines if each.num_gradients(gradients)]
-        if pipelines and pipelines[0].num_gradients(gradients) < len(gradients):
-            raise InputError(
-                "the norm of gradients of a pipeline and of other tensors was asked for, but this rank has "
-                "those of its own stages alone; clip the parameters of each model by a call of its own"
-            )
-    if len(pipelines) != 1:
-        return None
-    norm = pipelines[0].total_norm(f"get_total_norm(norm_type={norm_type})", gradients, norm_type)
-    return norm.to(gradients[0].device) if gradients else norm
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _before_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Let the state of an optimizer of a pipeline's parameters be whole from its first update on."""
-    spread = _spread()
-    if optimizer in _states or _unrelated.get(optimizer) == len(spread):
+    if optimizer in _watched or not _pipelines(optimizer):
         return
-    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    found = [each for each in spread if any(id(x) in own for x in each.parameters.values())]
-    if not found:
-        _unrelated[optimizer] = len(spread)
-        return
-    refuse_wrappers()
     refuse_scheduler_of_accelerate(optimizer)
-    if isinstance(optimizer, LBFGS):
-        raise InputError(
-            "LBFGS makes one vector of all gradients of the model, but each rank has those of its own stages "
-            "alone. Use an optimizer that updates each parameter by itself, or train in one process"
+    if why := _REFUSED.get(type(optimizer).__name__):
+        raise InputError(f"{type(optimizer).__name__} {why}")
+    _watched.add(optimizer)
+    if any(type(each.grad) is Tensor and not each.grad.is_sparse for each in _parameters(optimizer)):
+        warn(
+            "the script has assigned gradients of its own, of which torch's clip_grad_norm_ takes the norm "
+            "on each rank alone; clip by pipe.clip_grad_norm_(max_norm), called on every rank"
         )
-    _states[optimizer] = _WholeState(found, optimizer)
+    _drop_absent(optimizer)
+    optimizer.register_state_dict_post_hook(_gather, prepend=True)  # before those of the script
+    optimizer.register_load_state_dict_post_hook(_drop_absent, prepend=True)
 
 
-class _WholeState:
-    """Makes the state dict of an optimizer that of all ranks, and drops what only other ranks need."""
-
-    def __init__(self, pipelines: Iterable[WholeModel], optimizer: Optimizer) -> None:
-        self._pipelines = [weakref.ref(each) for each in pipelines]
-        self.is_whole = True
-        self._drop_absent(optimizer)
-        optimizer.register_state_dict_post_hook(self._gather, prepend=True)  # before those of the script
-        optimizer.register_load_state_dict_post_hook(self._drop_absent, prepend=True)
-
-    def _gather(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        for reference in self._pipelines if self.is_whole else ():
-            if (whole := reference()) is not None:
-                state_dict = whole.gather_optimizer_state(optimizer, state_dict)
-        return state_dict
-
-    @staticmethod
-    def _drop_absent(optimizer: Optimizer) -> None:
-        for parameter in [each for each in optimizer.state if is_absent(each)]:
-            del optimizer.state[parameter]
+def _gather(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    for each in [] if _is_local.get() else _pipelines(optimizer):
+        state_dict = each.gather(optimizer, state_dict)
+    return state_dict
 
 
-def local_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of a script's optimizer with the state of this rank's parameters alone."""
-    state = _states.get(optimizer)
-    if state is None:
-        return optimizer.state_dict()
-    state.is_whole = False
+def _drop_absent(optimizer: Optimizer) -> None:
+    for parameter in [each for each in optimizer.state if is_absent(each)]:
+        del optimizer.state[parameter]
+
+
+@contextlib.contextmanager
+def local_state() -> Iterator[None]:
+    """Let ``state_dict`` of a script's optimizer have the state of this rank's parameters alone."""
+    token = _is_local.set(True)
     try:
-        return optimizer.state_dict()
+        yield
     finally:
-        state.is_whole = True
+        _is_local.reset(token)

@@ -1,133 +1,86 @@
 """Refuses what would take a pipeline, or a model whose tensors are on several processes, for a module."""
 
+import functools
 import gc
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
 from pipec.errors import InputError
+from pipec.runtime.absent_tensors import is_absent
+from pipec.torch_compat.run_time import ConvertedModule
 
-_REPLICAS = (
-    "Leave it out: pipe.step(...) runs forward, backward and all communication, and "
-    "pipec.compile(..., replicas=...) trains replicas and sums their gradients"
-)
-_SHARDS = (
-    "Leave it out: pipe.step(...) runs forward, backward and all communication, and "
-    'pipec.compile(..., replicas=..., optimizer=..., shard="parameters") shards parameters, gradients and '
-    "optimizer state over replicas"
-)
-_STATE = (
-    "Save pipe.state_dict(), which is the whole model's on rank 0, by dcp.save or torch.save, and load the "
-    "whole by pipe.load_state_dict(...) on every rank; or call pipe.save_checkpoint(..., optimizer=...)"
-)
-_DCP = "torch.distributed.checkpoint.state_dict"
-
-REFUSED = {
-    ("deepspeed", "initialize"): ("deepspeed.initialize", _SHARDS),
-    ("accelerate.accelerator", "Accelerator.prepare_model"): (
-        "Accelerator.prepare",
-        "Pass module = pipe.as_module(), to a Trainer as its model, too: its loss has the backward that "
-        "their loops call. Where pipe.step(...) runs, which does forward, backward and all communication, "
-        "leave it out",
-    ),
-    ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): (
-        "DistributedDataParallel",
-        _REPLICAS,
-    ),
-    ("torch.nn.parallel.distributed", "DistributedDataParallel.forward"): (
-        "DistributedDataParallel",
-        _REPLICAS,
-    ),
-    ("torch.distributed", "replicate"): ("replicate", _REPLICAS),
-    ("torch.nn.parallel.replicate", "replicate"): ("DataParallel", _REPLICAS),
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): (
-        "FullyShardedDataParallel",
-        _SHARDS,
-    ),
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.forward"): (
-        "FullyShardedDataParallel",
-        _SHARDS,
-    ),
-    ("torch.distributed.fsdp", "fully_shard"): ("fully_shard", _SHARDS),
-    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer.__init__"): (
-        "ZeroRedundancyOptimizer",
-        _SHARDS,
-    ),
-    ("torch.distributed.tensor.parallel.api", "parallelize_module"): (
-        "parallelize_module",
-        "Leave it out: pipec divides a model into stages and replicas alone",
-    ),
-    ("torch.distributed.tensor", "distribute_module"): (
-        "distribute_module",
-        "Leave it out: pipec divides a model into stages and replicas alone",
-    ),
-    ("torch.amp.grad_scaler", "GradScaler.step"): (
-        "GradScaler",
-        'Leave it out: pipec.compile(..., precision="fp16-mixed") scales the loss, and all ranks skip a step',
-    ),
-    (_DCP, "get_model_state_dict"): ("get_model_state_dict", _STATE),
-    (_DCP, "set_model_state_dict"): ("set_model_state_dict", _STATE),
-    (_DCP, "get_optimizer_state_dict"): ("get_optimizer_state_dict", _STATE),
-    (_DCP, "set_optimizer_state_dict"): ("set_optimizer_state_dict", _STATE),
-    (_DCP, "get_state_dict"): ("get_state_dict", _STATE),
-    (_DCP, "set_state_dict"): ("set_state_dict", _STATE),
-    ("torch", "compile"): (
-        "torch.compile",
-        'Leave it out: pipec.compile(..., kernels="inductor") compiles the code of each stage',
-    ),
-    ("torch", "functional_call"): (
-        "functional_call",
-        "Call the model itself with other parameters before it is compiled, or write them into the pipeline "
-        "by pipe.load_state_dict(...)",
-    ),
-    ("torch.optim.swa_utils", "update_bn"): (
-        "update_bn",
-        "It needs the whole model in this process: every rank calls pipe.gather_into(model), "
-        "then rank 0 update_bn(loader, model), and every rank loads its state by pipe.load_state_dict(...)",
-    ),
+_WRAPPERS = {
+    "DistributedDataParallel": "Leave it out: pipe.step(...) runs forward, backward and all communication, "
+    "and pipec.compile(..., replicas=...) trains replicas and sums their gradients. Loops that call "
+    "backward() take pipe.as_module(), also from Accelerator.prepare; a Trainer of Lightning leaves the "
+    "processes to torchrun with devices=1",
+    "FullyShardedDataParallel": "Leave it out: pipec.compile(..., replicas=..., optimizer=..., "
+    'shard="parameters") shards parameters, gradients and optimizer state over replicas',
+    "OptimizedModule": 'Leave it out: pipec.compile(..., kernels="inductor") compiles the code of each stage',
 }
-"""By module and function: the name that users know, and what to do instead.
-
-A function of a module inside of the named one counts, too: torch defines many in a private file.
-"""
-
-_FUNCTIONS = frozenset(function for _, function in REFUSED)
+"""By the class of a module that wraps another one: what to do instead."""
 
 
+@functools.cache
 def refuse_wrappers() -> None:
-    """Raise InputError if one of these functions looks at a pipeline or at a tensor of one."""
-    calls = [
-        (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
-        for frame in _frames()
-        if frame.f_code.co_qualname in _FUNCTIONS
-        and not isinstance(frame.f_locals.get("model"), AcceleratedModule)
-        and not _is_disabled_scaler(frame.f_locals.get("self"))
-    ]
-    if found := [each for call in calls for each in _refused(*call)]:
-        name, instead = found[-1]
-        if name == "DistributedDataParallel":
-            instead += lightning_advice()
+    """From now on refuse modules around a pipeline, or a model of which other processes hold a part."""
+    register_module_module_registration_hook(_refuse_wrapper)
+
+
+def _refuse_wrapper(module: nn.Module, name: str, wrapped: nn.Module | None) -> None:
+    advice = _WRAPPERS.get(type(module).__name__)
+    if advice is None or wrapped is None:
+        return
+    if isinstance(wrapped, ConvertedModule) or any(map(is_absent, wrapped.parameters())):
         raise InputError(
-            f"{name} cannot take a pipeline, nor the model of one: it is no module of layers that this "
-            f"process holds. {instead}"
+            f"{type(module).__name__} cannot take a pipeline, nor the model of one: it is no module of "
+            f"layers that this process holds. {advice}"
         )
 
 
-def _is_disabled_scaler(owner: object) -> bool:
-    """Whether this is a ``GradScaler`` that scales nothing, as scripts have it that train in float32, too."""
-    return isinstance(owner, torch.amp.GradScaler) and not owner.is_enabled()
+def calling_modules() -> list[str]:
+    """The names of the modules whose functions run, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    found = list[str]()
+    while frame is not None:
+        found.append(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    return found
 
 
-def _refused(module: str, function: str) -> Iterator[tuple[str, str]]:
-    """What is refused by the name of this function, if it is in the module of that name, or inside of it."""
-    for (owner, name), advice in REFUSED.items():
-        if name == function and f"{module}.".startswith(f"{owner}."):
-            yield advice
+def refuse_or_find_dcp() -> bool:
+    """Whether ``save`` or ``load`` of ``torch.distributed.checkpoint`` asks for a state.
+
+    Raises InputError if one of its functions does that take states of sharded models apart.
+    """
+    for asking in calling_modules():
+        if asking == _DCP:
+            raise InputError(
+                f"{_DCP} cannot take a pipeline. Save pipe.state_dict(), which is the whole "
+                "model's on rank 0, by dcp.save or torch.save, and load the whole by "
+                "pipe.load_state_dict(...) on every rank; or call pipe.save_checkpoint(..., optimizer=...)"
+            )
+        if asking in (f"{_DCP}_saver", f"{_DCP}_loader"):
+            return True
+    return False
+
+
+def refuse_functional_call() -> None:
+    """Raise InputError if ``functional_call`` has given a model other tensors for a while."""
+    if "torch._functorch.functional_call" in calling_modules():
+        raise InputError(
+            "functional_call cannot take a pipeline: it gives the model other parameters for one call, which "
+            "would be trained and divided among ranks. Call the model itself with them before it is "
+            "compiled, or write them into the pipeline by pipe.load_state_dict(...)"
+        )
+
+
+_DCP = "torch.distributed.checkpoint.state_dict"
 
 
 class AcceleratedModule(nn.Module):
@@ -190,30 +143,3 @@ def refuse_scheduler_of_accelerate(optimizer: Optimizer) -> None:
                 "a scheduler of Accelerator.prepare steps the learning rate once for each process, but the "
                 "processes of a pipeline make one step together. Leave the scheduler out of prepare(...)"
             )
-
-
-def lightning_advice() -> str:
-    """How a Trainer of Lightning leaves the processes to a pipeline, if the script has imported Lightning."""
-    if {"lightning.pytorch", "pytorch_lightning"}.isdisjoint(sys.modules):
-        return ""
-    return ". A Trainer of Lightning leaves it out with devices=1, in each process that torchrun starts"
-
-
-def is_called_by_dcp() -> bool:
-    """Whether ``save`` or ``load`` of ``torch.distributed.checkpoint`` asks for a state."""
-    return any(frame.f_globals.get("__name__", "") in _DCP_CALLERS for frame in _frames())
-
-
-_DCP_CALLERS = {f"torch.distributed.checkpoint.state_dict_{name}" for name in ("saver", "loader")}
-
-
-def calls_module() -> bool:
-    """Whether the forward of a module runs."""
-    return any(frame.f_code is nn.Module.__call__.__code__ for frame in _frames())
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -71,11 +71,6 @@ SYMBOLS = (
         "start",
     ),
     Symbol(
-        "torch.nn.utils.clip_grad._get_total_norm",
-        "`clip_grad_norm_` has the norm of the whole model, not of one rank",
-        "start",
-    ),
-    Symbol(
         "torch.utils._python_dispatch.TorchDispatchMode",
         "sees each operator: to measure memory, and to notice what tracing would lose",
         "start",
@@ -180,12 +175,6 @@ SYMBOLS = (
 """The private symbols, in the order of what needs them."""
 
 REPLACED = (
-    Symbol(
-        "torch.nn.utils.clip_grad._get_total_norm",
-        "`clip_grad_norm_` takes the norm of the whole model. It has no hook, and scripts import it by name",
-        "start",
-    ),
-    Symbol("torch.nn.utils.get_total_norm", "the same where it is called by itself", "start"),
     Symbol(
         "torch.jit.script",
         "refuses a module whose tensors other processes hold. It reads them without any call",

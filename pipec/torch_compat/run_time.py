@@ -1,12 +1,10 @@
 """Private parts of torch that a rank needs that compiles nothing. None of them loads torch._dynamo."""
 
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
 
 from pipec.torch_compat.private_symbols import require
 
@@ -54,43 +52,6 @@ class ConvertedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return self._convert(fn, recurse)
-
-
-NormOf = Callable[[Sequence[Tensor], float, Sequence[Tensor] | None], Tensor | None]
-"""The norm of gradients, of this order. The parameters are those that are clipped, None if none are."""
-
-
-def replace_total_norm(norm_of: NormOf) -> None:
-    """Let ``clip_grad_norm_`` and ``get_total_norm`` take the norm that ``norm_of`` gives, unless it is None.
-
-    ``clip_grad_norm_`` looks its helper up in its module. So a script that has imported it by name before
-    gets the other norm, too. One that has imported ``get_total_norm`` by name does not.
-    """
-    plain = clip_grad._get_total_norm
-
-    def get_total_norm(
-        tensors: Tensor | Iterable[Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        caller = sys._getframe(1)
-        is_clipping = caller.f_globals is vars(clip_grad) and caller.f_code.co_name == "clip_grad_norm_"
-        parameters = caller.f_locals.get("parameters") if is_clipping else None
-        with torch.no_grad():
-            norm = norm_of(listed, float(norm_type), parameters)
-        if norm is None:
-            return plain(listed, norm_type, error_if_nonfinite, foreach)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
-                "cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
-                "anyway, set `error_if_nonfinite=False`"
-            )
-        return norm
-
-    clip_grad._get_total_norm = nn.utils.get_total_norm = get_total_norm
 
 
 def inductor_code(

@@ -99,6 +99,12 @@ def clipped(of: Callable[[Trained], Any], part: Callable[[nn.Module], nn.Module]
     return case
 
 
+def layer_clipped(t: Trained) -> None:
+    """Clips a layer whose gradients only rank 0 has."""
+    utils.clip_grad_norm_(t.net[0].parameters(), 0.1)
+    t.pipe.step(X, target=Y)
+
+
 def averaged(**options: Any) -> Case:
     """Averages three updates, of the pipeline and of the plain model."""
 
@@ -273,6 +279,10 @@ def lars(t: Trained) -> bool:
     return t.same()
 
 
+def stacked(norm: Callable[[list[Tensor]], Tensor]) -> Case:
+    return lambda t: close(norm(t.gradients()), norm([each.grad for each in t.plain.parameters()]))
+
+
 def sam_norm(gradients: list[Tensor]) -> Tensor:
     """As the script of SAM that most copy."""
     return torch.norm(torch.stack([(1.0 * each).norm(p=2) for each in gradients]), p=2)
@@ -281,7 +291,7 @@ def sam_norm(gradients: list[Tensor]) -> Tensor:
 CASES: dict[str, Case] = {
     "nn.utils.clip_grad_norm_(pipe.parameters())": clipped(lambda t: t.pipe.parameters()),
     "nn.utils.clip_grad_norm_(model.parameters())": clipped(lambda t: list(t.net.parameters())),
-    "nn.utils.clip_grad_norm_ of one layer": clipped(lambda t: t.net[0].parameters(), lambda x: x[0]),
+    "nn.utils.clip_grad_norm_ of one layer": layer_clipped,
     "nn.utils.get_total_norm": lambda t: close(
         utils.get_total_norm(t.gradients(), float("inf")),
         utils.get_total_norm([each.grad for each in t.plain.parameters()], float("inf")),
@@ -289,8 +299,8 @@ CASES: dict[str, Case] = {
     "nn.utils.clip_grad_norm_ of another model": other_clipped,
     "nn.utils.clip_grad_value_": value_clipped,
     "trust ratios of LARS": lars,
-    "torch._foreach_norm, put together": lambda t: torch.stack(torch._foreach_norm(t.gradients())).norm(),
-    "the norm of SAM": lambda t: sam_norm(t.gradients()),
+    "torch._foreach_norm, stacked": stacked(lambda g: torch.stack(torch._foreach_norm(g)).norm()),
+    "the norm of SAM": stacked(sam_norm),
     "sum of squares of gradients": lambda t: sum(each.pow(2).sum() for each in t.gradients()),
     "sum of squares of parameters": lambda t: sum(each.pow(2).sum() for each in t.pipe.parameters()),
     "nn.utils.parameters_to_vector": lambda t: utils.parameters_to_vector(t.pipe.parameters()),
@@ -365,10 +375,10 @@ CASES: dict[str, Case] = {
     "distributed.fsdp.FullyShardedDataParallel(model)": lambda t: FullyShardedDataParallel(t.net),
     "distributed.fsdp.fully_shard(pipe)": lambda t: fully_shard(t.pipe),
     "distributed.fsdp.fully_shard(model)": lambda t: fully_shard(t.net),
-    "distributed._composable.replicate(pipe)": lambda t: replicate(t.pipe),
+    "distributed._composable.replicate(pipe)": lambda t: replicate(t.pipe)(X),
     "distributed.optim.ZeroRedundancyOptimizer": lambda t: ZeroRedundancyOptimizer(
         t.pipe.parameters(), optim.SGD, lr=0.1
-    ),
+    ).step(),
     "distributed.algorithms.model_averaging": lambda t: average_parameters(
         iter([t.absent()]), dist.group.WORLD
     ),

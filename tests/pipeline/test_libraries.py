@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "libraries_script.py"
 NOT_HERE = "and this process has none of its values"
-CALLED = "the model was called, not the pipeline"
+CALLED = "Call pipe(...), pipe.eval_step(...) or pipe.step(...), not the model"
 WRAPPED = "cannot take a pipeline, nor the model of one"
 
 EXPECTED = {
