@@ -137,9 +137,6 @@ A measurement only distinguishes all memory that a step makes, as ``step``.
 """
 
 
-_CURVES = ("most", "after", "host_after")
-
-
 def _nothing() -> NDArray[np.float64]:
     return np.empty(0)
 

@@ -191,16 +191,13 @@ class ProgramIndex:
         """The computes as tasks, once messages are known; None if they wait for each other."""
         return ProgramComputes.of(self.columns, self.delivered)
 
-    def probable_site(
-        self, found: Sequence[int], rank: int, stage: int = -1, microbatch: int = -1
-    ) -> InstructionSite | None:
-        """The site to show for an instruction of ``rank`` that is repeated or missing.
+    def probable_site(self, rank: int, stage: int = -1, microbatch: int = -1) -> InstructionSite | None:
+        """The site to show for an instruction of ``rank`` that is missing or repeated.
 
-        It is the last of the instructions ``found``, else the last compute of the stage and microbatch if
-        both are given, else the last instruction of the rank.
+        It is the last compute of the stage and microbatch if both are given, else the last instruction of the
+        rank.
         """
         codes = [OP_CODE[op] for op in COMPUTES]
         computed = int(self.numbers[codes, stage, microbatch].max()) if min(stage, microbatch) >= 0 else -1
-        last = computed if computed >= 0 else len(self.programs[rank].instructions) - 1
-        number = max(found, default=last)
+        number = computed if computed >= 0 else len(self.programs[rank].instructions) - 1
         return (rank, number) if number >= 0 else None

@@ -21,7 +21,6 @@ from pipec.programs.rules import (
     deadlock_rules,
     field_rules,
     order_rules,
-    stream_rules,
     sync_spec_rules,
 )
 
@@ -124,7 +123,7 @@ def _place(columns: InstructionColumns, number: int) -> int:
 
 
 RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
-    stream_rules.asynchronous_supported,
+    sync_spec_rules.asynchronous_supported,
     field_rules.fits_plan,
     order_rules.segments_in_order,
     cell_rules.lives_are_complete,

@@ -171,7 +171,7 @@ def _missing(cells: RankCells, cell: str, life: Life, own: Accesses | None, due:
     found = np.searchsorted(made, keys, "right") - np.searchsorted(made, keys)
     for place in np.flatnonzero((found < counts) | is_once & (found > counts))[:1].tolist():
         stage, microbatch, where = cells.place_of(cell, int(keys[place]))
-        site = cells.step.probable_site((), cells.rank, stage, microbatch)
+        site = cells.step.probable_site(cells.rank, stage, microbatch)
         ops = " or ".join(op for event in events.split() for op in _causes(cell, event))
         often = "once" if counts[place] == 1 else f"{counts[place]} times"
         how = f"is there {found[place]} times" if is_once else "is missing"
