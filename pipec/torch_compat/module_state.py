@@ -5,6 +5,7 @@ import copy
 import functools
 import io
 import logging
+import types
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -85,11 +86,23 @@ Container = dict[Any, Any] | list[Any] | set[Any]
 
 
 def _containers(module: torch.nn.Module) -> list[Container]:
-    """The ``__dict__`` of the module and of every module in it, and the dicts, lists and sets in these."""
+    """The ``__dict__`` of the module and of every module in it, and the dicts, lists and sets in these.
+
+    Also the ``__dict__`` of other objects that are attributes, such as a configuration.
+    """
     containers: list[Container] = []
     for each in module.modules():
-        containers += [each.__dict__, *(x for x in vars(each).values() if isinstance(x, dict | list | set))]
+        containers.append(each.__dict__)
+        for x in vars(each).values():
+            if isinstance(x, dict | list | set):
+                containers.append(x)
+            elif not isinstance(x, _NO_STATE) and isinstance(own := getattr(x, "__dict__", None), dict):
+                containers.append(own)
     return containers
+
+
+_NO_STATE = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
+"""Attributes that are restored elsewhere, or are code."""
 
 
 def _restore(container: Container, original: Container) -> None:

@@ -296,3 +296,26 @@ def test_what_is_not_proved_is_checked_on_the_whole_batch() -> None:
         pipec.compile(model, devices=2, loss_fn=loss_of, microbatches=4).step(
             torch.randn(16, WIDTH), target=torch.randn(16)
         )
+
+
+class _Settings:
+    kind: str | None = None
+
+
+def test_what_a_forward_notes_in_its_configuration_stays_as_it_was(said: list[str]) -> None:
+    """As ``problem_type`` of transformers: else the next step would be compiled anew, and ranks differ."""
+    settings = _Settings()
+
+    def inner(h: Tensor, last: nn.Module) -> Tensor:
+        if settings.kind is None:
+            settings.kind = "regression"
+        out: Tensor = last(h)
+        return out
+
+    model = Model(inner)
+    model.settings = settings  # type: ignore[assignment]
+    pipe = pipec.compile(model, devices=2, loss_fn=loss_of, microbatches=4)
+    for _ in range(2):
+        pipe.step(torch.randn(16, WIDTH), target=torch.randn(16))
+    assert settings.kind is None
+    assert not any("recompiling" in each for each in said)

@@ -136,8 +136,8 @@ class Exchange:
         """
         own = _COMPARED.pack(*_digest(call_description), STOP_SIGNALS.pending)
         expected = _COMPARED.pack(*_digest(call_description), 0)
-        wait = self._transport.star.start_consulting(
-            own, PacketKind.ANNOUNCEMENT, activity, lambda every: bytes([{*every} == {expected}])
+        wait = self._transport.star.start_comparing(
+            own, activity, lambda every: bytes([{*every} == {expected}])
         )
         return lambda: wait() == b"\1"
 

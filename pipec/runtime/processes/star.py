@@ -31,6 +31,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -73,6 +74,15 @@ class WaitScope:
         self._star.last_activity, self._star.wait_status = self._star.wait_status.activity, self._before
 
 
+@dataclass
+class _Comparison:
+    """What rank 0 compares with the bytes of the other ranks, and its ``reply`` once it has them all."""
+
+    own: bytes
+    answer: Callable[[list[bytes]], bytes]
+    reply: bytes | None = None
+
+
 class Star:
     """The connection of one rank. The thread calls ``on_failure`` once the pipeline cannot go on.
 
@@ -87,6 +97,7 @@ class Star:
         self._judge = Judge(rank, num_ranks, timeout, self._interval)
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._arrived: defaultdict[tuple[int, PacketKind], deque[bytes]] = defaultdict(deque)
+        self._comparisons = deque[_Comparison]()
         self._failure: str | None = None
         self._ended, self._ended_at = "", 0.0
         self._wait_number, self._last_wait = 0, NOT_WAITING
@@ -163,6 +174,39 @@ class Star:
 
         return collect
 
+    def start_comparing(
+        self, own: bytes, activity: str, answer: Callable[[list[bytes]], bytes]
+    ) -> Callable[[], bytes]:
+        """As ``start_consulting``, but rank 0 answers as soon as it has the bytes of all ranks.
+
+        It does so on the thread of its connections, whatever its other threads wait for.
+        """
+        kind = PacketKind.ANNOUNCEMENT
+        if self.rank != 0:
+            return self.start_consulting(own, kind, activity, answer)
+        compared = _Comparison(own, answer)
+
+        def wait() -> bytes:
+            while compared.reply is None:
+                peer = next((x for x in range(1, self.num_ranks) if not self._arrived[x, kind]), 0)
+                arrived, together = self._arrived[peer, kind], f"{activity}, together with rank {peer}"
+                with self.waiting(together, peer, limited=True):
+                    self._wait_for(lambda: compared.reply or arrived, together)  # noqa: B023
+            return compared.reply
+
+        with self._changed:
+            self._comparisons.append(compared)
+            self._answer_comparisons()
+        return wait
+
+    def _answer_comparisons(self) -> None:
+        """Answer what all ranks have sent their bytes for."""
+        arrived = [self._arrived[peer, PacketKind.ANNOUNCEMENT] for peer in range(1, self.num_ranks)]
+        while self._comparisons and all(arrived):
+            compared = self._comparisons.popleft()
+            compared.reply = compared.answer([compared.own, *(each.popleft() for each in arrived)])
+            self.send_to_all(PacketKind.ANNOUNCEMENT, compared.reply)
+
     def all_gather(self, own: bytes, kind: PacketKind, activity: str, limited: bool = True) -> list[bytes]:
         """The bytes of all ranks, by rank."""
         every = self.start_consulting(own, kind, activity, pickle.dumps, limited)()
@@ -192,15 +236,21 @@ class Star:
         Raises:
             TransportError: a rank failed or ended.
         """
-        arrived, reason = self._arrived[peer, kind], None
+        arrived = self._arrived[peer, kind]
         with self._changed:
-            while not arrived and reason is None:
+            self._wait_for(lambda: arrived, activity, of_processes)
+            return arrived.popleft()
+
+    def _wait_for(self, has_come: Callable[[], object], activity: str, of_processes: bool = False) -> None:
+        """Wait for packets while the ranks can go on. Raises TransportError if they cannot."""
+        reason = None
+        with self._changed:
+            while not has_come() and reason is None:
                 reason = self._process_end() if of_processes else self._reason_to_stop()
                 if reason is None:
                     self._changed.wait(_POLL_SECONDS if self._ended else None)
-            if arrived:
-                return arrived.popleft()
-        raise self._error(reason or "", activity)
+            if not has_come():
+                raise self._error(reason or "", activity)
 
     def exchange_final_status(self, text: str) -> dict[int, str | None]:
         """The final statuses of other ranks, exchanged when the pipeline cannot go on.
@@ -402,6 +452,7 @@ class Star:
             case _:
                 with self._changed:
                     self._arrived[rank, kind].append(payload)
+                    self._answer_comparisons()
                     self._changed.notify_all()
 
     def _end(self, rank: int) -> None:
