@@ -19,11 +19,18 @@ class ProgramComputes:
 
     Of each message, ``made`` is the last compute before its send, and ``followed`` the first one after its
     receive; -1 if there is none.
+
+    If ``receives_precede_sends``, ranks certainly finish, even if each send waits for its receive. In one run
+    of the computes, an instruction is reached when the compute before it has ended. Of those that are reached
+    at the same time, those of a lower rank come first, and computes that begin then come last, each with the
+    waits directly before it. In this order each instruction comes after its predecessors on its rank, and a
+    wait after the send of its message. If every receive comes before its send, no waits form a cycle.
     """
 
     dependence: Dependence
     made: Ints
     followed: Ints
+    receives_precede_sends: bool
 
     @classmethod
     def of(cls, programs: Sequence[InstructionColumns], messages: Delivered) -> Self | None:
@@ -44,7 +51,18 @@ class ProgramComputes:
         ops = np.concatenate([taken(each.ops, each.compute_numbers) for each in programs])
         units = np.where(ops == OP_CODE[Op.BACKWARD], 2.0, 1.0)
         run = run_tasks(units, TaskInputs(waiting[reading], made[reading]), first_tasks)
-        return cls(Dependence(first_tasks, run), made, followed) if isinstance(run, TaskTimes) else None
+        if not isinstance(run, TaskTimes):
+            return None
+        sources, targets, ends = messages.sources, messages.targets, np.append(run.ends, 0.0)
+        before = following.take(begins[targets] + messages.receives) - 1
+        posted, sent = ends[np.where(before < bounds[targets], -1, before)], ends[made]
+        in_order = np.where(targets < sources, posted <= sent, posted < sent).all()
+        first_waits = np.full(bounds[-1] + len(programs), np.iinfo(np.int32).max, np.int32)
+        np.minimum.at(first_waits, waiting + targets, messages.waits)  # a rank's end is a task of its own
+        in_order &= (messages.receives < first_waits[before + 1 + targets]).all()
+        after_send = following.take(begins[sources] + messages.sends)
+        in_order &= (messages.sends < first_waits[after_send + sources]).all()
+        return cls(Dependence(first_tasks, run), made, followed, bool(in_order))
 
     def depend_on_next_compute(self) -> Bools:
         """Whether each message can be made only after the first compute that follows its receive."""
