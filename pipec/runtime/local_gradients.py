@@ -194,7 +194,8 @@ def _accumulates(
     """Whether a number of one gradient is added to a plain number or tensor, or written into one."""
     if name == "__setitem__" and not isinstance(args[0], LocalGradient):
         return tensors[-1].dim() == 0
-    is_sum = name in ("add", "__radd__") and type(args[1]) is int and args[1] == 0  # as Python's sum begins
+    is_zero = [type(each) for each in args[1:]] == [int] and args[1] == 0
+    is_sum = name in ("add", "__radd__") and is_zero  # as Python's sum begins
     is_added = name in ("add_", "__iadd__") and not isinstance(args[0], LocalGradient)
     return (is_sum or is_added or "out" in kwargs) and all(each.dim() == 0 for each in tensors)
 

@@ -59,8 +59,10 @@ class WholeState:
 
     def has_any(self, optimizer: Optimizer) -> bool:
         """Whether some of the optimizer's parameters are of this pipeline, and only some ranks have them."""
+        if not self._tensors.are_spread:
+            return False
         own = {id(each) for each in self._tensors.names.parameters.values()}
-        return self._tensors.are_spread and any(id(each) in own for each in _parameters(optimizer))
+        return any(id(each) in own for each in _parameters(optimizer))
 
     def gather(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """The state dict of a script's optimizer for the parameters of all ranks; ``own`` is this rank's."""
