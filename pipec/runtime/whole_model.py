@@ -124,6 +124,11 @@ def _before_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if why := _REFUSED.get(type(optimizer).__name__):
         raise InputError(f"{type(optimizer).__name__} {why}")
     _watched.add(optimizer)
+    if all(each.grad is None for each in _parameters(optimizer)):
+        warn(
+            "this rank has no gradients, so that torch's clip_grad_norm_ returns 0 on it; "
+            "pipe.clip_grad_norm_(max_norm), called on every rank, returns the norm of the whole model"
+        )
     if any(type(each.grad) is Tensor and not each.grad.is_sparse for each in _parameters(optimizer)):
         warn(
             "the script has assigned gradients of its own, of which torch's clip_grad_norm_ takes the norm "
