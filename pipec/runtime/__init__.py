@@ -16,8 +16,8 @@ without loading the compiler. Each part imports only the parts above it:
   of one rank, a step or the periods of a stream, and ``linker`` resolves every name of it beforehand.
 * ``stream``: the mini-batches of a script's stream, read ahead and announced to the other ranks.
 * The parts of a pipeline: ``tensors`` says which rank holds what, ``call_agreement`` makes each call one of
-  all ranks, ``executions`` links artifacts and runs calls, ``given_executions`` those of a saved artifact,
-  and ``stream_training`` makes the steps of a stream of batches.
+  all ranks, ``executions`` links artifacts and runs calls, also those of a saved artifact, and
+  ``stream_training`` makes the steps of a stream of batches.
 """
 
 from pipec.runtime.messages.distributed_transport import DistributedTransport

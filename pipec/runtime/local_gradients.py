@@ -66,13 +66,20 @@ class GradientNorms:
                 for number, parameter in enumerate(self._tensors.names.unique_parameters().values())
                 if parameter.grad is not None
             }
-        norms = self.gathered(call, own)
+        norms = self.gathered(call, own, is_alone=False)
         return torch.linalg.vector_norm(norms, norm_type) if len(norms) else torch.zeros(())
 
-    def gathered(self, call: str, own: Mapping[int, Tensor]) -> Tensor:
+    def is_alone(self) -> bool:
+        """Whether one rank alone trains parameters, so that others do not come to the norms of a script."""
+        unique, owners = self._tensors.names.unique_parameters(), self._tensors.owner_ranks
+        ranks = {rank for x, p in unique.items() if p.requires_grad for rank in owners.get(x, (0,))}
+        return len(ranks) == 1
+
+    def gathered(self, call: str, own: Mapping[int, Tensor], is_alone: bool) -> Tensor:
         """The numbers that the ranks have for gradients of the model, on the host, in the model's order.
 
-        ``own`` has this rank's by the number of the parameter. ``call`` is what all ranks call.
+        ``own`` has this rank's by the number of the parameter. ``call`` is what all ranks call, unless this
+        one ``is_alone``.
         """
         names = [*self._tensors.names.unique_parameters()]
         table = torch.zeros(2, len(names), dtype=torch.float64)  # the dtype of a number, and its value
@@ -85,7 +92,7 @@ class GradientNorms:
                 codes = [1 + _DTYPES.index(each.dtype) for each in found.values()]
                 table[0, [*found]] = torch.tensor(codes, dtype=torch.float64)
                 table[1, [*found]] = torch.stack([*found.values()]).to("cpu", torch.float64)
-        if self._agreement.is_distributed:
+        if self._agreement.is_distributed and not is_alone:
             self._agreement.require_same_call(call, {})
             table = torch.stack(self._agreement.ranks.exchange.all_gather(f"calling {call}", table)).sum(0)
         values = [value.to(_DTYPES[int(dtype) - 1]) for dtype, value in zip(*table, strict=True) if dtype]
@@ -170,7 +177,8 @@ class StackedNorms(LocalGradient):
         """What ``func`` makes of the numbers of all ranks."""
         with plain_tensors():
             own = dict(zip(self.numbers, self.unbind(), strict=True))
-            every = self.norms.gathered(f"torch.{name} of norms of gradients ({_INSTEAD})", own)
+            call = f"torch.{name} of norms of gradients ({_INSTEAD})"
+            every = self.norms.gathered(call, own, self.norms.is_alone())
             return func(every.to(self.device), *args[1:], **kwargs)
 
 
@@ -194,7 +202,8 @@ def _accumulates(
     """Whether a number of one gradient is added to a plain number or tensor, or written into one."""
     if name == "__setitem__" and not isinstance(args[0], LocalGradient):
         return tensors[-1].dim() == 0
-    is_sum = name in ("add", "__radd__") and type(args[1]) is int and args[1] == 0  # as Python's sum begins
+    is_zero = [type(each) for each in args[1:]] == [int] and args[1] == 0
+    is_sum = name in ("add", "__radd__") and is_zero  # as Python's sum begins
     is_added = name in ("add_", "__iadd__") and not isinstance(args[0], LocalGradient)
     return (is_sum or is_added or "out" in kwargs) and all(each.dim() == 0 for each in tensors)
 

@@ -59,8 +59,10 @@ class WholeState:
 
     def has_any(self, optimizer: Optimizer) -> bool:
         """Whether some of the optimizer's parameters are of this pipeline, and only some ranks have them."""
+        if not self._tensors.are_spread:
+            return False
         own = {id(each) for each in self._tensors.names.parameters.values()}
-        return self._tensors.are_spread and any(id(each) in own for each in _parameters(optimizer))
+        return any(id(each) in own for each in _parameters(optimizer))
 
     def gather(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """The state dict of a script's optimizer for the parameters of all ranks; ``own`` is this rank's."""
@@ -122,6 +124,11 @@ def _before_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if why := _REFUSED.get(type(optimizer).__name__):
         raise InputError(f"{type(optimizer).__name__} {why}")
     _watched.add(optimizer)
+    if all(each.grad is None for each in _parameters(optimizer)):
+        warn(
+            "this rank has no gradients, so that torch's clip_grad_norm_ returns 0 on it; "
+            "pipe.clip_grad_norm_(max_norm), called on every rank, returns the norm of the whole model"
+        )
     if any(type(each.grad) is Tensor and not each.grad.is_sparse for each in _parameters(optimizer)):
         warn(
             "the script has assigned gradients of its own, of which torch's clip_grad_norm_ takes the norm "

@@ -360,9 +360,9 @@ def test_what_needs_a_flush_is_refused() -> None:
         pipe.step(x, target=y)
     with pipe.accumulate(), pytest.raises(pipec.errors.InputError, match="leave out accumulate"):
         list(pipe.stream(batches(2)))
-    with pytest.raises(pipec.errors.InputError, match="cannot be recorded"), pipe.record():
+    with pytest.raises(pipec.errors.InputError, match="cannot be recorded"), pipe.trace():
         list(pipe.stream(batches(2)))
-    with pytest.raises(pipec.errors.InputError, match="cannot be recorded"), pipe.record():
+    with pytest.raises(pipec.errors.InputError, match="cannot be recorded"), pipe.trace():
         pipe.step(x, target=y)
 
 

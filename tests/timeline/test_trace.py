@@ -262,10 +262,10 @@ def test_a_wait_that_is_moved_in_the_text_of_a_program_moves_on_the_timelines(tm
     for edit in (lambda saved: None, move_wait):
         edit(saved)
         loaded = pipec.load(saved)
-        with loaded.record() as recording:
+        with loaded.trace() as trace:
             assert torch.equal(loaded.step(X, target=Y), expected)
         played.append(simulate_plan(loaded.plan, loaded.programs))
-        recorded += [measured_timeline(each.programs, each.timestamps) for each in recording.steps]
+        recorded += trace.steps
     (start, _), (held, _) = (times(timeline, 1, Op.FORWARD, 0) for timeline in played)
     awaited = times(played[1], 0, Op.SEND, 1)[1]
     assert start < awaited <= held
