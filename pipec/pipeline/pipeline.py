@@ -811,7 +811,7 @@ class Pipeline(ConvertedModule):
         return self
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the model, with the model itself first: what is set there, the next call follows."""
+        """The model's own modules, the model itself first. The next call follows changes in them."""
         model = self._executions.model
         named = super().named_modules if model is None else model.named_modules
         return named(*args, **kwargs)
@@ -871,7 +871,7 @@ class Pipeline(ConvertedModule):
         """Write the model for ``from_pretrained`` of transformers, as its own ``save_pretrained`` does.
 
         Every rank calls this, and writes the weights of its stages. The new folder replaces ``directory`` in
-        one step, with the files of a tokenizer and others that are there. All ranks see the same.
+        one step, with the other files of the folder, such as a tokenizer's. All ranks see the same.
 
         Raises:
             CheckpointError: a file cannot be written.
