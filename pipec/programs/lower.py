@@ -340,9 +340,11 @@ def _receives(
     sent = np.empty(own.size)
     for source in np.unique(sources).tolist():
         sent[sources == source] = order.ends[source][made[sources == source]]
-    passed = (np.searchsorted(order.ends[rank], sent, side) for side in ("left", "right"))
+    passed, is_lower = np.empty(own.size, np.int64), sources < rank
+    passed[is_lower] = np.searchsorted(order.ends[rank], sent[is_lower], "left")
+    passed[~is_lower] = np.searchsorted(order.ends[rank], sent[~is_lower], "right")
     ahead = np.where(made > 0, np.maximum(traffic.readers[own] - ~depends[own], 1), 0)
-    posts = np.minimum(np.where(sources < rank, *passed), ahead)
+    posts = np.minimum(passed, ahead)
     channel = sources * np.int64(len(order.ends[rank]) + 1)
     posts = np.minimum.accumulate((posts + channel)[::-1])[::-1] - channel  # in the order of the sends
     targets = np.array([link.target for link in traffic.links], np.int32)
