@@ -255,7 +255,7 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
     [
         (("gpip",), "unknown schedule 'gpip'; did you mean 'gpipe'?"),
         (("gpipe", "--stages", 0), "Invalid value for '--stages'"),
-        (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .svg, .txt"),
+        (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .json, .svg, .txt"),
         (("zb-2p", "--memory-limit", "3GB"), "Invalid value for '--memory-limit'"),
         (("orders.txt",), "orders.txt"),
         (("gpipe", "--devices", 4), "No such option: --devices"),

@@ -229,5 +229,5 @@ def test_a_checkpoint_keeps_the_profile_for_stages_on_other_devices(profile: Pro
     assert pipec.CheckpointManager(tmp_path / "run", every=1).profile() == profile
     kept = tmp_path / "run" / "step-00000000" / "profile.json"
     kept.write_text(kept.read_text().replace("linear", "linnar", 1))
-    with pytest.raises(pipec.CheckpointError, match=r"profile\.json is not what was written"):
+    with pytest.raises(pipec.CheckpointError, match=r"profile\.json is not what was saved"):
         checkpoints.profile()

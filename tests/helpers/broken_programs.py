@@ -4,9 +4,10 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from example_schedules import result_link, skip_links, v_gpipe, value
+from example_schedules import result_link, shared_links, skip_links, v_gpipe, value
 from symbolic_steps import Step, make_step
 
+from pipec.errors import VerifyError
 from pipec.ir import (
     Instruction,
     Link,
@@ -17,7 +18,7 @@ from pipec.ir import (
     Schedule,
     ShardingLevel,
 )
-from pipec.schedules import make_schedule
+from pipec.schedules import forward_only, make_schedule
 from pipec.schedules.asynchronous import ASYNCHRONOUS_SCHEDULES
 from pipec.schedules.replicated import replicate_schedule, round_robin
 
@@ -45,6 +46,8 @@ def golden_steps() -> Mapping[str, Step]:
         "v-gpipe": make_step(v_gpipe(2, 2), tied=(0, 3), updates=True),
         "interleaved": make_step(make_schedule("interleaved-1f1b", 2, 2), links=[result_link(3)]),
         "looped": make_step(make_schedule("looped-bfs", 2, 3)),
+        "forwards": make_step(forward_only(v_gpipe(2, 2)), links=[result_link(3)]),
+        "handed on": make_step(forward_only(make_schedule("looped-bfs", 2, 3)), links=shared_links(0, 1, 3)),
         "replicas": make_step(data_parallel, buffer_sync_stages=(0,), updates=True, clips=True),
         "tied replicas": make_step(round_robin(3, [1, 2]), tied=(0, 1), updates=True, clips=True),
         "lent by replicas": make_step(round_robin(4, [2, 1]), tied=(0, 1), updates=True),
@@ -130,6 +133,15 @@ def edits(programs: Sequence[Program], links: Sequence[Link]) -> Iterator[Edit]:
             if each.link is not None:
                 yield from (Edit(rank, number, "link", k) for k, x in enumerate(links) if x != each.link)
             yield from (Edit(rank, number, "op", k) for k, op in enumerate(Op) if _is_like(op, each.op))
+
+
+def verdict(step: Step, programs: Sequence[Program]) -> str:
+    """What the verifier says; empty if it accepts the programs."""
+    try:
+        step.verify(programs)
+    except VerifyError as error:
+        return str(error)
+    return ""
 
 
 def _is_like(op: Op, other: Op) -> bool:

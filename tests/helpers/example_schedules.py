@@ -1,5 +1,7 @@
 """Schedules beyond those that ship, written by hand: split backwards, and several stages on a rank."""
 
+import itertools
+
 from pipec.ir import Compute, Link, Payload, Phase, Schedule, Value, one_rank_per_stage
 
 FORWARD, BACKWARD, INPUT, WEIGHT = (
@@ -41,6 +43,12 @@ def skip_links(source: int, target: int, training: bool = True) -> tuple[Link, .
     forward = Link(source, target, Payload.ACTIVATION, (value(name), value(f"mask_{name}")))
     backward = Link(target, source, Payload.GRADIENT, (value(f"grad_{name}"),))
     return (forward, backward) if training else (forward,)
+
+
+def shared_links(*stages: int) -> tuple[Link, ...]:
+    """What the first stage makes for the others, each of which hands it on to the next."""
+    pairs = itertools.pairwise(stages)
+    return tuple(Link(source, target, Payload.ACTIVATION, (value("shared"),)) for source, target in pairs)
 
 
 def tied_links(owner: int, borrower: int) -> tuple[Link, ...]:

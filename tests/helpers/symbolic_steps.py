@@ -89,7 +89,8 @@ def make_step(
     and one for what it lends. With ``collectives``, the last stage has three model collectives, and with
     ``tail`` it has a tail.
     """
-    links, buckets = [*chain_links(schedule.num_stages), *links], []
+    phases = {cell.phase for order in schedule.orders for cell in order}
+    links, buckets = [*chain_links(schedule.num_stages, training=phases != {Phase.FORWARD}), *links], []
     if tied:
         lent, brought = tied_links(*tied)
         links += [lent, Link(brought.source, brought.target, Payload.WEIGHT_GRADIENT, lent.values)]
@@ -97,10 +98,12 @@ def make_step(
         buckets += [Bucket(stage, (value(f"w_{stage}.{k}", 6),), segment=k) for k in range(num_segments)]
         if tied and tied[0] == stage:
             buckets.append(Bucket(stage, lent.values, is_tied=True))
-    phases = {cell.phase for order in schedule.orders for cell in order}
     stages = range(schedule.num_stages) if num_segments > 1 else ()
     segments = {(stage, phase): num_segments for stage in stages for phase in phases & {*GRADIENT_PHASES}}
-    last, backward = schedule.num_stages - 1, min(phases - {Phase.FORWARD, Phase.BACKWARD_WEIGHT})
+    last, backward = (
+        schedule.num_stages - 1,
+        min(phases - {Phase.FORWARD, Phase.BACKWARD_WEIGHT}, default=None),
+    )
     model_collectives = {}
     if collectives:
         segments |= {(last, Phase.FORWARD): 3, (last, backward): 2}
@@ -632,9 +635,9 @@ class SymbolicExecution:
             self._require(each.version == state.versions[stage] + 1, "updates in another order")
             size = stream.microbatches_per_update(stage, self.replicas)
             self._require(each.version == each.microbatch // size + 1, "an update of another round")
-            for number in self.sync_spec.buckets_of(stage):
+            for number in (buckets := self.sync_spec.buckets_of(stage)):
                 state.sums.pop(number, None)
-            for name in self._parameters(stage):
+            for name in () if buckets else self._parameters(stage):
                 state.gradients.pop((stage, name), None)
         else:
             self._require(not state.versions[stage], "updated twice")
@@ -708,6 +711,8 @@ class SymbolicExecution:
         own = {(stage, microbatch) for microbatch in self._own_microbatches(rank, stage)}
         self._require(own <= state.freed, "what is never freed")
         trains = any(link.payload is Payload.GRADIENT for link in self.plan.links) or len(self.stages) == 1
+        for cell in own:
+            self._require(state.over[Phase.FORWARD, *cell], "a microbatch without a forward")
         for cell in own if trains else ():
             self._require_over(state, cell)
         self._require((stage in state.tails) == bool(plan.tail), "a tail too much or too little")

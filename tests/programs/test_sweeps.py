@@ -1,17 +1,17 @@
 """Sweeps, and a proof by one run, find what the plain way finds: times, faults and messages."""
 
-from collections.abc import Callable
-from dataclasses import replace
+import random
+from collections.abc import Sequence
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from bare_programs import lower, verify_programs
+from broken_programs import Edit, edits, golden_steps, verdict
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipec.errors import VerifyError
-from pipec.ir import Instruction, Op, Program
+from pipec.ir import Op, Program
 from pipec.programs import task_times
 from pipec.programs.dependence import Dependence
 from pipec.programs.lower import chain_links
@@ -96,61 +96,17 @@ def test_where_gpipe_turns_round_nothing_is_searched() -> None:
     assert search.call_args.args[0].size == 0
 
 
-def swapped(instructions: list[Instruction], one: int, other: int) -> None:
-    instructions[one], instructions[other] = instructions[other], instructions[one]
+@pytest.mark.parametrize("name", golden_steps())
+def test_faults_are_those_of_the_plain_way(name: str) -> None:
+    step = golden_steps()[name]
+    programs = step.programs()
+    of_messages = [x for x in edits(programs, step.plan.links) if edited(programs, x) in (Op.SEND, Op.RECV)]
+    for each in random.Random(0).sample(of_messages, min(len(of_messages), 30)):
+        broken = each.applied_to(programs, step.plan.links)
+        found = verdict(step, broken)
+        with edge_coloring_order(), wait_by_wait():
+            assert verdict(step, broken) == found
 
 
-def moved(instructions: list[Instruction], one: int, other: int) -> None:
-    instructions.insert(other, instructions.pop(one))
-
-
-def dropped(instructions: list[Instruction], one: int, _: int) -> None:
-    del instructions[one]
-
-
-def repeated(instructions: list[Instruction], one: int, other: int) -> None:
-    instructions.insert(other, instructions[one])
-
-
-def renumbered(instructions: list[Instruction], one: int, other: int) -> None:
-    instructions[one] = replace(instructions[one], microbatch=instructions[other].microbatch)
-
-
-Edit = Callable[[list[Instruction], int, int], None]
-
-
-def outcome(programs: list[Program], verify: Callable[[list[Program]], None]) -> str:
-    try:
-        verify(programs)
-    except VerifyError as error:
-        return str(error)
-    return "no fault"
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.sampled_from(SCHEDULES),
-    st.integers(2, 4),
-    st.sampled_from([swapped, moved, moved, moved, dropped, repeated, renumbered]),
-    st.data(),
-)
-def test_faults_are_those_of_the_plain_way(
-    name: str, num_ranks: int, edit: Edit, data: st.DataObject
-) -> None:
-    schedule = make_schedule(name, num_ranks, 2 * num_ranks, Workload.uniform(num_ranks))
-    links = chain_links(schedule.num_stages)
-    programs = list(lower(schedule, links))
-    rank = data.draw(st.integers(0, num_ranks - 1))
-    instructions = list(programs[rank].instructions)
-    of_messages = [k for k, each in enumerate(instructions) if each.op in (Op.SEND, Op.RECV)]
-    one = data.draw(st.sampled_from(of_messages or [0]))
-    other = min(max(one + data.draw(st.integers(-8, 8)), 0), len(instructions) - 1)
-    edit(instructions, one, other)
-    programs[rank] = Program(rank, tuple(instructions))
-
-    def verify(programs: list[Program]) -> None:
-        verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
-
-    found = outcome(programs, verify)
-    with edge_coloring_order(), wait_by_wait():
-        assert outcome(programs, verify) == found
+def edited(programs: Sequence[Program], edit: Edit) -> Op:
+    return programs[edit.rank].instructions[edit.number].op

@@ -1,8 +1,8 @@
-"""Programs without end: what they are, and that each rule about versions finds the program broken for it."""
+"""Programs without end: what they are, how busy they keep ranks, and what cannot be one."""
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +16,6 @@ from pipec.errors import InputError, VerifyError
 from pipec.ir import (
     Instruction,
     Link,
-    NonFiniteAction,
     Op,
     Payload,
     Program,
@@ -39,8 +38,6 @@ from pipec.schedules.chain_simulation import chain_sync_spec
 from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.timeline.steady_state import SteadyState, steady_state
 
-Edit = Callable[[list[Instruction]], object]
-
 
 def rounds_of(name: str, *replicas: int, per_batch: int = 0) -> tuple[Schedule, tuple[Program, ...]]:
     per_batch = per_batch or ASYNCHRONOUS_SCHEDULES[name].min_microbatches(replicas)
@@ -60,77 +57,6 @@ def stream_links(num_stages: int) -> tuple[Link, ...]:
 
 def ending_of(schedule: Schedule) -> SyncSpec:
     return replace(chain_sync_spec(schedule.placement, 0.5), updates=True, stream=schedule.stream)
-
-
-def fault(
-    edits: Mapping[int, Edit],
-    name: str = "pipedream",
-    num_batches: int = 4,
-    replicas: Sequence[int] = (1, 1, 1),
-    **options: object,
-) -> str:
-    """What the verifier says of stages with so many replicas after the programs of some ranks are changed."""
-    per_batch = ASYNCHRONOUS_SCHEDULES[name].min_microbatches(replicas)
-    schedule = ASYNCHRONOUS_SCHEDULES[name].for_batches(replicas, per_batch, num_batches)
-    links, sync_spec = stream_links(len(replicas)), replace(ending_of(schedule), **options)  # type: ignore[arg-type]
-    programs = list(lower(schedule, links, sync_spec=sync_spec))
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
-    for rank, edit in edits.items():
-        instructions = list(programs[rank].instructions)
-        edit(instructions)
-        programs[rank] = Program(rank, tuple(instructions))
-    with pytest.raises(VerifyError) as caught:
-        verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
-    return str(caught.value)
-
-
-def numbers_of(instructions: list[Instruction], op: Op) -> list[int]:
-    return [number for number, each in enumerate(instructions) if each.op is op]
-
-
-def change(op: Op, which: int, **fields: int) -> Edit:
-    def edit(instructions: list[Instruction]) -> None:
-        number = numbers_of(instructions, op)[which]
-        instructions[number] = replace(instructions[number], **fields)  # type: ignore[arg-type]
-
-    return edit
-
-
-def move(op: Op, which: int, to: Op, other: int) -> Edit:
-    """Put an instruction behind another one."""
-
-    def edit(instructions: list[Instruction]) -> None:
-        moved = instructions.pop(numbers_of(instructions, op)[which])
-        instructions.insert(numbers_of(instructions, to)[other] + 1, moved)
-
-    return edit
-
-
-def drop(op: Op, which: int = 0) -> Edit:
-    return lambda own: own.pop(numbers_of(own, op)[which])
-
-
-def repeat(op: Op, which: int = 0) -> Edit:
-    def edit(instructions: list[Instruction]) -> None:
-        number = numbers_of(instructions, op)[which]
-        instructions.insert(number, instructions[number])
-
-    return edit
-
-
-def chain(*edits: Edit) -> Edit:
-    def edit(instructions: list[Instruction]) -> None:
-        for each in edits:
-            each(instructions)
-
-    return edit
-
-
-def swap_versions(instructions: list[Instruction]) -> None:
-    first, second, *_ = numbers_of(instructions, Op.UPDATE)
-    one, other = instructions[first], instructions[second]
-    instructions[first] = replace(one, version=other.version)
-    instructions[second] = replace(other, version=one.version)
 
 
 def test_a_round_reads_as_the_program_of_a_step(golden: Callable[[str, str], None]) -> None:
@@ -254,210 +180,6 @@ def test_the_window_of_replicas() -> None:
     assert [versions.version(each, 2, (3, 2, 1)) for each in range(4)] == [0, 1, 2, 3]
 
 
-def test_replicas_that_differ_in_their_updates_are_found() -> None:
-    replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
-    skipped = replicated({1: lambda own: own.pop(numbers_of(own, Op.UPDATE)[2])})
-    assert "update of stage 0, round 2, bucket 0 is missing on rank 1; expected once" in skipped
-    assert "update names version 2; expected 1" in replicated({1: swap_versions})
-    other = replicated({1: change(Op.FORWARD, 3, version=1)})
-    assert "forward names version 1; expected 2" in other
-    read = replicated({1: change(Op.BACKWARD, 3, version=3)})
-    assert "backward names version 3; expected 2" in read
-    late = replicated({1: change(Op.UPDATE, 1, microbatch=4)})
-    assert "update names version 2; expected 3" in late
-
-
-def test_sums_that_are_missing_or_in_another_round_are_found() -> None:
-    replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
-
-    without = chain(drop(Op.REDUCE_GRAD, 1), drop(Op.WAIT_REDUCE_GRAD, 1))
-    missing = "has no reduce_grad or update before it; expected of round"
-    assert f"backward of stage 0, microbatch 5 {missing}" in replicated({1: without})
-    assert f"backward of stage 0, microbatch 4 {missing}" in replicated({0: without, 1: without})
-    other = chain(change(Op.REDUCE_GRAD, 1, microbatch=4), change(Op.WAIT_REDUCE_GRAD, 1, microbatch=4))
-    too_early = (
-        "reduce_grad of stage 0, microbatch 4, bucket 0 runs before update of stage 0, microbatch 2 at"
-    )
-    assert too_early in replicated({1: other})
-    assert too_early in replicated({0: other, 1: other})
-    early = replicated({1: move(Op.REDUCE_GRAD, 0, Op.FORWARD, 0)})
-    assert (
-        "backward of stage 0, microbatch 1 comes after reduce_grad of stage 0, microbatch 0, bucket 0"
-        in early
-    )
-    late = replicated({0: move(Op.WAIT_REDUCE_GRAD, 0, Op.UPDATE, 0)})
-    assert (
-        "stash of stage 0, microbatch 0 runs before wait_reduce_grad of stage 0, microbatch 0, bucket 0 at"
-        in late
-    )
-    next_one = replicated({0: move(Op.UPDATE, 3, Op.REDUCE_GRAD, 4)})
-    assert (
-        "reduce_grad of stage 0, microbatch 8, bucket 0 runs before update of stage 0, microbatch 6 at"
-        in next_one
-    )
-    unawaited = replicated({0: drop(Op.WAIT_REDUCE_GRAD)})
-    assert "stash of stage 0, microbatch 0 has no wait_reduce_grad before it" in unawaited
-    assert "reduce_grad names bucket 3; expected [0]" in replicated({0: change(Op.REDUCE_GRAD, 1, bucket=3)})
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (drop(Op.PAUSE), "wait_recv of loss (1 -> all), microbatch 0 has no pause before it"),
-        (drop(Op.PAUSE, -1), "update of stage 0, microbatch 8 has no pause before it"),
-        (repeat(Op.PAUSE, 1), "pause of microbatch 1 is there again; the first is at 5"),
-        (
-            chain(change(Op.PAUSE, 2, microbatch=3), change(Op.PAUSE, 3, microbatch=2)),
-            "wait_recv of loss (1 -> all), microbatch 2 comes after pause of microbatch 3 at 11",
-        ),
-        (
-            move(Op.PAUSE, 1, Op.PAUSE, 0),
-            "wait_recv of loss (1 -> all), microbatch 0 comes after pause of microbatch 1 at 3",
-        ),
-        (
-            move(Op.PAUSE, -1, Op.UPDATE, -1),
-            "update of stage 0, microbatch 8 runs before pause of microbatch 8 at 71",
-        ),
-        (
-            chain(drop(Op.PAUSE, 8), move(Op.PAUSE, 7, Op.UPDATE, 3)),
-            "wait_recv of loss (1 -> all), microbatch 7 runs before pause of microbatch 7 at 67",
-        ),
-        (change(Op.PAUSE, 0, stage=0), "pause names stage 0; expected none"),
-        (change(Op.PAUSE, 0, microbatch=9), "pause names microbatch 9; expected 0 to 8"),
-    ],
-)
-def test_pauses_that_are_missing_or_out_of_order_are_found(edit: Edit, message: str) -> None:
-    found = fault({1: edit}, num_batches=9, replicas=(2, 1))
-    assert found.startswith("rank 1, instruction ")
-    assert message in found
-
-
-def test_a_script_that_would_wait_for_ever_is_found() -> None:
-    """The loss of a mini-batch arrives only behind an update that the script says how to make."""
-
-    def have_late(own: list[Instruction]) -> None:
-        moved = own.pop(next(k for k, x in enumerate(own) if x.op is Op.WAIT_RECV and is_loss(x)))
-        own.insert(numbers_of(own, Op.UPDATE)[0] + 1, moved)
-
-    found = fault({1: have_late}, num_batches=9, replicas=(2, 1))
-    assert "wait_recv of loss (1 -> all), microbatch 0 comes after pause of microbatch 1 at 4" in found
-
-
-def is_loss(instruction: Instruction) -> bool:
-    return instruction.link is not None and instruction.link.payload is Payload.MICROBATCH_RESULT
-
-
-def test_a_version_that_another_one_should_be_is_found() -> None:
-    found = fault({1: change(Op.FORWARD, 3, version=1)})
-    assert "forward names version 1; expected 2" in found
-    found = fault({0: change(Op.BACKWARD, 3, version=2)})
-    assert "backward names version 2; expected 1" in found
-    assert "send of hidden_1 (0 -> 1) names version 3; expected none" in fault(
-        {0: change(Op.SEND, 0, version=3)}
-    )
-
-
-def test_updates_that_are_out_of_order_or_missing_are_found() -> None:
-    assert "update names version 2; expected 1" in fault({2: swap_versions})
-    missing = fault({2: lambda own: own.pop(numbers_of(own, Op.UPDATE)[1])})
-    assert "update of stage 2, round 1 is missing on rank 2; expected once" in missing
-    early = fault({2: move(Op.UPDATE, 1, Op.UPDATE, 0)})
-    assert "backward of stage 2, microbatch 1 comes after update of stage 2, microbatch 1 at 12" in early
-
-
-def test_an_update_that_comes_too_late_or_too_early_is_found() -> None:
-    late = fault({2: move(Op.UPDATE, 0, Op.FORWARD, 1)})
-    assert "forward of stage 2, microbatch 1 runs before update of stage 2, microbatch 0 at 14" in late
-    schedule = pipedream.for_batches((1, 1, 1), 1, 4)
-    sync_spec = replace(ending_of(schedule), stream=Stream(VersionPolicy.STASHED))
-    gpipe_like = make_schedule("gpipe", 3, 4)
-    programs = lower(replace(gpipe_like, stream=schedule.stream), chain_links(3), sync_spec=sync_spec)
-    with pytest.raises(VerifyError, match="runs before update of stage"):
-        verify_programs(programs, schedule.placement, chain_links(3), 4, sync_spec=sync_spec)
-
-
-def test_weights_that_are_not_stashed_before_their_update_are_found() -> None:
-    """Stage 1 of 3 stashes versions 1 and 2, which later backwards read."""
-    assert "backward of stage 1, microbatch 1 has no stash before it" in fault({1: drop(Op.STASH)})
-    stash = "stash of stage 1, microbatch"
-    late = fault({1: move(Op.STASH, 0, Op.UPDATE, 0)})
-    assert f"{stash} 0 comes after update of stage 1, microbatch 0 at 21" in late
-    early = fault({1: move(Op.STASH, 1, Op.FORWARD, 0)})
-    assert f"{stash} 1 runs before update of stage 1, microbatch 0 at 23" in early
-    before_gradients = move(Op.STASH, 1, Op.BACKWARD, 1)
-    assert f"accumulate of stage 1, microbatch 1 comes after {stash} 1 at" in fault({1: before_gradients})
-    of_replicas = functools.partial(fault, num_batches=9, replicas=(2, 1))
-    before_the_sum = move(Op.STASH, 1, Op.REDUCE_GRAD, 1)
-    unsummed = "stash of stage 0, microbatch 2 runs before wait_reduce_grad of stage 0, microbatch 2"
-    assert unsummed in of_replicas({0: before_the_sum})
-    checked = functools.partial(fault, on_nan=NonFiniteAction.SKIP)
-    before_the_check = move(Op.STASH, 1, Op.ACCUMULATE, 1)
-    assert f"{stash} 1 runs before check of stage 1, microbatch 1 at" in checked({1: before_the_check})
-    for version in (2, 9):
-        other = fault({1: change(Op.STASH, 0, version=version)})
-        assert f"stash names version {version}; expected 0" in other
-    assert f"{stash} 0 is there again; the first is at 21" in fault({1: repeat(Op.STASH)})
-
-
-@pytest.mark.parametrize("op", [Op.CHECK, Op.STAGE_NORM])
-def test_updates_whose_gradients_are_not_checked_or_measured_are_found(op: Op) -> None:
-    refused = functools.partial(fault, on_nan=NonFiniteAction.SKIP, clips=True)
-    named = f"{op} of stage 1, microbatch 1"
-    assert f"has no {op} before it; expected of round" in refused({1: drop(op, 1)})
-    assert f"{named} is there again; the first is at" in refused({1: repeat(op, 1)})
-    for edit in (move(op, 1, Op.UPDATE, 1), move(op, 1, Op.UPDATE, 0), move(op, 1, Op.SEND, 0)):
-        found = refused({1: edit}).split("\n")[0]
-        assert named in found
-        assert "runs before" in found or "comes after" in found
-    summed = functools.partial(refused, replicas=(2, 1), num_batches=9)
-    before_the_sum = summed({0: move(op, 1, Op.ACCUMULATE, 1)})
-    assert f"{op} of stage 0, microbatch 2" in before_the_sum.split("\n")[0]
-
-
-def test_a_check_before_the_losses_that_it_looks_at_is_found() -> None:
-    """On a rank that receives losses: the last one of the update's round comes behind the check."""
-
-    def check_early(own: list[Instruction]) -> None:
-        losses = [k for k, x in enumerate(own) if x.op is Op.WAIT_RECV and is_loss(x)]
-        update = numbers_of(own, Op.UPDATE)[-1]
-        own.insert(update, own.pop(max(k for k in losses if k < update)))
-
-    found = fault({0: check_early}, on_nan=NonFiniteAction.SKIP)
-    assert (
-        "wait_recv of loss (2 -> all), microbatch 3 comes after check of stage 0, microbatch 3 at 47" in found
-    )
-
-
-@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
-def test_no_instruction_of_a_stream_can_be_left_out_or_doubled(replicas: tuple[int, ...]) -> None:
-    schedule = pipedream.for_batches(replicas, 1, 4)
-    links = stream_links(len(replicas))
-    sync_spec = replace(ending_of(schedule), clips=True, on_nan=NonFiniteAction.SKIP)
-    programs = lower(schedule, links, sync_spec=sync_spec)
-    assert {Op.PAUSE, Op.CHECK, Op.STAGE_NORM, Op.STASH} <= {x.op for x in programs[0].instructions}
-    for rank, program in enumerate(programs):
-        own = program.instructions
-        for number, each in enumerate(own):
-            for copies in ((), (each, each)):
-                edited = Program(rank, (*own[:number], *copies, *own[number + 1 :]))
-                others = [*programs[:rank], edited, *programs[rank + 1 :]]
-                with pytest.raises(VerifyError):
-                    verify_programs(others, schedule.placement, links, 4, sync_spec=sync_spec)
-
-
-def test_an_update_before_the_gradients_that_it_uses_is_found() -> None:
-
-    def hold_back(instructions: list[Instruction]) -> None:
-        first = numbers_of(instructions, Op.FORWARD)[0]
-        assert instructions[first].version == 0
-        for number in numbers_of(instructions, Op.UPDATE)[:1]:
-            instructions.insert(first, instructions.pop(number))
-
-    assert "backward of stage 0, microbatch 0 comes after update of stage 0, microbatch 0 at 0" in fault(
-        {0: hold_back}
-    )
-
-
 @given(st.data(), st.sampled_from(VersionPolicy), st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_a_stage_holds_no_more_versions_than_it_may(
     data: st.DataObject, policy: VersionPolicy, replicas: list[int]
@@ -476,15 +198,6 @@ def test_a_stage_holds_no_more_versions_than_it_may(
 def test_the_first_of_four_stages_holds_four_versions() -> None:
     stream = Stream(VersionPolicy.STASHED)
     assert [stream.max_live_versions(stage, (1, 1, 1, 1)) for stage in range(4)] == [4, 3, 2, 1]
-
-
-def test_fields_of_updates_are_checked() -> None:
-    assert "update names stage 0; expected a stage of this rank: [1]" in fault(
-        {1: change(Op.UPDATE, 1, stage=0)}
-    )
-    assert "update names peer 0; expected none" in fault({1: change(Op.UPDATE, 1, peer=0)})
-    replicated = fault({1: change(Op.REDUCE_GRAD, 1, microbatch=3)}, num_batches=9, replicas=(2, 1))
-    assert "reduce_grad names microbatch 3; expected the first of a round" in replicated
 
 
 def test_what_has_no_rule_of_versions_is_refused() -> None:

@@ -38,7 +38,7 @@ def test_programs_verify_and_deliver_every_gradient_once(step: Step) -> None:
 def costs_of(step: Step, **endings: float) -> SimulationCosts:
     """Every phase takes one unit, a message as long as it is told, and each op of an ending, too."""
     uniform = SimulationCosts.uniform(
-        step.schedule.num_stages, links=step.links, message=endings.get("message", 0)
+        step.schedule.num_stages, links=step.plan.links, message=endings.get("message", 0)
     )
     seconds = {
         (each.op, each.stage, each.bucket): endings.get(each.op.value, 0.0)
@@ -46,7 +46,9 @@ def costs_of(step: Step, **endings: float) -> SimulationCosts:
         for each in program.instructions
     }
     return replace(
-        uniform, sync_times=seconds, segments={key: halves(count) for key, count in step.segments.items()}
+        uniform,
+        sync_times=seconds,
+        segments={key: halves(count) for key, count in step.plan.segments.items()},
     )
 
 
@@ -196,7 +198,7 @@ def test_side_by_side_puts_the_ranks_of_a_pipeline_next_to_each_other(replicas: 
 def test_the_text_of_a_program_is_read_back_with_its_buckets(step: Step) -> None:
     for program in step.programs():
         text = format_program(program)
-        again = parse_program(text, step.links)
+        again = parse_program(text, step.plan.links)
         assert again == Program(program.rank, tuple(program.instructions))
         assert format_program(again) == text
 

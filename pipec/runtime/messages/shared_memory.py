@@ -61,7 +61,7 @@ class SharedMemory:
 
     @property
     def peers(self) -> list[int]:
-        return list(self._pairs)
+        return sorted(self._pairs)
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Connect with the ranks of this host. Every rank calls this with the addresses of all ranks."""
