@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pipec.compiler.staged_graph import StagedGraph
 from pipec.errors import InfeasibleError, InputError, VerifyError
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
-from pipec.ir import HostCost, Instruction, Op, Program, Schedule
+from pipec.ir import HostCost, Op, Program, Schedule
 from pipec.ir.batch_split import split_sizes
 from pipec.ir.columns import OP_CODE, InstructionColumns
 from pipec.ir.text_format import format_program, parse_program
@@ -101,95 +101,6 @@ def test_what_is_away_is_told_beforehand(name: str) -> None:
                 np.cumsum(gone)[computes].tolist()
                 == num_offloaded(without, stage)[without.is_compute].tolist()
             )
-
-
-Edit = Callable[[list[Instruction]], None]
-
-
-def drop(*ops: Op) -> Edit:
-    def edit(own: list[Instruction]) -> None:
-        for op in ops:
-            own.remove(Instruction(op, 0, 0))
-
-    return edit
-
-
-def put(op: Op, behind: Op, behind_microbatch: int) -> Edit:
-    def edit(own: list[Instruction]) -> None:
-        if Instruction(op, 0, 0) in own:
-            own.remove(Instruction(op, 0, 0))
-        own.insert(own.index(Instruction(behind, 0, behind_microbatch)) + 1, Instruction(op, 0, 0))
-
-    return edit
-
-
-def put_each(*steps: tuple[Op, Op, int]) -> Edit:
-    def edit(own: list[Instruction]) -> None:
-        for each in steps:
-            put(*each)(own)
-
-    return edit
-
-
-def repeat(op: Op) -> Edit:
-    return lambda own: own.insert(own.index(Instruction(op, 0, 0)), Instruction(op, 0, 0))
-
-
-def first_of_all(own: list[Instruction]) -> None:
-    own.remove(Instruction(Op.OFFLOAD, 0, 0))
-    own.insert(0, Instruction(Op.OFFLOAD, 0, 0))
-
-
-def again(own: list[Instruction]) -> None:
-    number = own.index(Instruction(Op.OFFLOAD, 0, 0))
-    own[number:number] = [Instruction(Op.OFFLOAD, 0, 0), Instruction(Op.WAIT_OFFLOAD, 0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (drop(Op.PREFETCH, Op.WAIT_PREFETCH), "backward of stage 0, microbatch 0 has no prefetch before it"),
-        (drop(Op.OFFLOAD, Op.WAIT_OFFLOAD), "prefetch of stage 0, microbatch 0 has no offload"),
-        (first_of_all, "offload of stage 0, microbatch 0 runs before forward of stage 0, microbatch 0 at 1"),
-        (
-            put(Op.PREFETCH, Op.OFFLOAD, 0),
-            "prefetch of stage 0, microbatch 0 runs before wait_offload of stage 0, microbatch 0 at 6",
-        ),
-        (
-            put(Op.WAIT_OFFLOAD, Op.PREFETCH, 0),
-            "prefetch of stage 0, microbatch 0 runs before wait_offload of stage 0, microbatch 0 at 10",
-        ),
-        (
-            put(Op.WAIT_PREFETCH, Op.BACKWARD, 0),
-            "backward of stage 0, microbatch 0 runs before wait_prefetch of",
-        ),
-        (
-            put_each((Op.PREFETCH, Op.BACKWARD, 0), (Op.WAIT_PREFETCH, Op.PREFETCH, 0)),
-            "backward of stage 0, microbatch 0 runs before prefetch of stage 0, microbatch 0 at 18",
-        ),
-        (again, "offload of stage 0, microbatch 0 comes after wait_offload of stage 0, microbatch 0 at 3"),
-        (drop(Op.WAIT_OFFLOAD), "prefetch of stage 0, microbatch 0 has no wait_offload before it"),
-        (drop(Op.WAIT_PREFETCH), "backward of stage 0, microbatch 0 has no wait_prefetch before it"),
-        (drop(Op.PREFETCH), "wait_prefetch of stage 0, microbatch 0 has no prefetch before it"),
-        (
-            put(Op.WAIT_OFFLOAD, Op.FORWARD, 0),
-            "wait_offload of stage 0, microbatch 0 runs before offload of stage 0, microbatch 0 at 3",
-        ),
-        (repeat(Op.OFFLOAD), "offload of stage 0, microbatch 0 is there again; the first is at 2"),
-        (
-            repeat(Op.WAIT_PREFETCH),
-            "wait_prefetch of stage 0, microbatch 0 is there again; the first is at 17",
-        ),
-    ],
-)
-def test_the_verifier_finds_values_that_are_not_where_they_are_read(edit: Edit, message: str) -> None:
-    schedule, links = make_schedule("1f1b", 4, 6), chain_links(4)
-    programs = list(lowered(schedule, [0]))
-    own = list(programs[0].instructions)
-    edit(own)
-    programs[0] = Program(0, tuple(own))
-    with pytest.raises(VerifyError, match=message):
-        verify_programs(programs, schedule.placement, links, 6, offload=[0])
 
 
 def test_a_stage_that_keeps_what_it_saves_has_no_copies() -> None:
