@@ -12,7 +12,6 @@ compared. Models and losses are row-wise, and all numbers have double precision.
 
 import argparse
 import collections
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -1201,25 +1200,14 @@ ONE_PROCESS_SEEDS = range(40)
 TWO_RANKS_SEEDS = (7, 6, 10, 5, 2, 3, 9, 11)
 """Those of the tests."""
 
-REFUSALS: Sequence[str] = ()
-"""What errors say that refuse a case with good reason."""
-
-
-def fails(result: Result) -> bool:
-    good = result.kind == "refused" and any(text in result.detail for text in REFUSALS)
-    return result.kind != "equal" and not good
-
-
 # by hand
 
 
-def run_on_two_ranks(
-    seeds: Sequence[int], scratch: Path, arguments: Sequence[str] = ()
-) -> list[list[Result]]:
+def run_on_two_ranks(seeds: Sequence[int], scratch: Path) -> list[list[Result]]:
     """What each rank found."""
     from worker_processes import run_ranks
 
-    printed = run_ranks(Path(__file__), 2, scratch, ["--as-rank", json.dumps([*seeds]), *arguments])
+    printed = run_ranks(Path(__file__), 2, scratch, ["--as-rank", json.dumps([*seeds])])
     return [[Result(*each) for each in json.loads(text.splitlines()[-1])] for text in printed]
 
 
@@ -1238,15 +1226,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--as-rank", default="")
-    parser.add_argument("--fault", default="")
     options = parser.parse_args()
     begin()
     if options.as_rank:
-        from training_mutations import OF_RANKS
-
-        fault = OF_RANKS[options.fault]() if options.fault else contextlib.nullcontext()
-        with fault:
-            results = [run(draw(seed, 2)) for seed in json.loads(options.as_rank)]
+        results = [run(draw(seed, 2)) for seed in json.loads(options.as_rank)]
         print(json.dumps([dataclasses.astuple(each) for each in results]))
         return
     begun, found, seed = time.monotonic(), collections.Counter[str](), options.seed

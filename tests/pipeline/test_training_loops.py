@@ -1,4 +1,4 @@
-"""Random training loops: a pipeline trains as plain PyTorch does, and a fault put in on purpose is found.
+"""Random training loops: a pipeline trains as plain PyTorch does.
 
 ``python tests/helpers/random_training_loops.py --seed N --ranks R`` does one of them alone, which
 failures name.
@@ -12,11 +12,9 @@ from random_training_loops import (
     TWO_RANKS_SEEDS,
     Result,
     draw,
-    fails,
     run,
     run_on_two_ranks,
 )
-from training_mutations import FAULTS, find
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.slow
 def require_equal(result: Result, ranks: int) -> None:
     script = "PYTHONPATH=. python tests/helpers/random_training_loops.py"
     again = f"{script} --shrink --ranks {ranks} --seed {result.seed}"
-    assert not fails(result), f"{result.kind} {result.detail}\n{again}\n{draw(result.seed, ranks)}"
+    assert result.kind == "equal", f"{result.kind} {result.detail}\n{again}\n{draw(result.seed, ranks)}"
 
 
 @pytest.mark.parametrize("seed", ONE_PROCESS_SEEDS)
@@ -44,11 +42,3 @@ def test_two_processes_train_as_the_unsplit_model(
 ) -> None:
     for result in found_by_ranks[seed]:
         require_equal(result, 2)
-
-
-@pytest.mark.parametrize("name", ["pipe.zero_grad does nothing", "gradients of a shard are off by one"])
-def test_a_fault_is_found(name: str) -> None:
-    """``python tests/helpers/training_mutations.py`` tries all of them."""
-    assert name in FAULTS
-    result, _ = find(name)
-    assert result is not None

@@ -209,7 +209,6 @@ def pipe() -> pipec.Pipeline:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_every_rank_of_a_plan_holds_what_its_stand_in_holds(pipe: pipec.Pipeline) -> None:
     plan = pipe.plan
     orders = tuple(InstructionColumns.of(each.instructions, plan.links).computes for each in pipe.programs)

@@ -1,4 +1,4 @@
-"""A tail runs between the forwards and the backwards of its stage; rules find programs broken for it."""
+"""A tail runs between the forwards and the backwards of its stage."""
 
 from dataclasses import replace
 
