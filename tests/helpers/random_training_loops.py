@@ -295,7 +295,7 @@ def as_at_first(network: Network) -> Net:
 _captured: dict[Any, TrainingGraph] = {}
 
 
-_IN_KEY = ("symbolic", "rewrite_loss", "may_have_tail", "outputs", "variables", "num_replicas")
+_IN_KEY = ("rewrite_loss", "may_have_tail", "outputs", "variables", "num_replicas")
 
 
 def capture_once(request: CaptureRequest) -> TrainingGraph:
