@@ -2,8 +2,8 @@
 
 A bucket is summed when the segment of the last backward is over that completes it. Few large buckets pay few
 latencies; of several, the first are on their way while the backward still runs. Up to eight of equal bytes
-take at most 2% longer than the best number of them in simulations of small and large models, from gloo on one
-host to NVLink.
+took at most 1.9% longer than the best number of them in 30 simulated cases, from gloo on one host to NVLink.
+The least size of a bucket was not part of these.
 """
 
 from collections import Counter

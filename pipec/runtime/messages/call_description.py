@@ -30,8 +30,9 @@ def describe_tensor(tensor: Tensor) -> str:
 def describe_argument(value: object) -> str:
     """A text for an argument, the same in every process with the same argument.
 
-    A file is described by its contents, and another object by its ``repr`` without addresses: of functions
-    and modules, such as the loss, rank 0's are captured, whatever the others of this name would compute.
+    A file is described by its contents, and another object by its ``repr`` without addresses. So a loss of
+    the same name may read other values on each rank: rank 0's is captured, and the next call, which compares
+    what it reads, is refused.
     """
     if isinstance(value, Path) and value.is_file():
         return f"{value} ({hashlib.sha256(value.read_bytes()).hexdigest()[:8]})"
