@@ -64,7 +64,7 @@ def random_batches(plan: Plan, int_high: int) -> Iterator[Leaves]:
         for planned_input in plan.inputs:
             tensor = _random(planned_input.value, {"b": _batch_size(plan), **plan.planned_sizes}, int_high)
             leaves[planned_input.position] = _restore_axis(plan, planned_input.position, tensor)
-        yield leaves
+        yield _repeated(plan, leaves)
 
 
 def read_batch(plan: Plan, path: Path) -> Leaves:
@@ -84,6 +84,13 @@ def read_batch(plan: Plan, path: Path) -> Leaves:
     leaves = _empty(plan)
     for planned_input in plan.inputs:
         leaves[planned_input.position] = tensors[planned_input.value.name]
+    return _repeated(plan, leaves)
+
+
+def _repeated(plan: Plan, leaves: Leaves) -> Leaves:
+    """The leaves, with one tensor wherever the calls that were compiled passed the same one again."""
+    for position, first in plan.repeated or ():
+        leaves[position] = leaves[first]
     return leaves
 
 

@@ -27,7 +27,12 @@ WARMUP = 2
 def check(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="An artifact, a checkpoint, or the folder of a run."),
+        typer.Argument(
+            metavar="FOLDER",
+            exists=True,
+            file_okay=False,
+            help="An artifact, a checkpoint, or the folder of a run.",
+        ),
     ],
     as_json: Json = False,
 ) -> None:
@@ -61,7 +66,12 @@ def check(
 def run(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="What Pipeline.save or `pipec plan -o` wrote."),
+        typer.Argument(
+            metavar="FOLDER",
+            exists=True,
+            file_okay=False,
+            help="What Pipeline.save or `pipec plan -o` wrote.",
+        ),
     ],
     steps: Steps = 1,
     trace: Annotated[

@@ -20,6 +20,7 @@ from torch import nn
 
 import pipec
 from pipec.errors import InputError
+from pipec.integrations.clipping import clip_grad_norm
 from pipec.integrations.replica_rows import REDUCTIONS, joined, of_replicas, shared_loader
 from pipec.options import OPTIONS
 from pipec.pipeline import Pipeline
@@ -113,6 +114,10 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
                 )
             data_loader = shared_loader(data_loader, self._pipes[0])
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As of Accelerate, by the norm over all stages of a model. Every rank calls it."""
+        return clip_grad_norm(self._pipes, parameters, max_norm, norm_type)
 
     def gather(self, tensor: Any) -> Any:
         """The rows of all replicas, in the order of the batch; with the same batches everywhere, these."""

@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 import pipec
 from pipec.errors import InputError
+from pipec.integrations.clipping import clip_grad_norm
 from pipec.integrations.replica_rows import REDUCTIONS, of_replicas, shared_loader
 from pipec.options import Options
 from pipec.pipeline import Pipeline
@@ -80,6 +81,7 @@ class PipecStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: lightning.Trainer) -> None:
         self._take_precision(trainer)
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         trainer._accelerator_connector.use_distributed_sampler = False  # process_dataloader divides rows
         super().setup(trainer)
 
@@ -94,6 +96,9 @@ class PipecStrategy(SingleDeviceStrategy):
                 )
             self._options = {"precision": "bf16-mixed", **self._options}
             self.precision_plugin = Precision()
+
+    def _clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        clip_grad_norm(self._pipes.values(), self.precision_plugin.main_params(optimizer), clip_val)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """The LightningModule, in which a pipeline has taken the place of the model."""

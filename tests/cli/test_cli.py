@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from slow_params import slow
+from torch import nn
 from typer.testing import CliRunner, Result
 
 import pipec
@@ -377,6 +378,23 @@ def test_run_with_saved_tensors_and_inputs_gives_the_loss_of_the_model(tmp_path:
     safetensors.torch.save_file(batch, tmp_path / "batch.safetensors")
     facts = pipec_json("run", tmp_path / "artifact", "--inputs", tmp_path / "batch.safetensors")
     assert (facts["losses"], facts["random_tensors"]) == ([expected], 0)
+
+
+def test_run_repeats_a_tensor_that_was_passed_twice(tmp_path: Path) -> None:
+    class Reconstruction(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            noise = 0.0 if x is wanted else 0.1
+            return (self.decoder(self.encoder(x + noise)) - wanted).square().mean()
+
+    pipe = pipec.compile(Reconstruction(), devices=2, microbatches=2)
+    x = torch.randn(8, 4)
+    pipe.prepare(x, x)
+    pipe.save(tmp_path / "artifact")
+    assert pipec_json("run", tmp_path / "artifact")["losses"]
 
 
 @pytest.mark.slow

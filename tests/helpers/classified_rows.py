@@ -27,9 +27,13 @@ def model() -> nn.Module:
 
 
 def llama() -> nn.Module:
+    """Its first half is frozen, so that ranks of the first stages have no gradients."""
     import huggingface_models
 
-    return huggingface_models.llama()[0].double()
+    llama = huggingface_models.llama()[0].double()
+    for part in (llama.model.embed_tokens, llama.model.layers[0]):
+        part.requires_grad_(False)
+    return llama
 
 
 MODELS = {"bert": model, "llama": llama}

@@ -35,7 +35,6 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         self.kind, self.accumulation = classified_rows.MODELS[name], accumulation
         self.rows = torchmetrics.SumMetric()
         self.losses: list[float] = []
-        self.norms: list[float] = []
         self.rates: list[float] = []
 
     def configure_model(self) -> None:
@@ -58,8 +57,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         return None
 
     def configure_gradient_clipping(self, optimizer: Any, **given: Any) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), given["gradient_clip_val"] or torch.inf)
-        self.norms.append(norm.item())
+        self.clip_gradients(optimizer, **given)
         self.rates.append(optimizer.param_groups[0]["lr"])
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -107,7 +105,6 @@ def result(module: Classifier, trained: Any, name: str, epoch: int) -> dict[str,
     lines = (PLACE / name / "version_0" / "metrics.csv").read_text().splitlines()
     return {
         "losses": module.losses,
-        "norms": module.norms,
         "rates": module.rates,
         "metrics": {key: float(value) for key, value in sorted(trained.callback_metrics.items())},
         "lines": len(lines),

@@ -45,11 +45,16 @@ class Loop:
             (loss / accumulation).backward()
             self.losses.append(loss.item())
             if number % accumulation == 0 or number == len(batches):
-                norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+                norm = self.clip(0.3)
                 self.norms.append(norm.item())
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.scheduler.step()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        if KIND == "pipec" and any(not each.requires_grad for each in self.model.parameters()):
+            return self.pipe.clip_grad_norm_(max_norm)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def own_rows(self, batch: Any) -> Any:
         """The rows of this replica, where each passes its own."""

@@ -231,6 +231,7 @@ def with_adapters() -> dict[str, Any]:
     options = {"learning_rate": 0.05, "max_steps": 3, "label_names": ["labels"], "save_steps": 2}
     trained = trainer(model=model, args=trainer_arguments(**options), train_dataset=rows, eval_dataset=rows)
     trained.train()
+    assert trained.is_local_process_zero() == (os.environ.get("RANK", "0") == "0")
     trained.save_model(f"{FOLDER}/final")
     logits = [torch.from_numpy(trained.predict(rows).predictions)]
     if not IS_PLAIN:

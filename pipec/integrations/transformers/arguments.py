@@ -4,6 +4,7 @@ For the Trainer each process is alone: it reads whole batches, which pipec divid
 results of a step are those of all ranks. Only what is printed, logged and written depends on the rank.
 """
 
+import os
 from dataclasses import dataclass, field, make_dataclass
 from functools import cached_property
 from typing import Any
@@ -150,6 +151,7 @@ class PipelineArguments(_Options):  # type: ignore[misc]
         device: torch.device = TrainingArguments._setup_devices.func(self)
         state = self.distributed_state
         state.num_processes, state.process_index = 1, 0
+        state.local_process_index = int(os.environ.get("LOCAL_RANK", world().rank))
         state.distributed_type = DistributedType.NO
         self._n_gpu = min(self._n_gpu, 1)
         return device

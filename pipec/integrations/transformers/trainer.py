@@ -7,6 +7,7 @@ differs is overridden here: the model, losses that are computed of outputs, and 
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -194,14 +195,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The norm before clipping. Where programs clip, it is filled in once they have updated."""
-        if not self.args.updates_in_programs:
-            return super()._clip_grad_norm(model)
-        return self._grad_norm
+        if self.args.updates_in_programs:
+            return self._grad_norm
+        return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Any:
-        if not self.args.updates_in_programs:
-            return super()._get_grad_norm(model, grad_norm)
-        return grad_norm
+        if self.args.updates_in_programs or grad_norm is not None:
+            return grad_norm
+        return self.pipe.clip_grad_norm_(math.inf)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """As in ``Trainer``; each trial has a pipeline of its own."""
