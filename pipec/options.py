@@ -233,7 +233,7 @@ class Options:
         "source",
         KERNELS,
         """``"source"``, the default, runs the generated Python of each stage; ``"inductor"`` compiles it
-        with torch's inductor, which sums in another order. See docs/kernels.md.""",
+        with torch's inductor, which sums in another order. See docs/tasks/slow.md.""",
         flag=Flag("Run stages as their source, or compiled by inductor.", plans=False),
     )
     recompute: str = option(
