@@ -377,7 +377,7 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
     interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
     results = [interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step) for step in range(2)]
     gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
-    shares_with = sorted(transport._connections._shared.peers)
+    shares_with = sorted(transport.gloo._shared.peers)
     return {
         "results": results,
         "gradients": gradients,

@@ -33,7 +33,7 @@ from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
 from pipec.ir.text_format import evaluate_dim, format_link
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.messages.connections import Connections, Direction, Work
-from pipec.runtime.messages.cpu import CpuConnections, GlooConnections
+from pipec.runtime.messages.cpu import CpuConnections
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.shared_memory import SharedMemory, hosts
@@ -87,16 +87,15 @@ class DistributedTransport:
         self.hosts = hosts(addresses)
         """The host of each rank: the lowest rank with which it can share memory."""
 
-        self.gloo = self.call_on_all_ranks("the gloo connections", GlooConnections)
-        """Connections for CPU tensors, besides those of programs."""
+        self.gloo = self.call_on_all_ranks("the gloo connections", lambda: CpuConnections(shared))
+        """Connections for CPU tensors: those of programs on CPUs, and for tensors that ranks broadcast."""
 
-        self._connections: Connections
+        self._connections: Connections = self.gloo
         if device.type == "cuda":
             self._connections = NcclConnections(device, self.rank, self.num_ranks, self.star.note_progress)
         else:
             connect = functools.partial(shared.connect, addresses)
             self.call_on_all_ranks("the connections of each host", connect)
-            self._connections = CpuConnections(self.rank, self.gloo, shared)
         self.star.on_failure = self._close
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
@@ -181,8 +180,9 @@ class DistributedTransport:
 
         def send(tensors: Sequence[Tensor], sizes: Sizes) -> None:
             values.check(tensors, sizes)
-            with sending as connections:
-                connections.send([as_in_memory(x) for x in tensors if x.numel()], peer, tag, payload)
+            if sent := [as_in_memory(x) for x in tensors if x.numel()]:
+                with sending as connections:
+                    connections.send(sent, peer, tag, payload)
 
         return send
 
@@ -210,8 +210,8 @@ class DistributedTransport:
         self.star.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
 
     def _close(self) -> None:
-        self._connections.close()
-        self.gloo.close()
+        for connections in {self._connections, self.gloo}:
+            connections.close()
 
     def error_context(self, activity: str, peer: int | None = None) -> "_ErrorContext":
         """A context for a use of the connections, which yields them and explains their errors.
@@ -327,23 +327,20 @@ class _Receiver:
         self._peer, self._tag, self._error_context = instruction.peer, tag, error_context
         self._payload = instruction.link.payload
         self._values: list[Tensor] = []
-        self._pending: list[Work] = []
+        self._pending: Work | None = None
 
     def post(self, sizes: Sizes) -> None:
         if not (self._payload is Payload.WEIGHT and self._values):
             self._values = self._link_values.empty(sizes, self._device)
-        with self._error_context as connections:
-            self._pending = [
-                connections.receive(value, self._peer, self._tag, self._payload)
-                for value in self._values
-                if value.numel()
-            ]
+        if received := [value for value in self._values if value.numel()]:
+            with self._error_context as connections:
+                self._pending = connections.receive(received, self._peer, self._tag, self._payload)
 
     def wait(self) -> Sequence[Tensor]:
-        with self._error_context as connections:
-            for work in self._pending:
-                connections.wait(work)
-        self._pending, values = [], self._values
+        if self._pending is not None:
+            with self._error_context as connections:
+                connections.wait(self._pending)
+        self._pending, values = None, self._values
         if self._payload is not Payload.WEIGHT:
             self._values = []
         return values

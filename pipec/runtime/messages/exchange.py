@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipec.errors import InputError, TransportError
 from pipec.runtime.messages.call_description import CallDescription, describe_leaf
-from pipec.runtime.messages.cpu import GlooConnections
+from pipec.runtime.messages.cpu import CpuConnections
 from pipec.runtime.messages.distributed_transport import (
     DistributedTransport,
     result_of,
@@ -157,7 +157,7 @@ class Exchange:
             return tensor
         received = torch.empty(tensor.numel(), dtype=tensor.dtype)
         with self._together_with(owner, activity) as gloo:
-            gloo.wait(gloo.receive(received, owner, _TAG))
+            gloo.wait(gloo.receive([received], owner, _TAG))
         return received.view(tensor.shape)
 
     def broadcast_pytree(
@@ -214,7 +214,7 @@ class Exchange:
         return dict(differing)
 
     @contextlib.contextmanager
-    def _together_with(self, peer: int, activity: str) -> Iterator[GlooConnections]:
+    def _together_with(self, peer: int, activity: str) -> Iterator[CpuConnections]:
         """Yield connections for CPU tensors; an error names the peer and is sent to the other ranks."""
         try:
             together = f"{activity}, together with rank {peer}"
