@@ -323,22 +323,6 @@ def test_a_batch_of_another_size_drains() -> None:
     assert losses == [*expected, *(reference.step(batch) for batch in given[5:])]
 
 
-def test_a_changed_model_drains_and_is_compiled_anew() -> None:
-    torch.manual_seed(0)
-    own = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3))
-    pipe = pipeline(2, model=own)
-    losses = []
-    for number, loss in enumerate(pipe.stream(list(batches(1)) * 8)):
-        losses.append(loss)
-        if number == 2:
-            pipe.eval()
-    assert len(losses) == 8
-    reference = delayed(pipe, SGD)
-    assert not pipe.training
-    x, y = next(batches(1))
-    assert torch.equal(pipe.step(x, target=y), reference.step((x, y)))
-
-
 def test_what_needs_a_flush_is_refused() -> None:
     x, y = next(batches(1))
 

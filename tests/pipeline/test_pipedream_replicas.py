@@ -187,15 +187,6 @@ def test_a_saved_artifact_of_replicas_trains_on(uneven: pipec.Pipeline, tmp_path
     assert list(loaded.stream(batches(7))) == [reference.step(batch) for batch in batches(7)]
 
 
-def test_the_plan_and_the_picture_of_replicas(uneven: pipec.Pipeline) -> None:
-    """Stage 0 holds the two versions of its window."""
-    text = uneven.visualize()
-    assert "a mini-batch every" in str(uneven.plan)
-    assert "F2v0" in text
-    memory = [stage.cost.memory for stage in uneven.plan.stages]
-    assert [(each.versions > 0) for each in memory] == [True, False]
-
-
 def test_what_replicas_cannot_do_without_a_flush_is_refused() -> None:
     def refused(match: str, **options: Any) -> None:
         given: dict[str, Any] = {"schedule": "pipedream", "optimizer": SGD, "loss_fn": LOSS, **options}

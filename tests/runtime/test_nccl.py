@@ -12,7 +12,6 @@ import os
 import re
 import threading
 import time
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,7 @@ from pipec.runtime import Interpreter
 from pipec.runtime.messages import distributed_transport as transport_of_processes
 from pipec.runtime.messages import nccl
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT, NO_LIMIT, Direction
-from pipec.runtime.messages.nccl import NcclConnections, edge_coloring_order, nccl_compatible
+from pipec.runtime.messages.nccl import NcclConnections, edge_coloring_order
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
 from pipec.schedules import make_schedule
@@ -210,13 +209,6 @@ def test_what_is_open_is_not_opened_again(distributed: Distributed) -> None:
     assert distributed.asked == [("group", (0, 2)), ("send", (0, 2))]
 
 
-def test_groups_have_no_limit_of_their_own(distributed: Distributed) -> None:
-    """NCCL's own watchdog would end the process before the ranks can say what happened."""
-    connected(distributed, 0, (0, 1))
-    assert distributed.groups[0].backend == "nccl"
-    assert distributed.groups[0].timeout == NO_LIMIT
-
-
 @pytest.mark.parametrize("before", [None, "3"])
 def test_a_late_message_does_not_end_the_process(
     distributed: Distributed, monkeypatch: pytest.MonkeyPatch, before: str | None
@@ -251,26 +243,6 @@ def test_groups_are_aborted_when_the_script_ends(
     for leave in at_exit:
         leave()
     assert [group.num_aborts for group in distributed.groups] == [1, 1, 1]
-
-
-def test_warnings_of_what_is_meant_are_not_shown(distributed: Distributed) -> None:
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        connected(distributed, 0, (0, 1))
-        warnings.warn("An unbatched P2P op (send/recv) was called on this ProcessGroup", stacklevel=1)
-        assert shown == []
-        warnings.warn("NCCL has another one", stacklevel=1)
-    assert len(shown) == 1
-
-
-def test_messages_take_the_group_of_their_direction(distributed: Distributed) -> None:
-    found = connected(distributed, 1, (0, 1), (1, 0), (1, 2))
-    distributed.asked.clear()
-    found.send([torch.zeros(1), torch.zeros(2)], 2, tag=5)
-    found.send([torch.zeros(1)], 0, tag=5)
-    found.wait(found.receive([torch.zeros(1)], 0, tag=7))
-    assert distributed.asked == [("send", (1, 2)), ("send", (1, 2)), ("send", (1, 0)), ("receive", (0, 1))]
-    assert distributed.works[-1].waited
 
 
 @pytest.mark.parametrize(
@@ -576,15 +548,6 @@ def test_errors_of_nccl_are_errors_of_the_connection(
             call()
 
 
-def test_draining_notices_that_another_rank_failed(distributed: Distributed) -> None:
-    found = connected(distributed, 0, (0, 1))
-    distributed.num_polls = float("inf")
-    threading.Timer(0.05, found.close).start()
-    found.send([torch.zeros(1)], 1, tag=0)
-    with pytest.raises(ConnectionError, match="the messages were aborted"):
-        found.drain()
-
-
 def test_a_failure_of_another_rank_frees_a_host_that_is_stuck(distributed: Distributed) -> None:
     """It waits for the GPU somewhere; another thread closes the connections."""
     found = connected(distributed, 0, (0, 1), (1, 0))
@@ -678,12 +641,6 @@ def test_a_dtype_that_nccl_lacks_travels_as_bytes(
     assert outgoing.dtype is incoming.dtype is torch.uint8
     incoming.copy_(outgoing)
     assert received.tolist() == sent.tolist()
-
-
-def test_what_nccl_carries_is_not_viewed() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32):
-        tensor = torch.zeros(2, 3, dtype=dtype)
-        assert nccl_compatible(tensor) is tensor
 
 
 # the runtime over an emulated GPU

@@ -24,7 +24,6 @@ from pipec.runtime.messages.distributed_transport import require_own_gpus
 from pipec.runtime.model_tensors import (
     ModelTensors,
     fill_tensors,
-    register_tensors,
 )
 from pipec.runtime.processes.launch import default_num_ranks
 from pipec.runtime.processes.worker import Worker
@@ -51,15 +50,6 @@ class Tied(torch.nn.Module):
         self.second.weight = self.first.weight
         self.register_buffer("kept", torch.ones(1))
         self.register_buffer("passing", torch.ones(1), persistent=False)
-
-
-def test_held_tensors_are_the_models_own() -> None:
-    model, holder = Tied(), torch.nn.Module()
-    register_tensors(holder, ModelTensors.of(model))
-    assert holder.state_dict().keys() == model.state_dict().keys()
-    assert dict(holder.named_buffers()).keys() == {"kept", "passing"}
-    assert holder.second.weight is holder.first.weight is model.first.weight
-    assert holder.kept is model.kept
 
 
 def test_absent_tensors_hold_no_memory_and_get_some_for_a_while() -> None:
@@ -166,11 +156,6 @@ def test_parts_with_a_batch_dimension_join_to_the_whole(sizes: list[int], dim: i
     assert torch.equal(merge(Value("y", "float32", tuple(shape)), parts, sizes, sum(sizes), {}), whole)
 
 
-def test_a_floating_result_without_batch_is_the_mean_over_samples() -> None:
-    loss = merge(Value("loss", "float32", ()), [torch.tensor(1.0), torch.tensor(5.0)], [3, 1], 4, {})
-    assert loss.item() == 2.0
-
-
 def test_results_that_cannot_stand_for_the_batch_are_refused() -> None:
     count = Value("count", "int64", ())
     assert merge(count, [torch.tensor(2), torch.tensor(2)], [1, 1], 2, {}).item() == 2
@@ -255,29 +240,6 @@ def run_in_thread(function: Callable[[], int]) -> int:
     thread.start()
     thread.join()
     return results[0]
-
-
-def test_messages_of_a_link_arrive_in_order_and_by_reference() -> None:
-    ranks = InProcessTransport([CPU, CPU])
-    link = Link(0, 1, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))
-    send = ranks.endpoint(0).sender(Instruction(Op.SEND, 0, 0, link, peer=1), tag=0)
-    receiver = ranks.endpoint(1).receiver(Instruction(Op.RECV, 1, 0, link, peer=0, slot=0), tag=0)
-    sent = [torch.full((2,), float(number)) for number in range(3)]
-
-    def send_all() -> list[Tensor]:
-        for tensor in sent:
-            send([tensor], {"b": 2})
-        return []
-
-    def receive_all() -> list[Tensor]:
-        received = []
-        for _ in sent:
-            receiver.post({"b": 2})
-            received += receiver.wait()
-        return received
-
-    _, received = ranks.run([send_all, receive_all])
-    assert all(found is expected for found, expected in zip(received, sent, strict=True))
 
 
 def make_waiting_rank(ranks: InProcessTransport) -> Callable[[], object]:

@@ -88,7 +88,6 @@ def test_the_kth_message_is_for_the_kth_receive_whichever_is_awaited_first(pair:
         pair[0].send([torch.full((1,), float(number))], 1, 3)
     for _, work in reversed(posted):
         work.wait()
-        assert work.is_completed()
     assert [value.item() for value, _ in posted] == [0, 1, 2, 3]
 
 

@@ -29,8 +29,6 @@ class Work(Protocol):
 
     def wait(self) -> object: ...
 
-    def is_completed(self) -> bool: ...
-
 
 class Works:
     """The works of a message, one for each value."""
@@ -41,9 +39,6 @@ class Works:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
 
 
 class Connections(Protocol):

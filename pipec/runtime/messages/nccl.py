@@ -399,14 +399,17 @@ def edge_coloring_order(directions: Sequence[Direction]) -> list[Direction]:
     return sorted(directions, key=lambda direction: (colors[direction], direction))
 
 
-class _Receive(Works):
+class _Receive:
     """A posted receive, without works until it is launched."""
 
     def __init__(self) -> None:
-        super().__init__([])
+        self.works: Sequence[dist.Work] = ()
+
+    def wait(self) -> None:
+        Works(self.works).wait()
 
     def is_completed(self) -> bool:
-        return bool(self.works) and super().is_completed()
+        return len(self.works) > 0 and all(work.is_completed() for work in self.works)
 
 
 class _Results:
@@ -417,9 +420,6 @@ class _Results:
 
     def wait(self) -> None:
         Works(self._start()).wait()
-
-    def is_completed(self) -> bool:
-        return Works(self._start()).is_completed()
 
 
 def _sorted_order(ranks: tuple[int, ...]) -> list[int] | None:

@@ -217,9 +217,6 @@ class Receive:
         while not self._is_completed:
             self._incoming.take()
 
-    def is_completed(self) -> bool:
-        return self._is_completed
-
     def fill(self, file: int, place: int, num_bytes: int) -> None:
         """Read the values from a place of a file."""
         expected = sum(tensor.nbytes for tensor in self._tensors)
