@@ -89,15 +89,6 @@ def test_stashing_is_training_with_delayed_gradients(stages: int, factory: Any) 
     assert_same(pipe, reference)
 
 
-def test_without_stashing_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backwards that read the latest weights, as without versions, are told apart."""
-    monkeypatch.setattr(WeightVersions, "of", lambda versions, number: versions._latest)
-    pipe = pipeline(2)
-    reference = delayed(pipe, SGD)
-    losses = list(pipe.stream(batches(10)))
-    assert losses != [reference.step(batch) for batch in batches(10)]
-
-
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize(
     ("schedule", "version"),

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -206,13 +207,6 @@ def test_dropout_scales_what_its_mask_keeps() -> None:
         assert mask.all() if p == 0 else mask.any() == (p < 1)
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 2**32)] * 4), min_size=2, max_size=20, unique=True))
-def test_keys_lead_to_seeds_of_their_own(keys: list[tuple[int, ...]]) -> None:
-    seeds = [mix_seed(*key) for key in keys]
-    assert len(set(seeds)) == len(keys)
-    assert all(0 <= seed < 2**64 for seed in seeds)
-
-
 def test_a_stream_depends_on_its_key_alone() -> None:
     first, _, again = (OperatorGenerators(CPU, (0, 1))(operator) for operator in (2, 3, 2))
     assert torch.equal(torch.rand(9, generator=first), torch.rand(9, generator=again))
@@ -338,78 +332,81 @@ def test_a_worker_holds_nothing_of_what_it_did() -> None:
 # launching
 
 
-def test_a_lone_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_world_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert world() == World(0, 1)
     assert not world().is_distributed
-    assert resolve_devices(3, world()) == {0: CPU, 1: CPU, 2: CPU}
-
-
-def test_torchrun_gives_each_process_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert world() == World(2, 4)
     assert world().is_distributed
-    assert resolve_devices(4, world()) == {2: CPU}
-    assert resolve_devices(["cpu", "cpu", "mps", "cpu"], world()) == {2: torch.device("mps")}
-    with pytest.raises(InputError, match="entry 1 of devices is 'meta', which computes nothing"):
-        resolve_devices(["cpu", "meta", "cpu", "cpu"], world())
     assert default_num_ranks(world()) == 4
 
 
-def test_devices_that_contradict_the_world_are_refused() -> None:
-    with pytest.raises(InputError, match=r"devices asks for 4 ranks, but 2 processes .* pass devices=2"):
-        resolve_devices(4, World(0, 2))
-
-
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def hardware(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes so many GPUs, and the environment of a launcher."""
+
+    def make(num_gpus: int, **environment: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+
+    return make
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_gpus_are_shared_in_one_process_but_not_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert default_num_ranks(World(0, 1)) == 2
-    assert resolve_devices(3, World(0, 1)) == {0: first, 1: second, 2: first}
-    assert resolve_devices(["cpu"] * 2, World(0, 1)) == {0: CPU, 1: CPU}
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert resolve_devices(4, World(3, 4)) == {3: second}
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    for devices in (4, ["cuda"] * 4):
-        with pytest.raises(InputError, match="process 2 of this machine has no GPU of its own: there are 2"):
-            resolve_devices(devices, World(2, 4))
+ALONE, FIRST, SECOND = World(0, 1), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_cuda_without_an_index_is_the_gpu_that_a_number_of_devices_gives(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("num_gpus", "environment", "here", "devices", "expected"),
+    [
+        (0, {}, ALONE, 3, {0: CPU, 1: CPU, 2: CPU}),
+        (0, {}, World(2, 4), 4, {2: CPU}),
+        (0, {}, World(2, 4), ["cpu", "cpu", "mps", "cpu"], {2: torch.device("mps")}),
+        (0, {}, World(2, 4), ["cpu", "meta", "cpu", "cpu"], "entry 1 of devices is 'meta', which computes"),
+        (0, {}, World(0, 2), 4, r"devices asks for 4 ranks, but 2 processes .* pass devices=2"),
+        (0, {}, ALONE, ["cpu", "cuda"], "rank 1 asks for a GPU, but torch finds none on this machine"),
+        # one process shares its GPUs round robin, several do not
+        (2, {}, ALONE, 3, {0: FIRST, 1: SECOND, 2: FIRST}),
+        (2, {}, ALONE, ["cpu"] * 2, {0: CPU, 1: CPU}),
+        (2, {"LOCAL_RANK": 1}, World(3, 4), 4, {3: SECOND}),
+        (
+            2,
+            {"LOCAL_RANK": 2},
+            World(2, 4),
+            4,
+            "process 2 of this machine has no GPU .* are 2",
+        ),
+        (2, {"LOCAL_RANK": 2}, World(2, 4), ["cuda"] * 4, "process 2 of this machine has no GPU of its own"),
+        (2, {"SLURM_LOCALID": 1}, World(3, 4), 4, {3: SECOND}),
+        (1, {"LOCAL_RANK": 3}, World(3, 8), 8, {3: FIRST}),  # as Slurm lets each task see one
+        # cuda without an index is the GPU that a number of devices gives
+        (2, {}, ALONE, [torch.device("cuda")] * 3, {0: FIRST, 1: SECOND, 2: FIRST}),
+        (2, {}, ALONE, ["cuda:1", "cpu", "cuda"], {0: SECOND, 1: CPU, 2: FIRST}),
+        (2, {"LOCAL_RANK": 1}, World(3, 4), ["cuda"] * 4, {3: SECOND}),
+        (2, {"LOCAL_RANK": 1}, World(3, 4), ["cuda:0"] * 4, {3: FIRST}),
+    ],
+)
+def test_each_rank_has_its_device(
+    hardware: Callable[..., None],
+    num_gpus: int,
+    environment: dict[str, int],
+    here: World,
+    devices: Any,
+    expected: Any,
 ) -> None:
-    """Under torchrun it is not GPU 0 on every rank, and the index is known from the start."""
-    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert resolve_devices(["cuda"], World(0, 1)) == {0: first}
-    assert resolve_devices([torch.device("cuda")] * 3, World(0, 1)) == resolve_devices(3, World(0, 1))
-    assert resolve_devices(["cuda:1", "cpu", "cuda"], World(0, 1)) == {0: second, 1: CPU, 2: first}
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert resolve_devices(["cuda"] * 4, World(3, 4)) == {3: second}
-    assert resolve_devices(["cuda:0"] * 4, World(3, 4)) == {3: first}
-
-
-def test_a_process_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm gives one to each task, and each task knows it as the first."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert resolve_devices(8, World(3, 8)) == {3: torch.device("cuda", 0)}
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_slurm_numbers_the_processes_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert resolve_devices(4, World(3, 4)) == {3: torch.device("cuda", 1)}
+    hardware(num_gpus, **environment)
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            resolve_devices(devices, here)
+    else:
+        assert resolve_devices(devices, here) == expected
+        assert default_num_ranks(ALONE) == max(1, num_gpus)
 
 
 def test_ranks_with_the_same_gpu_are_refused() -> None:
@@ -418,21 +415,13 @@ def test_ranks_with_the_same_gpu_are_refused() -> None:
         require_own_gpus(["a", "b", "a"])
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(InputError, match="rank 1 asks for a GPU, but torch finds none on this machine"):
-        resolve_devices(["cpu", "cuda"], World(0, 1))
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_a_process_of_several_makes_its_gpu_the_current_one_first_of_all(
-    monkeypatch: pytest.MonkeyPatch,
+    hardware: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CUDA call before would take memory of GPU 0, where the process has nothing to do."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    hardware(2, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1)
     Ranks(2, timeout=1)
     assert current == [torch.device("cuda", 1)]
     Ranks(["cpu", "cpu"], timeout=1)

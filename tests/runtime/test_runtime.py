@@ -334,6 +334,17 @@ def test_a_failing_rank_stops_all_and_the_pipeline_works_again_afterwards() -> N
     assert_same_bits(gradients_of(pipeline.model), gradients_of(model))
 
 
+def test_ctrl_c_on_one_rank_stops_all() -> None:
+    class Interrupted(Stage1):
+        @staticmethod
+        def backward(frame):
+            raise KeyboardInterrupt
+
+    pipeline = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.step(SIZES)
+
+
 def test_an_error_before_the_first_and_after_the_last_instruction_says_so() -> None:
     pipeline = Pipeline(SCHEDULES["one rank"])
     with pytest.raises(ExecutionError, match="rank 0, preparing the step: KeyError: 'x'"):

@@ -257,25 +257,19 @@ class Star:
 
         None for a rank that may live, and whose status rank 0 does not get within a second.
         """
-        kind = PacketKind.FINAL_STATUS
+        kind, answering = PacketKind.FINAL_STATUS, self._judge.answering
+        told = {rank: self._arrived[rank, kind] for rank in range(self.num_ranks)}
         with self._changed:
             if self.rank != 0:
                 self.send(0, kind, text.encode())
-                arrived = self._arrived[0, kind]
-                self._changed.wait_for(
-                    lambda: arrived or 0 not in self._judge.answering(), 2 * _STATUS_SECONDS
-                )
-                unknown = dict.fromkeys(range(self.num_ranks))
-                statuses = json.loads(arrived.popleft()) if arrived else unknown
+                self._changed.wait_for(lambda: told[0] or 0 not in answering(), 2 * _STATUS_SECONDS)
+                statuses = pickle.loads(told[0].popleft()) if told[0] else dict.fromkeys(told)
             else:
-                told = {rank: self._arrived[rank, kind] for rank in range(1, self.num_ranks)}
-                self._changed.wait_for(
-                    lambda: all(told[rank] for rank in self._judge.answering()), _STATUS_SECONDS
-                )
-                living = self._judge.answering()
-                statuses = {rank: told[rank].popleft().decode() if told[rank] else None for rank in living}
-                self.send_to_all(kind, json.dumps(statuses | {0: text}).encode())
-        return {int(rank): status for rank, status in statuses.items() if int(rank) != self.rank}
+                self._changed.wait_for(lambda: all(told[rank] for rank in answering()), _STATUS_SECONDS)
+                found = {rank: told[rank].popleft().decode() if told[rank] else None for rank in answering()}
+                statuses = found | {0: text}
+                self.send_to_all(kind, pickle.dumps(statuses))
+        return {rank: status for rank, status in statuses.items() if rank != self.rank}
 
     # Failures.
 
