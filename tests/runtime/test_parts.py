@@ -236,6 +236,13 @@ def run_in_thread(function: Callable[[], int]) -> int:
     return results[0]
 
 
+def test_the_kth_message_is_for_the_kth_receive_whichever_is_awaited_first() -> None:
+    mailbox = InProcessTransport([CPU, CPU]).mailbox(tag=0, source=0, target=1)
+    for number in range(3):
+        mailbox.send([torch.tensor(number)], {})
+    assert [int(mailbox.wait(number)[0]) for number in (2, 0, 1)] == [2, 0, 1]
+
+
 def make_waiting_rank(ranks: InProcessTransport) -> Callable[[], object]:
     """What rank 0 does to wait for a message that rank 1 never sends."""
     link = Link(1, 0, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))

@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import multiprocessing.util
 import pickle
-import textwrap
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -192,9 +191,8 @@ class DistributedTransport:
 
     def group(self, ranks: Sequence[int]) -> CollectiveGroup:
         others = [rank for rank in ranks if rank != self.rank]
-        activity = f"meeting {format_ranks(others)} in a collective"
-        error_context = functools.partial(self.error_context, activity)
-        return _Group(ranks.index(self.rank), tuple(ranks), error_context)
+        meeting = self.error_context(f"meeting {format_ranks(others)} in a collective")
+        return _Group(ranks.index(self.rank), tuple(ranks), meeting)
 
     def finish(self) -> None:
         with self.error_context("finishing the step") as connections:
@@ -218,19 +216,14 @@ class DistributedTransport:
 
         ``peer`` is the rank for which this one waits.
         """
-        return _ErrorContext(
-            self, self._connections, self.star.waiting(activity, peer, limited=True), activity, peer
-        )
+        waiting = self.star.waiting(activity, peer, limited=True)
+        return _ErrorContext(self, self._connections, waiting, activity, peer)
 
     def transport_error(self, error: Exception, activity: str, peer: int | None) -> TransportError:
         """The error to raise for an error of torch; that stays the cause only if no better one is known."""
         is_lost = not isinstance(error, TimeoutError)
         if reason := self.star.reason(_REASON_COMES_WITHIN if is_lost else 0.0):
-            if reason.startswith(own := f"rank {self.rank}: "):
-                return TransportError(reason.removeprefix(own))
-            return TransportError(
-                f"another rank failed while this one was {activity}:\n{textwrap.indent(reason, '  ')}"
-            )
+            return self.star.error(reason, activity)
         failure = TransportError(
             f"the connection was lost while {activity}, although all processes live; see the network"
             if is_lost
@@ -349,27 +342,25 @@ class _Receiver:
 class _Group:
     """A group of ranks in several processes; this process has its ``index``-th rank."""
 
-    def __init__(
-        self, index: int, ranks: tuple[int, ...], error_context: Callable[[], "_ErrorContext"]
-    ) -> None:
+    def __init__(self, index: int, ranks: tuple[int, ...], error_context: _ErrorContext) -> None:
         self.index, self.size = index, len(ranks)
         self._ranks, self._error_context = ranks, error_context
 
     def all_reduce(self, tensor: Tensor) -> CollectiveWait:
-        with self._error_context() as connections:
-            return self._explained(connections.all_reduce(self._ranks, tensor))
+        return self._start(lambda connections: connections.all_reduce(self._ranks, tensor))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
-        with self._error_context() as connections:
-            return self._explained(connections.reduce_scatter(self._ranks, output, tensor))
+        return self._start(lambda connections: connections.reduce_scatter(self._ranks, output, tensor))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
-        with self._error_context() as connections:
-            return self._explained(connections.all_gather(self._ranks, output, tensor))
+        return self._start(lambda connections: connections.all_gather(self._ranks, output, tensor))
 
-    def _explained(self, wait: CollectiveWait) -> CollectiveWait:
+    def _start(self, start: Callable[[Connections], CollectiveWait]) -> CollectiveWait:
+        with self._error_context as connections:
+            wait = start(connections)
+
         def explained() -> None:
-            with self._error_context():
+            with self._error_context:
                 wait()
 
         return explained

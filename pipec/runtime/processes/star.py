@@ -250,7 +250,7 @@ class Star:
                 if reason is None:
                     self._changed.wait(_POLL_SECONDS if self._ended else None)
             if not has_come():
-                raise self._error(reason or "", activity)
+                raise self.error(reason or "", activity)
 
     def exchange_final_status(self, text: str) -> dict[int, str | None]:
         """The final statuses of other ranks, exchanged when the pipeline cannot go on.
@@ -280,18 +280,27 @@ class Star:
     def check(self) -> None:
         """Raise TransportError if the ranks cannot all go on."""
         if reason := self.reason():
-            raise self._error(reason)
+            raise self.error(reason)
 
     def check_processes(self) -> None:
         """Raise TransportError if the process of a rank ended or is stopped, even if a step has failed."""
         if reason := self._process_end():
-            raise self._error(reason)
+            raise self.error(reason)
 
     def reason(self, within: float = 0.0) -> str | None:
         """The reason why the ranks cannot go on; None if it is not known ``within`` so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._ended, within)
             return self._failure or self._ended or None
+
+    def error(self, reason: str, activity: str = "") -> TransportError:
+        """The error to raise here for the reason why the ranks cannot go on."""
+        own = f"rank {self.rank}: "
+        if reason.startswith(own):
+            return TransportError(reason.removeprefix(own))
+        self.fail(reason)
+        while_doing = f" while this one was {activity}" * bool(activity)
+        return TransportError(f"another rank failed{while_doing}:\n{textwrap.indent(reason, '  ')}")
 
     def waits_for(self, peer: int | None) -> str:
         """A description of the chain of waits that begins at ``peer``, on rank 0; see ``Judge.chain``."""
@@ -343,14 +352,6 @@ class Star:
     def _process_end(self) -> str | None:
         has_arrived = self._ended and time.monotonic() - self._ended_at > _ARRIVAL_SECONDS
         return self._ended if has_arrived else None
-
-    def _error(self, reason: str, activity: str = "") -> TransportError:
-        own = f"rank {self.rank}: "
-        if reason.startswith(own):
-            return TransportError(reason.removeprefix(own))
-        self.fail(reason)
-        while_doing = f" while this one was {activity}" * bool(activity)
-        return TransportError(f"another rank failed{while_doing}:\n{textwrap.indent(reason, '  ')}")
 
     def _on_thread(self, work: Coroutine[object, object, None]) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
