@@ -1,12 +1,14 @@
 """Messages through memory that two processes share: here both ends are in one process, on threads."""
 
+import functools
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +123,22 @@ def test_sizes_change_from_step_to_step_and_memory_does_not_pile_up(pair: Pair) 
         work.wait()
         assert (value == rows).all()
     assert memory_of(pair) <= 3 * PAGE
+
+
+def test_values_are_whole_where_the_system_transfers_a_few_bytes_at_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def little(call: Callable[..., int], file: int, parts: list[Any], place: int) -> int:
+        return call(file, [memoryview(parts[0]).cast("B")[:7]], place)
+
+    for name in ("pwritev", "preadv"):
+        monkeypatch.setattr(shared_memory.os, name, functools.partial(little, getattr(os, name)))
+    sent = [torch.arange(5), torch.arange(3.0)]
+    received = [torch.empty_like(each) for each in sent]
+    work = pair[1].receive(received, 0, 3)
+    pair[0].send(sent, 1, 3)
+    work.wait()
+    torch.testing.assert_close(received, sent, rtol=0, atol=0)
 
 
 def test_a_message_of_another_size_is_refused(pair: Pair) -> None:

@@ -208,7 +208,7 @@ class DistributedTransport:
         self.star.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
 
     def _close(self) -> None:
-        for connections in {self._connections, self.gloo}:
+        for connections in dict.fromkeys([self._connections, self.gloo]):
             connections.close()
 
     def error_context(self, activity: str, peer: int | None = None) -> "_ErrorContext":

@@ -90,7 +90,13 @@ class SharedMemory:
                 connection.close()
                 continue
             hello, files, *_ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
-            self._incoming[_HELLO.unpack(hello)[0]] = _Incoming(connection, files[0])
+            (rank,) = _HELLO.unpack(_whole(hello))
+            if not files:
+                raise TransportError(
+                    f"this process cannot open another file, for memory that it shares with rank {rank}; "
+                    "raise its limit of open files (ulimit -n)"
+                )
+            self._incoming[rank] = _Incoming(connection, files[0])
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """Send contiguous tensors. Waits while two sent messages of the tag are not posted."""
