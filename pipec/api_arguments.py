@@ -158,7 +158,7 @@ def resolve_topology(
     """
     num_ranks = ranks.count
     if given is None:
-        hosts = ranks.exchange.hosts() if ranks.world.is_distributed else [0] * num_ranks
+        hosts = ranks.distributed.hosts if ranks.world.is_distributed else [0] * num_ranks
         if all(device.type == "cuda" for device in ranks.devices.values()):
             return gpu_topology(hosts, model, MAX_CTAS if ranks.has_gpu_messages else None)
         return equal_devices(num_ranks, model.link)

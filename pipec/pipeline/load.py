@@ -26,9 +26,9 @@ from pipec.ir.argument_checks import (
 from pipec.pipeline.pipeline import Pipeline
 from pipec.runtime.absent_tensors import materialized, release_elsewhere
 from pipec.runtime.executions import Executions
-from pipec.runtime.messages.call_description import format_ranks
 from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.optimizers import Factory
+from pipec.runtime.processes.judge import format_ranks
 from pipec.runtime.processes.launch import Devices
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import CUSTOM_WEIGHT, MicrobatchWeight

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from pipec.errors import InputError
-from pipec.runtime.messages.call_description import CallDescription, describe_differences, format_ranks
+from pipec.runtime.messages.call_description import CallDescription, describe_differences
 from pipec.runtime.messages.exchange import Answer, CallRole, Decide, no_decision
+from pipec.runtime.processes.judge import format_ranks
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS, exit_all_ranks
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState

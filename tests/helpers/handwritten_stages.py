@@ -10,7 +10,6 @@ Started as a script it is one process of several: see ``main``.
 """
 
 import functools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -343,22 +342,14 @@ class SlowStage0(Stage0):
         return Stage0.forward(frame)
 
 
-class DyingStage1(Stage1):
-    @staticmethod
-    def backward(frame):
-        os._exit(1)
-
-
 def main(directory: Path) -> None:
     """One of ``NUM_RANKS`` processes that go through every scenario; writes what it saw into a directory."""
     dist.init_process_group("gloo")
     outcomes: dict[str, Outcome] = {}
-    for scenario in (training, failure, disagreement, hang, aftermath):
+    for scenario in (training, hang, aftermath):
         outcomes[scenario.__name__] = scenario(dist.get_rank())
         dist.barrier()
     torch.save(outcomes, directory / f"{dist.get_rank()}.pt")
-    dist.barrier()
-    torch.save(death(dist.get_rank()), directory / f"death_{dist.get_rank()}.pt")
 
 
 def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
@@ -377,7 +368,7 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
     interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
     results = [interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step) for step in range(2)]
     gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
-    shares_with = sorted(transport._connections._shared.peers)
+    shares_with = sorted(transport.gloo._shared.peers)
     return {
         "results": results,
         "gradients": gradients,
@@ -387,21 +378,8 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
     }
 
 
-def failure(rank: int) -> Outcome:
-    return _error_of_step(rank, {**STAGES, 1: FailingStage1}, DistributedTransport(CPU))
-
-
 def hang(rank: int) -> Outcome:
     return _error_of_step(rank, {**STAGES, 0: SlowStage0}, DistributedTransport(CPU, TIMEOUT_SECONDS))
-
-
-def death(rank: int) -> Outcome:
-    return _error_of_step(rank, {**STAGES, 1: DyingStage1}, DistributedTransport(CPU))
-
-
-def disagreement(rank: int) -> Outcome:
-    transport = DistributedTransport(CPU)
-    return _error_of(lambda: transport.require_same_text("another text" if rank == 1 else "the same text"))
 
 
 def aftermath(rank: int) -> Outcome:

@@ -18,7 +18,7 @@ from pipec.hardware.topology import Topology, equal_devices, uniform_topology
 from pipec.ir import Op
 from pipec.ir.text_format import value_bytes
 from pipec.runtime.messages import shared_memory
-from pipec.runtime.messages.cpu import GlooConnections
+from pipec.runtime.messages.cpu import CpuConnections
 
 SGD = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
 STEPS, ROWS, RANKS = 3, 8, 4
@@ -79,16 +79,16 @@ def facts(
 
 SENT: Counter[int] = Counter()
 
-start_send = GlooConnections.start_send
+start_send = CpuConnections.start_send
 
 
-def counting(connections: GlooConnections, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+def counting(connections: CpuConnections, tensor: torch.Tensor, peer: int, tag: int) -> Any:
     SENT[peer] += tensor.numel() * tensor.itemsize
     return start_send(connections, tensor, peer, tag)
 
 
 if __name__ == "__main__":
-    GlooConnections.start_send = counting  # type: ignore[method-assign]
+    CpuConnections.start_send = counting  # type: ignore[method-assign]
     shared_memory._host = lambda: ""  # as on hosts, which share no memory
     found = {f"{shard} on hosts": facts(shard, HOSTS) for shard in LEVELS}
     found |= {f"{shard} flat": facts(shard, FLAT) for shard in LEVELS}

@@ -148,14 +148,14 @@ def test_parts_of_gpt2s_batch_have_the_loss_and_gradients_of_the_whole(tmp_path:
         print(relative_error(loss, expected.loss.detach()) < 1e-6, worst < 1e-6)
         logits = part(pipe, rows, expected.logits.detach())
         print(output.logits.shape == logits.shape, relative_error(output.logits, logits) < 1e-6)
-        from pipec.runtime.messages.cpu import GlooConnections
-        send, sent = GlooConnections.send, []
-        def counted(connections, tensors, peer, tag):
+        from pipec.runtime.messages.cpu import CpuConnections
+        send, sent = CpuConnections.send, []
+        def counted(connections, tensors, peer, tag, *payload):
             sent.append((peer % 2 == pipe.replica, sum(x.numel() for x in tensors)))
-            send(connections, tensors, peer, tag)
-        GlooConnections.send = counted
+            send(connections, tensors, peer, tag, *payload)
+        CpuConnections.send = counted
         found = pipe(**own).logits
-        GlooConnections.send = send
+        CpuConnections.send = send
         print(torch.allclose(found, logits, atol=1e-6), [n for within, n in sent if not within and n > 32])
         if pipe.replica:
             print(pipe.join())

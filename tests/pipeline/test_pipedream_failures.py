@@ -55,6 +55,34 @@ def test_an_optimizer_that_raises_leaves_the_newest_version_that_all_stages_hold
         assert torch.equal(pipe.state_dict()[name], expected), name
 
 
+def test_a_first_stage_that_is_late_still_holds_a_version_of_all_others() -> None:
+    """It fails in its fifth update, when the last stage has nothing in flight any more."""
+    last_is_done = threading.Event()
+
+    class FailsLate(torch.optim.SGD):
+        def __init__(self, named: Any) -> None:
+            super().__init__([p for _, p in named], lr=0.1, momentum=0.9)
+            self.count, self.names = 0, {name for name, p in named if not p.is_meta}
+
+        def step(self, closure: Any = None) -> Any:
+            self.count += 1
+            if "0.weight" in self.names and self.count == 5:
+                assert last_is_done.wait(60)
+                raise ValueError("the learning rate is negative")
+            super().step(closure)
+            if "8.weight" in self.names and self.count == 7:
+                last_is_done.set()
+
+    schedule = "pipedream-vertical-sync"
+    pipe, straight = (pipeline(3, each, schedule, model=with_norms()) for each in (FailsLate, SGD))
+    with pytest.raises(ExecutionError, match="the learning rate is negative") as caught:
+        list(pipe.stream(batches(20, 12)))
+    assert caught.value.__notes__[0].startswith("the parameters and buffers are those after 4 mini-batches")
+    list(straight.stream(batches(4, 12)))
+    for name, expected in straight.state_dict().items():
+        assert torch.equal(pipe.state_dict()[name], expected), name
+
+
 def with_norms() -> nn.Module:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6))]

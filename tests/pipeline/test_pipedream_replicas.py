@@ -88,17 +88,6 @@ def fresh(pipe: pipec.Pipeline, **options: Any) -> Delayed:
     return reference_of(pipe, SGD, (2, 1), **options)
 
 
-def test_other_versions_are_told_apart(uneven: pipec.Pipeline) -> None:
-    """One update more or less behind on a stage is not what is trained."""
-    reference = fresh(uneven)
-    others = (round_robin((2, 1), (1, 1)), round_robin((2, 3), (1, 1)), round_robin((2, 2), (1, 2)))
-    wrong = [reference_of(uneven, SGD, (2, 1), version=other) for other in others]
-    losses = list(uneven.stream(batches(12)))
-    assert losses == [reference.step(batch) for batch in batches(12)]
-    for each in wrong:
-        assert losses != [each.step(batch) for batch in batches(12)]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_streams_may_leave_replicas_without_a_mini_batch(uneven: pipec.Pipeline, count: int) -> None:
     reference = fresh(uneven)
@@ -185,15 +174,6 @@ def test_a_saved_artifact_of_replicas_trains_on(uneven: pipec.Pipeline, tmp_path
     loaded = pipec.load(tmp_path / "saved", optimizer=SGD)
     assert loaded.programs == uneven.programs
     assert list(loaded.stream(batches(7))) == [reference.step(batch) for batch in batches(7)]
-
-
-def test_the_plan_and_the_picture_of_replicas(uneven: pipec.Pipeline) -> None:
-    """Stage 0 holds the two versions of its window."""
-    text = uneven.visualize()
-    assert "a mini-batch every" in str(uneven.plan)
-    assert "F2v0" in text
-    memory = [stage.cost.memory for stage in uneven.plan.stages]
-    assert [(each.versions > 0) for each in memory] == [True, False]
 
 
 def test_what_replicas_cannot_do_without_a_flush_is_refused() -> None:

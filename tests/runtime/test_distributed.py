@@ -14,8 +14,7 @@ from worker_processes import new_store, start_ranks
 
 from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Mode, Op, Plan, Program, Stage
-from pipec.runtime import DistributedTransport, Interpreter, World, world
-from pipec.runtime.messages.distributed_transport import _check_equal
+from pipec.runtime import DistributedTransport, Interpreter
 from pipec.runtime.step.batch_slice import BatchSlice
 
 pytestmark = pytest.mark.slow
@@ -29,8 +28,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepRes
     directory = tmp_path_factory.mktemp("outcomes")
     run_processes(directory)
     by_rank = [torch.load(directory / f"{rank}.pt") for rank in range(NUM_RANKS)]
-    survivors = {"death": [torch.load(directory / f"death_{rank}.pt") for rank in (0, 2)]}
-    return {name: [outcome[name] for outcome in by_rank] for name in by_rank[0]} | survivors
+    return {name: [outcome[name] for outcome in by_rank] for name in by_rank[0]}
 
 
 def run_processes(directory: Path) -> None:
@@ -43,8 +41,7 @@ def run_processes(directory: Path) -> None:
         for process in processes:
             process.kill()
     raised = [file.read_text() for file in directory.glob("error_*")]
-    # Rank 1 dies on purpose, at the end.
-    assert [process.exitcode for process in processes] == [0, 1, 0], raised
+    assert [process.exitcode for process in processes] == [0, 0, 0], raised
     assert not any(raised), raised
 
 
@@ -82,21 +79,6 @@ def test_the_process_group_survives_the_transports_that_failed(outcomes: dict[st
     assert [outcome["sum of ranks"] for outcome in outcomes["aftermath"]] == [3, 3, 3]
 
 
-def test_a_failing_rank_fails_the_others_with_its_error(outcomes: dict[str, list[StepResult]]) -> None:
-    """At once, though its process lives on."""
-    first, failed, last = outcomes["failure"]
-    assert failed["type"] == "ExecutionError"
-    assert failed["text"].startswith(
-        "rank 1, stage 1, microbatch 0, backward: ValueError: the backward of stage 1 is broken ("
-    )
-    assert first["type"] == last["type"] == "TransportError"
-    for rank, outcome in ((0, first), (2, last)):  # in a send or a wait, whichever it has come to
-        assert outcome["text"].startswith(f"rank {rank}, stage {rank}, microbatch ")
-        assert ": another rank failed while this one was " in outcome["text"]
-        assert "  rank 1, stage 1, microbatch 0, backward: ValueError: the backward" in outcome["text"]
-        assert f"last instructions of rank {rank}:" in outcome["text"]
-
-
 def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[StepResult]]) -> None:
     hung, waiting, _ = outcomes["hang"]
     assert waiting["type"] == "TransportError"
@@ -104,27 +86,6 @@ def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[StepRes
     assert "receiving hidden_1 (0 -> 1) of microbatch 0 from rank 0" in waiting["text"]
     assert "another rank failed while this one was" in hung["text"]
     assert "rank 0 is alive, but waits for no other rank" in waiting["text"]
-
-
-def test_a_rank_that_dies_is_noticed_by_all(outcomes: dict[str, list[StepResult]]) -> None:
-    for outcome in outcomes["death"]:
-        assert outcome["type"] == "TransportError"
-        assert "another rank failed while this one was" in outcome["text"]
-        assert "rank 1: its process died; its own output may say why" in outcome["text"]
-
-
-def test_different_plans_are_refused_on_every_rank(outcomes: dict[str, list[StepResult]]) -> None:
-    texts = {outcome["text"] for outcome in outcomes["disagreement"]}
-    assert len(texts) == 1
-    assert "the ranks do not hold the same plan, programs and stage sources: " in texts.pop()
-
-
-def test_a_disagreement_names_the_ranks() -> None:
-    _check_equal(["aaaaaaaa1", "aaaaaaaa1"])
-    with pytest.raises(
-        TransportError, match=r"sources: aaaaaaaa on ranks 0, 2; aaaaaaaa on rank 1; start every"
-    ):
-        _check_equal(["aaaaaaaa1", "aaaaaaaa2", "aaaaaaaa1"])
 
 
 # one process
@@ -136,10 +97,6 @@ def alone() -> Iterator[DistributedTransport]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield DistributedTransport(torch.device("cpu"), timeout=0.1)
     dist.destroy_process_group()
-
-
-def test_a_rank_alone_answers_itself(alone: DistributedTransport) -> None:
-    assert alone.all_gather_text("here") == ["here"]
 
 
 def test_what_rank_0_makes_or_raises_is_everybodys(alone: DistributedTransport) -> None:
@@ -195,7 +152,3 @@ def test_a_reason_that_comes_a_moment_after_the_connection_was_lost_is_told(
     threading.Timer(0.05, alone.star.fail, ("rank 1: out of time",)).start()
     with pytest.raises(TransportError, match="rank 1: out of time"), alone.error_context("sending"):
         raise ConnectionError
-
-
-def test_a_process_group_says_which_rank_this_is(alone: DistributedTransport) -> None:
-    assert world() == World(rank=0, size=1)

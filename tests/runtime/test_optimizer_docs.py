@@ -9,8 +9,6 @@ import pytest
 import torch
 from split_optimizers import EVERY, Plain, Split, require_same
 
-from pipec.runtime.optimizers import factory
-
 DOCS = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
@@ -31,16 +29,6 @@ def test_the_factories_work(name: str, sizes: list[int]) -> None:
         split.step(number)
         plain.step(number)
     require_same(split, plain)
-
-
-def test_a_class_says_that_it_is_elementwise() -> None:
-    assert factory.is_elementwise(defined("Lion")([torch.zeros(1)], {}))
-
-
-def test_the_page_names_the_elementwise_optimizers() -> None:
-    sentence = re.search(r"whoever has least\. (.*?) are known to be elementwise", DOCS, re.DOTALL)
-    assert sentence is not None
-    assert set(re.findall(r"\w+", sentence[1])) - {"and"} == {each.__name__ for each in factory.ELEMENTWISE}
 
 
 def test_the_example_of_state_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -74,16 +74,6 @@ def test_the_state_of_the_plain_optimizer_can_be_loaded(factory: Factory) -> Non
     require_same(split, plain)
 
 
-@single
-def test_the_plain_optimizer_can_load_the_state(factory: Factory) -> None:
-    plain, split = Plain(factory, seed=1), Split(factory, 3)
-    run(split, numbers=range(5))
-    copy_values(split, plain)
-    plain.optimizers[0].load_state_dict(copy.deepcopy(split.optimizer.state_dict()))
-    run(split, plain, numbers=range(5, 10))
-    require_same(split, plain)
-
-
 @every
 @pytest.mark.parametrize(("first", "then"), [(1, 3), (3, 2), (2, 1)])
 def test_a_checkpoint_knows_no_layout(factory: Factory, first: int, then: int) -> None:

@@ -144,13 +144,6 @@ def test_lr_schedulers_work_as_on_the_plain_optimizer(
     require_same(split, plain)
 
 
-def test_a_scheduler_that_steps_first_is_warned_about() -> None:
-    split = Split(EVERY["SGD"])
-    scheduler = lr_scheduler.ExponentialLR(split.optimizer, 0.5)
-    with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
-        scheduler.step()
-
-
 def test_a_learning_rate_that_is_a_tensor_is_followed() -> None:
     factories = [partial(optim.Adam, lr=torch.tensor(0.1), foreach=False) for _ in range(2)]
     split, plain = Split(factories[0], 2), Plain(factories[1])

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from pipec.runtime.messages.distributed_transport import require_own_gpus
 from pipec.runtime.model_tensors import (
     ModelTensors,
     fill_tensors,
-    register_tensors,
 )
 from pipec.runtime.processes.launch import default_num_ranks
 from pipec.runtime.processes.worker import Worker
@@ -51,15 +51,6 @@ class Tied(torch.nn.Module):
         self.second.weight = self.first.weight
         self.register_buffer("kept", torch.ones(1))
         self.register_buffer("passing", torch.ones(1), persistent=False)
-
-
-def test_held_tensors_are_the_models_own() -> None:
-    model, holder = Tied(), torch.nn.Module()
-    register_tensors(holder, ModelTensors.of(model))
-    assert holder.state_dict().keys() == model.state_dict().keys()
-    assert dict(holder.named_buffers()).keys() == {"kept", "passing"}
-    assert holder.second.weight is holder.first.weight is model.first.weight
-    assert holder.kept is model.kept
 
 
 def test_absent_tensors_hold_no_memory_and_get_some_for_a_while() -> None:
@@ -166,11 +157,6 @@ def test_parts_with_a_batch_dimension_join_to_the_whole(sizes: list[int], dim: i
     assert torch.equal(merge(Value("y", "float32", tuple(shape)), parts, sizes, sum(sizes), {}), whole)
 
 
-def test_a_floating_result_without_batch_is_the_mean_over_samples() -> None:
-    loss = merge(Value("loss", "float32", ()), [torch.tensor(1.0), torch.tensor(5.0)], [3, 1], 4, {})
-    assert loss.item() == 2.0
-
-
 def test_results_that_cannot_stand_for_the_batch_are_refused() -> None:
     count = Value("count", "int64", ())
     assert merge(count, [torch.tensor(2), torch.tensor(2)], [1, 1], 2, {}).item() == 2
@@ -221,13 +207,6 @@ def test_dropout_scales_what_its_mask_keeps() -> None:
         assert mask.all() if p == 0 else mask.any() == (p < 1)
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 2**32)] * 4), min_size=2, max_size=20, unique=True))
-def test_keys_lead_to_seeds_of_their_own(keys: list[tuple[int, ...]]) -> None:
-    seeds = [mix_seed(*key) for key in keys]
-    assert len(set(seeds)) == len(keys)
-    assert all(0 <= seed < 2**64 for seed in seeds)
-
-
 def test_a_stream_depends_on_its_key_alone() -> None:
     first, _, again = (OperatorGenerators(CPU, (0, 1))(operator) for operator in (2, 3, 2))
     assert torch.equal(torch.rand(9, generator=first), torch.rand(9, generator=again))
@@ -257,27 +236,11 @@ def run_in_thread(function: Callable[[], int]) -> int:
     return results[0]
 
 
-def test_messages_of_a_link_arrive_in_order_and_by_reference() -> None:
-    ranks = InProcessTransport([CPU, CPU])
-    link = Link(0, 1, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))
-    send = ranks.endpoint(0).sender(Instruction(Op.SEND, 0, 0, link, peer=1), tag=0)
-    receiver = ranks.endpoint(1).receiver(Instruction(Op.RECV, 1, 0, link, peer=0, slot=0), tag=0)
-    sent = [torch.full((2,), float(number)) for number in range(3)]
-
-    def send_all() -> list[Tensor]:
-        for tensor in sent:
-            send([tensor], {"b": 2})
-        return []
-
-    def receive_all() -> list[Tensor]:
-        received = []
-        for _ in sent:
-            receiver.post({"b": 2})
-            received += receiver.wait()
-        return received
-
-    _, received = ranks.run([send_all, receive_all])
-    assert all(found is expected for found, expected in zip(received, sent, strict=True))
+def test_the_kth_message_is_for_the_kth_receive_whichever_is_awaited_first() -> None:
+    mailbox = InProcessTransport([CPU, CPU]).mailbox(tag=0, source=0, target=1)
+    for number in range(3):
+        mailbox.send([torch.tensor(number)], {})
+    assert [int(mailbox.wait(number)[0]) for number in (2, 0, 1)] == [2, 0, 1]
 
 
 def make_waiting_rank(ranks: InProcessTransport) -> Callable[[], object]:
@@ -376,78 +339,81 @@ def test_a_worker_holds_nothing_of_what_it_did() -> None:
 # launching
 
 
-def test_a_lone_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_world_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert world() == World(0, 1)
     assert not world().is_distributed
-    assert resolve_devices(3, world()) == {0: CPU, 1: CPU, 2: CPU}
-
-
-def test_torchrun_gives_each_process_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert world() == World(2, 4)
     assert world().is_distributed
-    assert resolve_devices(4, world()) == {2: CPU}
-    assert resolve_devices(["cpu", "cpu", "mps", "cpu"], world()) == {2: torch.device("mps")}
-    with pytest.raises(InputError, match="entry 1 of devices is 'meta', which computes nothing"):
-        resolve_devices(["cpu", "meta", "cpu", "cpu"], world())
     assert default_num_ranks(world()) == 4
 
 
-def test_devices_that_contradict_the_world_are_refused() -> None:
-    with pytest.raises(InputError, match=r"devices asks for 4 ranks, but 2 processes .* pass devices=2"):
-        resolve_devices(4, World(0, 2))
-
-
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def hardware(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes so many GPUs, and the environment of a launcher."""
+
+    def make(num_gpus: int, **environment: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+
+    return make
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_gpus_are_shared_in_one_process_but_not_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert default_num_ranks(World(0, 1)) == 2
-    assert resolve_devices(3, World(0, 1)) == {0: first, 1: second, 2: first}
-    assert resolve_devices(["cpu"] * 2, World(0, 1)) == {0: CPU, 1: CPU}
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert resolve_devices(4, World(3, 4)) == {3: second}
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    for devices in (4, ["cuda"] * 4):
-        with pytest.raises(InputError, match="process 2 of this machine has no GPU of its own: there are 2"):
-            resolve_devices(devices, World(2, 4))
+ALONE, FIRST, SECOND = World(0, 1), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_cuda_without_an_index_is_the_gpu_that_a_number_of_devices_gives(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("num_gpus", "environment", "here", "devices", "expected"),
+    [
+        (0, {}, ALONE, 3, {0: CPU, 1: CPU, 2: CPU}),
+        (0, {}, World(2, 4), 4, {2: CPU}),
+        (0, {}, World(2, 4), ["cpu", "cpu", "mps", "cpu"], {2: torch.device("mps")}),
+        (0, {}, World(2, 4), ["cpu", "meta", "cpu", "cpu"], "entry 1 of devices is 'meta', which computes"),
+        (0, {}, World(0, 2), 4, r"devices asks for 4 ranks, but 2 processes .* pass devices=2"),
+        (0, {}, ALONE, ["cpu", "cuda"], "rank 1 asks for a GPU, but torch finds none on this machine"),
+        # one process shares its GPUs round robin, several do not
+        (2, {}, ALONE, 3, {0: FIRST, 1: SECOND, 2: FIRST}),
+        (2, {}, ALONE, ["cpu"] * 2, {0: CPU, 1: CPU}),
+        (2, {"LOCAL_RANK": 1}, World(3, 4), 4, {3: SECOND}),
+        (
+            2,
+            {"LOCAL_RANK": 2},
+            World(2, 4),
+            4,
+            "process 2 of this machine has no GPU .* are 2",
+        ),
+        (2, {"LOCAL_RANK": 2}, World(2, 4), ["cuda"] * 4, "process 2 of this machine has no GPU of its own"),
+        (2, {"SLURM_LOCALID": 1}, World(3, 4), 4, {3: SECOND}),
+        (1, {"LOCAL_RANK": 3}, World(3, 8), 8, {3: FIRST}),  # as Slurm lets each task see one
+        # cuda without an index is the GPU that a number of devices gives
+        (2, {}, ALONE, [torch.device("cuda")] * 3, {0: FIRST, 1: SECOND, 2: FIRST}),
+        (2, {}, ALONE, ["cuda:1", "cpu", "cuda"], {0: SECOND, 1: CPU, 2: FIRST}),
+        (2, {"LOCAL_RANK": 1}, World(3, 4), ["cuda"] * 4, {3: SECOND}),
+        (2, {"LOCAL_RANK": 1}, World(3, 4), ["cuda:0"] * 4, {3: FIRST}),
+    ],
+)
+def test_each_rank_has_its_device(
+    hardware: Callable[..., None],
+    num_gpus: int,
+    environment: dict[str, int],
+    here: World,
+    devices: Any,
+    expected: Any,
 ) -> None:
-    """Under torchrun it is not GPU 0 on every rank, and the index is known from the start."""
-    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert resolve_devices(["cuda"], World(0, 1)) == {0: first}
-    assert resolve_devices([torch.device("cuda")] * 3, World(0, 1)) == resolve_devices(3, World(0, 1))
-    assert resolve_devices(["cuda:1", "cpu", "cuda"], World(0, 1)) == {0: second, 1: CPU, 2: first}
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert resolve_devices(["cuda"] * 4, World(3, 4)) == {3: second}
-    assert resolve_devices(["cuda:0"] * 4, World(3, 4)) == {3: first}
-
-
-def test_a_process_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm gives one to each task, and each task knows it as the first."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert resolve_devices(8, World(3, 8)) == {3: torch.device("cuda", 0)}
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_slurm_numbers_the_processes_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert resolve_devices(4, World(3, 4)) == {3: torch.device("cuda", 1)}
+    hardware(num_gpus, **environment)
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            resolve_devices(devices, here)
+    else:
+        assert resolve_devices(devices, here) == expected
+        assert default_num_ranks(ALONE) == max(1, num_gpus)
 
 
 def test_ranks_with_the_same_gpu_are_refused() -> None:
@@ -456,21 +422,13 @@ def test_ranks_with_the_same_gpu_are_refused() -> None:
         require_own_gpus(["a", "b", "a"])
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(InputError, match="rank 1 asks for a GPU, but torch finds none on this machine"):
-        resolve_devices(["cpu", "cuda"], World(0, 1))
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_a_process_of_several_makes_its_gpu_the_current_one_first_of_all(
-    monkeypatch: pytest.MonkeyPatch,
+    hardware: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CUDA call before would take memory of GPU 0, where the process has nothing to do."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    hardware(2, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1)
     Ranks(2, timeout=1)
     assert current == [torch.device("cuda", 1)]
     Ranks(["cpu", "cpu"], timeout=1)

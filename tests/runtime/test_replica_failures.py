@@ -1,6 +1,5 @@
-"""A replica that dies, hangs, or comes with other data, another plan or optimizer: named."""
+"""A replica that fails, or comes with other data, another plan or optimizer: named."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def outputs(scratch: Path, *how: str) -> list[str]:
-    """What each of two ranks prints. One that is stopped is killed when the other has ended."""
+    """What each of two ranks prints."""
     store, printed = new_store(), [scratch / f"printed_{rank}" for rank in range(2)]
     ranks = start_ranks(printing, [(path, run_main, SCRIPT, how) for path in printed], scratch, store.port)
     try:
-        ranks[0].join(90)
-        assert ranks[0].exitcode == 0
-        if how == ("hangs",):
-            ranks[1].kill()
-        ranks[1].join(90)
-        assert ranks[1].exitcode == (-signal.SIGKILL if how in (("dies",), ("hangs",)) else 0)
+        for rank in ranks:
+            rank.join(90)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
         return [path.read_text() for path in printed]
     finally:
         for rank in ranks:
@@ -42,13 +38,6 @@ def test_ranks_that_differ_are_told_so(tmp_path: Path) -> None:
         assert len(errors) == len(DIFFERENT), printed
         for error, said in zip(errors, DIFFERENT.values(), strict=True):
             assert said in error
-
-
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_replica_that_is_gone_is_named(how: str, tmp_path: Path) -> None:
-    survivor, _ = outputs(tmp_path, how)
-    assert survivor.startswith("TransportError: ")
-    assert "rank 1" in survivor
 
 
 def test_a_replica_that_fails_in_a_collective_tells_the_others_why(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from pipec.runtime.processes.judge import format_ranks
+
 CallDescription = dict[str, str]
 """One rank's arguments and settings as text, by readable names."""
 
@@ -73,10 +75,6 @@ _MAX_LINES = 8
 
 def format_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def values_digest(tensor: Tensor) -> str:

@@ -29,7 +29,16 @@ class Work(Protocol):
 
     def wait(self) -> object: ...
 
-    def is_completed(self) -> bool: ...
+
+class Works:
+    """The works of a message, one for each value."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class Connections(Protocol):
@@ -43,11 +52,11 @@ class Connections(Protocol):
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload) -> None:
         """Start to send contiguous tensors, and keep them alive until they are sent."""
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, payload: Payload) -> Work:
-        """Start to receive into ``tensor``."""
+    def receive(self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload) -> Work:
+        """Start to receive a message into contiguous tensors."""
 
     def wait(self, work: Work) -> None:
-        """Wait until operators that this thread launches may read the received tensors."""
+        """Wait until operators that this thread launches may read what was received."""
 
     def all_reduce(self, ranks: tuple[int, ...], tensor: Tensor) -> CollectiveWait:
         """Start to put the sum of every rank's tensor into each of them."""

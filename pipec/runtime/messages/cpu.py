@@ -11,73 +11,28 @@ from torch import Tensor
 
 from pipec.ir import Payload
 from pipec.runtime.messages.collective_group import CollectiveWait
-from pipec.runtime.messages.connections import MAX_IN_TRANSIT, NO_LIMIT, Direction, Work
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT, NO_LIMIT, Direction, Work, Works
 from pipec.runtime.messages.shared_memory import SharedMemory
 
 
-class GlooConnections:
-    """One group of all ranks. Messages between two ranks do not wait for each other if their tags differ.
-
-    The group is called directly. ``isend`` and ``irecv`` do the same after checks, which take longer than the
-    call.
-
-    gloo reports the end of a send only to a wait. Each send therefore waits for the last but one message to
-    the same peer with the same tag, which has ended already unless the peer is far behind.
-    """
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
-        self._sends: dict[tuple[int, int], deque[list[tuple[Work, Tensor]]]] = defaultdict(deque)
-
-    def start_send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Start to send a contiguous tensor, which the caller keeps alive."""
-        with gloo_errors():
-            return require_work(self._group.send([tensor], peer, tag))
-
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Start to send contiguous tensors, and keep them alive until they are sent."""
-        in_transit = self._sends[peer, tag]
-        if len(in_transit) == MAX_IN_TRANSIT:
-            self._wait_for(in_transit.popleft())
-        in_transit.append([(self.start_send(tensor, peer, tag), tensor) for tensor in tensors])
-
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Start to receive into ``tensor``."""
-        with gloo_errors():
-            return require_work(self._group.recv([tensor], peer, tag))
-
-    def wait(self, work: Work) -> None:
-        """Wait until a message is complete."""
-        with gloo_errors():
-            work.wait()
-
-    def drain(self) -> None:
-        """Wait until every message is sent."""
-        for in_transit in list(self._sends.values()):
-            while in_transit:
-                self._wait_for(in_transit.popleft())
-
-    def close(self) -> None:
-        """Close all connections for good. Ranks that wait for this one get an error."""
-        close_group(self._group)
-
-    def _wait_for(self, message: list[tuple[Work, Tensor]]) -> None:
-        for work, _ in message:
-            self.wait(work)
-
-
 class CpuConnections:
-    """The connections of programs.
+    """One gloo group of all ranks, and shared memory.
 
-    Values that every microbatch sends go through shared memory to ranks that share it: the files of others,
+    Values that every microbatch sends go through shared memory to ranks that share it: the places of others,
     such as weights, would stay for ever.
+
+    Messages between two ranks do not wait for each other if their tags differ. The group is called directly:
+    ``isend`` and ``irecv`` do the same after checks, which take longer than the call. gloo reports the end of
+    a send only to a wait. Each send therefore waits for the last but one message to the same peer with the
+    same tag, which has ended already unless the peer is far behind.
 
     Reduce-scatter and all-gather are point-to-point messages, because gloo's own collectives take two to
     three times as long. Sums are in the order of the ranks.
     """
 
-    def __init__(self, rank: int, gloo: GlooConnections, shared: SharedMemory) -> None:
-        self._rank, self._gloo, self._shared = rank, gloo, shared
+    def __init__(self, shared: SharedMemory) -> None:
+        self._group, self._shared = dist.new_group(backend="gloo", timeout=NO_LIMIT), shared
+        self._sends: dict[tuple[int, int], deque[tuple[Works, Sequence[Tensor]]]] = defaultdict(deque)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._tags: dict[tuple[int, ...], int] = {}
 
@@ -90,17 +45,31 @@ class CpuConnections:
                 self._groups[ranks] = dist.new_group(list(ranks), NO_LIMIT, "gloo")
             self._tags[ranks] = _FIRST_TAG_OF_GROUPS + len(self._tags)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload) -> None:
-        self._route(peer, payload).send(tensors, peer, tag)
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload = Payload.RESULT) -> None:
+        if payload.feeds_compute and peer in self._shared.peers:
+            self._shared.send(tensors, peer, tag)
+            return
+        in_transit = self._sends[peer, tag]
+        if len(in_transit) == MAX_IN_TRANSIT:
+            self.wait(in_transit.popleft()[0])
+        in_transit.append((Works([self.start_send(tensor, peer, tag) for tensor in tensors]), tensors))
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, payload: Payload) -> Work:
-        return self._route(peer, payload).receive(tensor, peer, tag)
+    def start_send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Start to send a contiguous tensor by gloo. The caller keeps it alive."""
+        with gloo_errors():
+            return require_work(self._group.send([tensor], peer, tag))
 
-    def _route(self, peer: int, payload: Payload) -> GlooConnections | SharedMemory:
-        return self._shared if payload.feeds_compute and peer in self._shared.peers else self._gloo
+    def receive(
+        self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload = Payload.RESULT
+    ) -> Work:
+        if payload.feeds_compute and peer in self._shared.peers:
+            return self._shared.receive(tensors, peer, tag)
+        with gloo_errors():
+            return Works([require_work(self._group.recv([tensor], peer, tag)) for tensor in tensors])
 
     def wait(self, work: Work) -> None:
-        self._gloo.wait(work)
+        with gloo_errors():
+            work.wait()
 
     def all_reduce(self, ranks: tuple[int, ...], tensor: Tensor) -> CollectiveWait:
         with gloo_errors():
@@ -108,9 +77,9 @@ class CpuConnections:
         return lambda: self.wait(work)
 
     def reduce_scatter(self, ranks: tuple[int, ...], output: Tensor, tensor: Tensor) -> CollectiveWait:
-        outgoing = list(tensor.view(len(ranks), -1))
+        outgoing, own = list(tensor.view(len(ranks), -1)), self._group.rank()
         incoming = [
-            part if rank == self._rank else torch.empty_like(output)
+            part if rank == own else torch.empty_like(output)
             for rank, part in zip(ranks, outgoing, strict=True)
         ]
         swap = self._swap(ranks, outgoing, incoming)
@@ -125,7 +94,7 @@ class CpuConnections:
 
     def all_gather(self, ranks: tuple[int, ...], output: Tensor, tensor: Tensor) -> CollectiveWait:
         parts = list(output.view(len(ranks), -1))
-        own = parts[ranks.index(self._rank)]
+        own = parts[ranks.index(self._group.rank())]
         if own.data_ptr() != tensor.data_ptr():
             own.copy_(tensor)
         return self._swap(ranks, [tensor] * len(ranks), parts)
@@ -134,31 +103,28 @@ class CpuConnections:
         self, ranks: tuple[int, ...], outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
     ) -> CollectiveWait:
         """Send the k-th of ``outgoing`` to the k-th rank, and receive the k-th of ``incoming`` from it."""
-        gloo, tag = self._gloo, self._tags[ranks]
+        tag = self._tags[ranks]
         works = [
             work
             for rank, sent, received in zip(ranks, outgoing, incoming, strict=True)
-            if rank != self._rank
-            for work in (gloo.receive(received, rank, tag), gloo.start_send(sent, rank, tag))
+            if rank != self._group.rank()
+            for work in (self.receive([received], rank, tag), self.start_send(sent, rank, tag))
         ]
-
-        def wait() -> None:
-            for work in works:
-                self.wait(work)
-
-        return wait
+        return lambda: self.wait(Works(works))
 
     def drain(self) -> None:
-        self._gloo.drain()
+        for in_transit in list(self._sends.values()):
+            while in_transit:
+                self.wait(in_transit.popleft()[0])
 
     def check(self) -> None:
         """Do nothing: waiting for an aborted message has raised an error."""
 
     def close(self) -> None:
         self._shared.close()
-        for ranks, group in self._groups.items():
-            if self._rank in ranks:
-                close_group(group)
+        own = self._group.rank()
+        for group in (self._group, *(group for ranks, group in self._groups.items() if own in ranks)):
+            close_group(group)
 
 
 _FIRST_TAG_OF_GROUPS = 2**30

@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import multiprocessing.util
 import pickle
-import textwrap
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
 from pipec.ir.text_format import evaluate_dim, format_link
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.messages.connections import Connections, Direction, Work
-from pipec.runtime.messages.cpu import CpuConnections, GlooConnections
+from pipec.runtime.messages.cpu import CpuConnections
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.shared_memory import SharedMemory, hosts
@@ -87,16 +86,15 @@ class DistributedTransport:
         self.hosts = hosts(addresses)
         """The host of each rank: the lowest rank with which it can share memory."""
 
-        self.gloo = self.call_on_all_ranks("the gloo connections", GlooConnections)
-        """Connections for CPU tensors, besides those of programs."""
+        self.gloo = self.call_on_all_ranks("the gloo connections", lambda: CpuConnections(shared))
+        """Connections for CPU tensors: those of programs on CPUs, and for tensors that ranks broadcast."""
 
-        self._connections: Connections
+        self._connections: Connections = self.gloo
         if device.type == "cuda":
             self._connections = NcclConnections(device, self.rank, self.num_ranks, self.star.note_progress)
         else:
             connect = functools.partial(shared.connect, addresses)
             self.call_on_all_ranks("the connections of each host", connect)
-            self._connections = CpuConnections(self.rank, self.gloo, shared)
         self.star.on_failure = self._close
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
@@ -181,8 +179,9 @@ class DistributedTransport:
 
         def send(tensors: Sequence[Tensor], sizes: Sizes) -> None:
             values.check(tensors, sizes)
-            with sending as connections:
-                connections.send([as_in_memory(x) for x in tensors if x.numel()], peer, tag, payload)
+            if sent := [as_in_memory(x) for x in tensors if x.numel()]:
+                with sending as connections:
+                    connections.send(sent, peer, tag, payload)
 
         return send
 
@@ -192,9 +191,8 @@ class DistributedTransport:
 
     def group(self, ranks: Sequence[int]) -> CollectiveGroup:
         others = [rank for rank in ranks if rank != self.rank]
-        activity = f"meeting {format_ranks(others)} in a collective"
-        error_context = functools.partial(self.error_context, activity)
-        return _Group(ranks.index(self.rank), tuple(ranks), error_context)
+        meeting = self.error_context(f"meeting {format_ranks(others)} in a collective")
+        return _Group(ranks.index(self.rank), tuple(ranks), meeting)
 
     def finish(self) -> None:
         with self.error_context("finishing the step") as connections:
@@ -210,27 +208,22 @@ class DistributedTransport:
         self.star.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
 
     def _close(self) -> None:
-        self._connections.close()
-        self.gloo.close()
+        for connections in dict.fromkeys([self._connections, self.gloo]):
+            connections.close()
 
     def error_context(self, activity: str, peer: int | None = None) -> "_ErrorContext":
         """A context for a use of the connections, which yields them and explains their errors.
 
         ``peer`` is the rank for which this one waits.
         """
-        return _ErrorContext(
-            self, self._connections, self.star.waiting(activity, peer, limited=True), activity, peer
-        )
+        waiting = self.star.waiting(activity, peer, limited=True)
+        return _ErrorContext(self, self._connections, waiting, activity, peer)
 
     def transport_error(self, error: Exception, activity: str, peer: int | None) -> TransportError:
         """The error to raise for an error of torch; that stays the cause only if no better one is known."""
         is_lost = not isinstance(error, TimeoutError)
         if reason := self.star.reason(_REASON_COMES_WITHIN if is_lost else 0.0):
-            if reason.startswith(own := f"rank {self.rank}: "):
-                return TransportError(reason.removeprefix(own))
-            return TransportError(
-                f"another rank failed while this one was {activity}:\n{textwrap.indent(reason, '  ')}"
-            )
+            return self.star.error(reason, activity)
         failure = TransportError(
             f"the connection was lost while {activity}, although all processes live; see the network"
             if is_lost
@@ -327,23 +320,20 @@ class _Receiver:
         self._peer, self._tag, self._error_context = instruction.peer, tag, error_context
         self._payload = instruction.link.payload
         self._values: list[Tensor] = []
-        self._pending: list[Work] = []
+        self._pending: Work | None = None
 
     def post(self, sizes: Sizes) -> None:
         if not (self._payload is Payload.WEIGHT and self._values):
             self._values = self._link_values.empty(sizes, self._device)
-        with self._error_context as connections:
-            self._pending = [
-                connections.receive(value, self._peer, self._tag, self._payload)
-                for value in self._values
-                if value.numel()
-            ]
+        if received := [value for value in self._values if value.numel()]:
+            with self._error_context as connections:
+                self._pending = connections.receive(received, self._peer, self._tag, self._payload)
 
     def wait(self) -> Sequence[Tensor]:
-        with self._error_context as connections:
-            for work in self._pending:
-                connections.wait(work)
-        self._pending, values = [], self._values
+        if self._pending is not None:
+            with self._error_context as connections:
+                connections.wait(self._pending)
+        self._pending, values = None, self._values
         if self._payload is not Payload.WEIGHT:
             self._values = []
         return values
@@ -352,27 +342,25 @@ class _Receiver:
 class _Group:
     """A group of ranks in several processes; this process has its ``index``-th rank."""
 
-    def __init__(
-        self, index: int, ranks: tuple[int, ...], error_context: Callable[[], "_ErrorContext"]
-    ) -> None:
+    def __init__(self, index: int, ranks: tuple[int, ...], error_context: _ErrorContext) -> None:
         self.index, self.size = index, len(ranks)
         self._ranks, self._error_context = ranks, error_context
 
     def all_reduce(self, tensor: Tensor) -> CollectiveWait:
-        with self._error_context() as connections:
-            return self._explained(connections.all_reduce(self._ranks, tensor))
+        return self._start(lambda connections: connections.all_reduce(self._ranks, tensor))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
-        with self._error_context() as connections:
-            return self._explained(connections.reduce_scatter(self._ranks, output, tensor))
+        return self._start(lambda connections: connections.reduce_scatter(self._ranks, output, tensor))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> CollectiveWait:
-        with self._error_context() as connections:
-            return self._explained(connections.all_gather(self._ranks, output, tensor))
+        return self._start(lambda connections: connections.all_gather(self._ranks, output, tensor))
 
-    def _explained(self, wait: CollectiveWait) -> CollectiveWait:
+    def _start(self, start: Callable[[Connections], CollectiveWait]) -> CollectiveWait:
+        with self._error_context as connections:
+            wait = start(connections)
+
         def explained() -> None:
-            with self._error_context():
+            with self._error_context:
                 wait()
 
         return explained

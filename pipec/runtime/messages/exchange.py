@@ -11,19 +11,18 @@ import contextlib
 import functools
 import hashlib
 import pickle
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipec.errors import InputError, TransportError
 from pipec.runtime.messages.call_description import CallDescription, describe_leaf
-from pipec.runtime.messages.cpu import GlooConnections
+from pipec.runtime.messages.cpu import CpuConnections
 from pipec.runtime.messages.distributed_transport import (
     DistributedTransport,
     result_of,
@@ -50,17 +49,21 @@ class CallRole(IntEnum):
     JOINED = 2
 
 
-@dataclass(frozen=True)
-class RankNote:
-    """What rank 0 is told of a rank's call, besides its digest.
+class RankNote(NamedTuple):
+    """What rank 0 is told of a rank's call: a digest of its description, and what may differ.
 
-    ``joined`` says whether the rank has joined, ``stop`` is the pending stop signal, 0 for none, and
-    ``numbers`` are five, 0 for none.
+    ``stop`` is the pending stop signal, 0 for none. ``numbers`` are five, 0 for none.
     """
 
-    joined: bool
+    digest: bytes
+    role: int
     stop: int
-    numbers: list[int]
+    numbers: Sequence[int]
+
+    @property
+    def joined(self) -> bool:
+        """Whether the rank has joined."""
+        return self.role == CallRole.JOINED
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,8 @@ class Exchange:
             PipecError: ``decide`` raised it on rank 0. Every rank raises it.
             TransportError: some rank does not call this.
         """
-        padding = [0] * (_MAX_NUMBERS - len(numbers))
-        own = _NOTE.pack(*_digest(call_description), call_role, STOP_SIGNALS.pending, *numbers, *padding)
+        padded = [*numbers, *[0] * (_NUM_NUMBERS - len(numbers))]
+        own = pickle.dumps((_digest(call_description), int(call_role), STOP_SIGNALS.pending, padded))
         answer = functools.partial(_answer, decide)
         result = result_of(self._transport.star.start_consulting(own, PacketKind.CALL, activity, answer)())
         if result is None:
@@ -119,10 +122,6 @@ class Exchange:
         """Raise InputError, which says how the descriptions differ, on every rank. All ranks call this."""
         raise InputError(mismatch_message(self.all_gather("comparing calls", call_description)))
 
-    def hosts(self) -> list[int]:
-        """The host of each rank, on every rank: the lowest rank with which it can share memory."""
-        return self._transport.hosts
-
     def all_gather(self, activity: str, own: S) -> list[S]:
         """The value of each rank, on every rank; tensors are on the CPU."""
         every = self._transport.star.all_gather(pickle.dumps(own), PacketKind.TEXT, activity)
@@ -134,8 +133,8 @@ class Exchange:
         The function waits for rank 0's answer; comparisons end in the order in which they start. Ranks
         continue if all descriptions are equal, and no rank has a pending stop signal.
         """
-        own = _COMPARED.pack(*_digest(call_description), STOP_SIGNALS.pending)
-        expected = _COMPARED.pack(*_digest(call_description), 0)
+        digest = _digest(call_description)
+        own, expected = digest + bytes([STOP_SIGNALS.pending]), digest + b"\0"
         wait = self._transport.star.start_comparing(
             own, activity, lambda every: bytes([{*every} == {expected}])
         )
@@ -157,7 +156,7 @@ class Exchange:
             return tensor
         received = torch.empty(tensor.numel(), dtype=tensor.dtype)
         with self._together_with(owner, activity) as gloo:
-            gloo.wait(gloo.receive(received, owner, _TAG))
+            gloo.wait(gloo.receive([received], owner, _TAG))
         return received.view(tensor.shape)
 
     def broadcast_pytree(
@@ -214,7 +213,7 @@ class Exchange:
         return dict(differing)
 
     @contextlib.contextmanager
-    def _together_with(self, peer: int, activity: str) -> Iterator[GlooConnections]:
+    def _together_with(self, peer: int, activity: str) -> Iterator[CpuConnections]:
         """Yield connections for CPU tensors; an error names the peer and is sent to the other ranks."""
         try:
             together = f"{activity}, together with rank {peer}"
@@ -227,28 +226,19 @@ class Exchange:
 
 def _answer(decide: Decide, every: Sequence[bytes]) -> bytes:
     """Rank 0's answer to the notes of all ranks, or an error; neither if their digests differ."""
-    rows = [_NOTE.unpack(each) for each in every]
-    is_required = any(row[2] == CallRole.REQUIRED for row in rows)
-    compared = [row[:2] for row in rows if is_required or row[2] != CallRole.JOINED]
-    if any(each != compared[0] for each in compared):
+    notes = [RankNote(*pickle.loads(each)) for each in every]
+    is_required = any(note.role == CallRole.REQUIRED for note in notes)
+    if len({note.digest for note in notes if is_required or not note.joined}) > 1:
         return pickle.dumps((None, None))
-    stops = [row[3] for row in rows]
-    notes = [RankNote(row[2] == CallRole.JOINED, row[3], [*row[4:]]) for row in rows]
+    stops = [note.stop for note in notes]
     return pickle.dumps(result_or_error(lambda: Answer(decide(notes), stops if any(stops) else [])))
 
 
-_MAX_NUMBERS = 5
-
-_NOTE = struct.Struct(f"={4 + _MAX_NUMBERS}q")
-"""A digest of the call's description, its role, the signal to stop, and the ``numbers``."""
-
-_COMPARED = struct.Struct("=3q")
-"""A digest of the call's description, and the signal to stop."""
+_NUM_NUMBERS = 5
 
 
-def _digest(call_description: CallDescription) -> tuple[int, ...]:
-    text = repr([*call_description.items()]).encode()
-    return struct.unpack("2q", hashlib.blake2b(text, digest_size=16).digest())
+def _digest(call_description: CallDescription) -> bytes:
+    return hashlib.blake2b(repr([*call_description.items()]).encode(), digest_size=16).digest()
 
 
 def _like(tensor: Tensor, device: str) -> Tensor:

@@ -12,7 +12,6 @@ import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from pipec.runtime.messages.connections import (
     NO_LIMIT,
     Direction,
     Work,
+    Works,
 )
 from pipec.runtime.messages.cpu import require_work
 from pipec.runtime.messages.cuda import PastLaunches
@@ -78,8 +78,8 @@ class NcclConnections:
         self._on_progress = on_progress
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._pending: dict[tuple[int, ...], _Messages] = defaultdict(deque)
-        self._posted: deque[tuple[_Receive, Callable[[], dist.Work]]] = deque()
-        self._awaited: deque[Work] = deque()
+        self._posted: deque[tuple[_Receive, Callable[[], Sequence[dist.Work]]]] = deque()
+        self._awaited: deque[_Receive] = deque()
         self._launches = PastLaunches(device)
         self._last: list[dist.P2POp] = []
         self._last_started: list[dist.Work] = []
@@ -162,39 +162,44 @@ class NcclConnections:
             ]
             self._remember(direction, works, tensors)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, payload: Payload = Payload.ACTIVATION) -> Work:
+    def receive(
+        self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload = Payload.ACTIVATION
+    ) -> Work:
         """Post a receive, which is launched later."""
         if payload is Payload.RESULT:
-            self._last.append(self._last_message(dist.irecv, tensor, peer))
-            return _AllOf(self._start_last)
+            self._last += [self._last_message(dist.irecv, tensor, peer) for tensor in tensors]
+            return _Results(self._start_last)
         self.check()
-        receive = _Receive()
-        self._posted.append((receive, functools.partial(self._receive, tensor, peer, self._launches.here())))
+        receive, where_posted = _Receive(), self._launches.here()
+        self._posted.append((receive, functools.partial(self._receive, tensors, peer, where_posted)))
         return receive
 
     def _receive(
-        self, tensor: Tensor, peer: int, where_posted: contextlib.AbstractContextManager[None]
-    ) -> dist.Work:
+        self, tensors: Sequence[Tensor], peer: int, where_posted: contextlib.AbstractContextManager[None]
+    ) -> Sequence[dist.Work]:
         direction = peer, self._rank
         with self._nccl_errors(), where_posted:
-            work = require_work(dist.irecv(nccl_compatible(tensor), peer, group=self._groups[direction]))
-            self._remember(direction, [work], [tensor])
-        return work
+            group = self._groups[direction]
+            works = [
+                require_work(dist.irecv(nccl_compatible(tensor), peer, group=group)) for tensor in tensors
+            ]
+            self._remember(direction, works, tensors)
+        return works
 
     def _launch_receives(self) -> None:
         """Launch the posted receives, in order."""
         while self._posted:
             receive, launch = self._posted.popleft()
-            receive.work = launch()
+            receive.works = launch()
 
     def wait(self, work: Work) -> None:
-        if isinstance(work, _Receive) and work.work is None:
+        if isinstance(work, _Receive) and not work.works:
             self._launch_receives()
         with self._nccl_errors():
             work.wait()
         if isinstance(work, _Receive):
             self._awaited.append(work)
-            if len(self._awaited) > _MAX_AWAITED:
+            while sum(len(each.works) for each in self._awaited) > _MAX_AWAITED:
                 self._wait_until(self._awaited.popleft().is_completed)
 
     def drain(self) -> None:
@@ -243,7 +248,7 @@ class NcclConnections:
         elif self._rank == ranks[0]:
             self.send([number], ranks[1], 0)
         else:
-            self.receive(number, ranks[0], 0)
+            self.receive([number], ranks[0], 0)
         self.drain()
 
     def _check_streams(self, new: Collection[tuple[int, ...]]) -> None:
@@ -394,31 +399,27 @@ def edge_coloring_order(directions: Sequence[Direction]) -> list[Direction]:
     return sorted(directions, key=lambda direction: (colors[direction], direction))
 
 
-@dataclass
 class _Receive:
-    """A posted receive; once it is launched, ``work`` is torch's."""
+    """A posted receive, without works until it is launched."""
 
-    work: dist.Work | None = None
-
-    def wait(self) -> None:
-        require_work(self.work).wait()
-
-    def is_completed(self) -> bool:
-        return self.work is not None and self.work.is_completed()
-
-
-@dataclass(frozen=True)
-class _AllOf:
-    """The works that ``start`` returns, as one."""
-
-    start: Callable[[], Sequence[dist.Work]]
+    def __init__(self) -> None:
+        self.works: Sequence[dist.Work] = ()
 
     def wait(self) -> None:
-        for work in self.start():
-            work.wait()
+        Works(self.works).wait()
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.start())
+        return len(self.works) > 0 and all(work.is_completed() for work in self.works)
+
+
+class _Results:
+    """The messages of results, which begin when the first of them is waited for."""
+
+    def __init__(self, start: Callable[[], Sequence[dist.Work]]) -> None:
+        self._start = start
+
+    def wait(self) -> None:
+        Works(self._start()).wait()
 
 
 def _sorted_order(ranks: tuple[int, ...]) -> list[int] | None:

@@ -1,10 +1,9 @@
 """The protocol of transports, and the transport between ranks of one process."""
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -213,38 +212,35 @@ class _Mailbox:
     """
 
     def __init__(self, device_copy: _DeviceCopy, check_running: Callable[[], None]) -> None:
-        self._queue: SimpleQueue[_Receive] = SimpleQueue()
-        self._device_copy = device_copy
-        self._check_running = check_running
-        self.num_posted = 0
-        self._arrived: dict[int, _Receive] = {}
-        self._num_arrived = 0
+        self._device_copy, self._check_running = device_copy, check_running
+        self._places: dict[int, SimpleQueue[_Receive]] = {}
+        self.num_posted = self._num_sent = 0
 
     def send(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
         self._check_running()
-        self._queue.put(self._device_copy(tensors))
+        self._place(self._num_sent).put(self._device_copy(tensors))
+        self._num_sent += 1
 
     def wait(self, number: int) -> Sequence[Tensor]:
         """Wait for a message. Others may be awaited later, though they were sent earlier."""
-        while self._num_arrived <= number:
-            received = self._queue.get()
-            self._check_running()
-            self._num_arrived += 1
-            if self._num_arrived > number:
-                return received()
-            self._arrived[self._num_arrived - 1] = received
-        return self._arrived.pop(number)()
+        place = self._place(number)  # before the check: from then on ``wake`` finds it
+        self._check_running()
+        received = place.get()
+        self._check_running()
+        del self._places[number]
+        return received()
 
     def wake(self) -> None:
         """Wake a waiting reader, so that it notices that the ranks have stopped."""
-        self._queue.put(tuple)
+        for place in list(self._places.values()):
+            place.put(tuple)
 
     def clear(self) -> None:
-        self._arrived.clear()
-        self.num_posted = self._num_arrived = 0
-        with contextlib.suppress(Empty):
-            while True:
-                self._queue.get_nowait()
+        self._places.clear()
+        self.num_posted = self._num_sent = 0
+
+    def _place(self, number: int) -> "SimpleQueue[_Receive]":
+        return self._places.setdefault(number, SimpleQueue())
 
 
 class _Receiver:

@@ -250,32 +250,26 @@ class Star:
                 if reason is None:
                     self._changed.wait(_POLL_SECONDS if self._ended else None)
             if not has_come():
-                raise self._error(reason or "", activity)
+                raise self.error(reason or "", activity)
 
     def exchange_final_status(self, text: str) -> dict[int, str | None]:
         """The final statuses of other ranks, exchanged when the pipeline cannot go on.
 
         None for a rank that may live, and whose status rank 0 does not get within a second.
         """
-        kind = PacketKind.FINAL_STATUS
+        kind, answering = PacketKind.FINAL_STATUS, self._judge.answering
+        told = {rank: self._arrived[rank, kind] for rank in range(self.num_ranks)}
         with self._changed:
             if self.rank != 0:
                 self.send(0, kind, text.encode())
-                arrived = self._arrived[0, kind]
-                self._changed.wait_for(
-                    lambda: arrived or 0 not in self._judge.answering(), 2 * _STATUS_SECONDS
-                )
-                unknown = dict.fromkeys(range(self.num_ranks))
-                statuses = json.loads(arrived.popleft()) if arrived else unknown
+                self._changed.wait_for(lambda: told[0] or 0 not in answering(), 2 * _STATUS_SECONDS)
+                statuses = pickle.loads(told[0].popleft()) if told[0] else dict.fromkeys(told)
             else:
-                told = {rank: self._arrived[rank, kind] for rank in range(1, self.num_ranks)}
-                self._changed.wait_for(
-                    lambda: all(told[rank] for rank in self._judge.answering()), _STATUS_SECONDS
-                )
-                living = self._judge.answering()
-                statuses = {rank: told[rank].popleft().decode() if told[rank] else None for rank in living}
-                self.send_to_all(kind, json.dumps(statuses | {0: text}).encode())
-        return {int(rank): status for rank, status in statuses.items() if int(rank) != self.rank}
+                self._changed.wait_for(lambda: all(told[rank] for rank in answering()), _STATUS_SECONDS)
+                found = {rank: told[rank].popleft().decode() if told[rank] else None for rank in answering()}
+                statuses = found | {0: text}
+                self.send_to_all(kind, pickle.dumps(statuses))
+        return {rank: status for rank, status in statuses.items() if rank != self.rank}
 
     # Failures.
 
@@ -286,18 +280,27 @@ class Star:
     def check(self) -> None:
         """Raise TransportError if the ranks cannot all go on."""
         if reason := self.reason():
-            raise self._error(reason)
+            raise self.error(reason)
 
     def check_processes(self) -> None:
         """Raise TransportError if the process of a rank ended or is stopped, even if a step has failed."""
         if reason := self._process_end():
-            raise self._error(reason)
+            raise self.error(reason)
 
     def reason(self, within: float = 0.0) -> str | None:
         """The reason why the ranks cannot go on; None if it is not known ``within`` so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._ended, within)
             return self._failure or self._ended or None
+
+    def error(self, reason: str, activity: str = "") -> TransportError:
+        """The error to raise here for the reason why the ranks cannot go on."""
+        own = f"rank {self.rank}: "
+        if reason.startswith(own):
+            return TransportError(reason.removeprefix(own))
+        self.fail(reason)
+        while_doing = f" while this one was {activity}" * bool(activity)
+        return TransportError(f"another rank failed{while_doing}:\n{textwrap.indent(reason, '  ')}")
 
     def waits_for(self, peer: int | None) -> str:
         """A description of the chain of waits that begins at ``peer``, on rank 0; see ``Judge.chain``."""
@@ -349,14 +352,6 @@ class Star:
     def _process_end(self) -> str | None:
         has_arrived = self._ended and time.monotonic() - self._ended_at > _ARRIVAL_SECONDS
         return self._ended if has_arrived else None
-
-    def _error(self, reason: str, activity: str = "") -> TransportError:
-        own = f"rank {self.rank}: "
-        if reason.startswith(own):
-            return TransportError(reason.removeprefix(own))
-        self.fail(reason)
-        while_doing = f" while this one was {activity}" * bool(activity)
-        return TransportError(f"another rank failed{while_doing}:\n{textwrap.indent(reason, '  ')}")
 
     def _on_thread(self, work: Coroutine[object, object, None]) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -240,7 +240,7 @@ class BoundStage:
         self.versions.advance()
         for key in [each for each in self._precomputed if each[0] < self.versions.oldest]:
             del self._precomputed[key]
-        for number in [x for x in self._buffers_found if x < self.versions.oldest and not keeps_buffers]:
+        for number in [x for x in self._buffers_found if x < self.versions.oldest - 1 and not keeps_buffers]:
             del self._buffers_found[number]
 
     def restore(self, number: int) -> None:

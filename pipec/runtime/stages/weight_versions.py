@@ -11,6 +11,10 @@ class WeightVersions:
     ``latest`` is the list object of the stage. Updates change parameters in place. After an update, the
     ``behind`` versions before the new one may still be read. Weights that an update does not change are
     shared by all versions.
+
+    One more is held until the stage reads a version again. If a stage has nothing in flight, the first stage
+    may be so many updates behind it, and after a failure all stages need a version that each of them holds.
+    The microbatch that the stage reads a version for next has passed the first stage, which has updated.
     """
 
     def __init__(self, latest: Sequence[Tensor], behind: int) -> None:
@@ -30,7 +34,8 @@ class WeightVersions:
         self._is_changing = False
 
     def of(self, number: int) -> Sequence[Tensor]:
-        """The weights of a version."""
+        """The weights of a version, which is read."""
+        self._free(self.oldest)
         return self._latest if number == self.number else self._stashed[number]
 
     def stash(self, changing: Collection[int]) -> None:
@@ -47,10 +52,13 @@ class WeightVersions:
         self._is_changing = True
 
     def advance(self) -> None:
-        """Make the current parameters the next version, and free versions that are no longer read."""
+        """Make the current parameters the next version."""
         self.number += 1
         self._is_changing = False
-        for number in [each for each in self._stashed if each < self.oldest]:
+        self._free(self.oldest - 1)
+
+    def _free(self, oldest: int) -> None:
+        for number in [each for each in self._stashed if each < oldest]:
             del self._stashed[number]
 
     @property

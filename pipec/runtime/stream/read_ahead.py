@@ -22,7 +22,7 @@ class ReadItem:
 
 
 class ReadAhead:
-    """The items of ``iterator`` by number.
+    """The items of ``iterator`` by number, of which the first ``num_allowed`` were requested.
 
     Its code may draw random numbers, as that of the caller may between two items. So nothing is read but
     what was allowed, and between ``wait`` and the next ``request`` the iterator rests: the order in which
@@ -36,20 +36,20 @@ class ReadAhead:
         self._worker = Worker("pipec batches")
         self._items: dict[int, ReadItem] = {}
         self._versions: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
-        self._num_allowed = self._num_read = 0
+        self.num_allowed = self._num_read = 0
         self._last: ReadItem | None = None
         self._changed = threading.Condition()
 
     def request(self, number: int) -> None:
         """Let the items up to this one be read, and return at once."""
-        while self._num_allowed <= number:
-            self._num_allowed += 1
+        while self.num_allowed <= number:
+            self.num_allowed += 1
             self._worker.submit(self._read)
 
     def wait(self) -> None:
         """Wait until all that was allowed has been read."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_read == self._num_allowed)
+            self._changed.wait_for(lambda: self._num_read == self.num_allowed)
 
     def item(self, number: int) -> ReadItem:
         """A requested item, once it has been read. Items after the last one repeat its end."""

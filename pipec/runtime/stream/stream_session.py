@@ -52,7 +52,7 @@ class StreamSession:
         self._batches = {0: batch}
         self._reads: dict[int, int] = {}
         self._announced: dict[int, Callable[[], bool]] = {}
-        self._num_announced = self._num_allowed = first
+        self._num_announced = first
         self._left: list[BatchResult] = []
         self._refused: list[BatchResult] = []
         self._num_returned = 0
@@ -129,16 +129,12 @@ class StreamSession:
         last = number + self._run.max_batches_ahead + 1
         if self._announce is not None:
             if number == self._first:
-                self._allow(last)
+                self._ahead.request(last)
                 self._ahead.wait()
-            while self._num_announced <= self._num_allowed:
-                number, self._num_announced = self._num_announced, self._num_announced + 1
-                self._announced[number] = self._announce(number, self._ahead.item(number))
-        self._allow(last)
-
-    def _allow(self, number: int) -> None:
-        self._ahead.request(number)
-        self._num_allowed = number
+            for each in range(self._num_announced, self._ahead.num_allowed):
+                self._announced[each] = self._announce(each, self._ahead.item(each))
+            self._num_announced = self._ahead.num_allowed
+        self._ahead.request(last)
 
     def _batch(self, number: int) -> StreamBatch | None:
         """A batch by its number in this run, for one of the ranks that read each once."""
