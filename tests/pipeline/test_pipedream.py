@@ -393,7 +393,7 @@ def test_stages_hold_the_versions_that_the_plan_counts(
     held = {
         stage.index: most[id(stage.weights)]
         for interpreter in execution._interpreters
-        for stage in interpreter.rank.stages.values()
+        for stage in interpreter.stages.values()
     }
     own = dict(pipe.named_parameters())
     for stage in pipe.plan.stages:

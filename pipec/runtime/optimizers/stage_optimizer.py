@@ -1,7 +1,8 @@
 """The optimizer of the parameters of one stage that a rank updates: whole tensors, or pieces of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pipec.runtime.optimizers.factory import (
 )
 from pipec.runtime.optimizers.offloaded_state import OffloadedState
 from pipec.runtime.optimizers.state_shards import ParameterState, StateShard, cut, restore_types
+from pipec.runtime.stages.flat_bucket import ShardedBucket
 
 # Multiplies a list of tensors in one call; the public API has no such function.
 _scale_all = torch._foreach_mul_
@@ -32,7 +34,9 @@ class StageOptimizer:
     ``owned`` maps each piece to the memory that an update writes: the parameter itself if the piece is all of
     it, else a one-dimensional slice. ``whole`` holds all parameters of the model, or dummies. The factory is
     called with all of them, so that it makes the groups of the whole model; parameters that this rank does
-    not own are then removed. With ``on_host``, the state is in host memory between updates.
+    not own are then removed. With ``on_host``, the state is in host memory between updates. ``shards`` are
+    the buckets of which this rank owns a slice. Other ranks count the gradients of the ``uncounted`` whole
+    parameters in the global norm: of replicas that have the same, one counts them.
 
     Raises:
         InputError: the groups differ from those of ``leader``, or an optimizer that is not elementwise would
@@ -46,8 +50,10 @@ class StageOptimizer:
         whole: Mapping[str, Tensor],
         owned: Mapping[ParameterShard, Tensor],
         on_host: bool = False,
+        shards: Mapping[int, ShardedBucket] = MappingProxyType({}),
+        uncounted: Collection[str] = (),
     ) -> None:
-        self._leader = leader
+        self._leader, self.shards, self._uncounted = leader, shards, uncounted
         self._pieces = {piece.name: piece for piece in owned}
         self._shapes = {name: whole[name].shape for name in self._pieces}
         self._tensors = {p.name: _updated(tensor, p, whole[p.name]) for p, tensor in owned.items()}
@@ -67,6 +73,24 @@ class StageOptimizer:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank updates completely."""
         return {name: each for name, each in self._tensors.items() if isinstance(each, nn.Parameter)}
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of whole parameters and of slices, by name."""
+        whole = {name: x.grad for name, x in self._tensors.items() if x.grad is not None}
+        return whole | {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
+
+    @property
+    def norm_gradients(self) -> dict[str, Tensor]:
+        """The gradients, or pieces of them, that this rank counts in the global norm, by name."""
+        return {name: x for name, x in self.gradients.items() if name not in self._uncounted}
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, also those in transit."""
+        for tensor in self._tensors.values():
+            tensor.grad = None
+        for shard in self.shards.values():
+            shard.drop_gradients()
 
     def move_to(self, owned: Mapping[ParameterShard, Tensor]) -> None:
         """Move pieces to other memory, which already holds their values."""
@@ -105,6 +129,8 @@ class StageOptimizer:
         finally:
             for tensor in self._tensors.values():
                 tensor.grad = None
+        for shard in self.shards.values():
+            shard.forget_gradients()
 
     def _offload_state(self) -> None:
         if self._host:

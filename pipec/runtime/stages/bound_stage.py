@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipec.errors import VerifyError
 from pipec.ir import Sizes, Stage, SyncSpec
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.gradients import GradientAccumulator
@@ -78,9 +77,6 @@ class BoundStage:
 
     Replicas in one process share the tensors of the model; the one with ``owns_tensors`` writes to them. In a
     stream, the ``versions_behind`` the last one of the weights may still be read; a step has one version.
-
-    Raises:
-        VerifyError: code and plan disagree, or a tensor the code names is missing.
     """
 
     def __init__(
@@ -95,13 +91,11 @@ class BoundStage:
         owns_tensors: bool,
         versions_behind: int | None,
     ) -> None:
-        _check_agreement(stage, code, parameters, buffers)
         self.index = stage.index
-        self.borrowed = frozenset(stage.borrowed_parameters)
         self.code = code
         self.device = device
         self._parameters = [
-            _NOT_RECEIVED if fqn in self.borrowed else parameters[fqn] for fqn in code.PARAMETERS
+            _NOT_RECEIVED if fqn in stage.borrowed_parameters else parameters[fqn] for fqn in code.PARAMETERS
         ]
         self.weights = [*self._parameters]
         self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed_parameters]
@@ -321,25 +315,3 @@ def _sizes_read(constants: Callable[..., Any] | None) -> tuple[str, ...]:
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the values that a function of a stage module takes, in order."""
     return tuple(inspect.signature(function).parameters)
-
-
-def _check_agreement(
-    stage: Stage, code: StageCode, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-) -> None:
-    named = (
-        ("PARAMETERS", code.PARAMETERS, stage.parameters),
-        ("BUFFERS", code.BUFFERS, stage.buffers),
-        ("UPDATED_BUFFERS", code.UPDATED_BUFFERS, stage.updated_buffers),
-    )
-    for table, found, planned in named:
-        if tuple(found) != planned:
-            raise VerifyError(
-                f"stage {stage.index}: the code's {table} are {tuple(found)}, but the plan has {planned}; "
-                "generate the stage code from this plan"
-            )
-    needed = {*code.PARAMETERS, *code.BUFFERS} - set(stage.borrowed_parameters)
-    if missing := sorted(needed - parameters.keys() - buffers.keys()):
-        raise VerifyError(
-            f"stage {stage.index} needs the parameters or buffers {', '.join(missing)}, which this rank "
-            "does not hold; give the interpreter every tensor of its stages"
-        )

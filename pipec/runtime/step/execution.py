@@ -75,7 +75,7 @@ class Execution:
                 self._dry_runs.append(
                     DryRuns(program, plan, modules, parameters, buffers_here, device, updates, every_size)
                 )
-        here, summed_later = [each.rank for each in self._interpreters], plan.sync_spec.count_stages
+        here, summed_later = self._interpreters, plan.sync_spec.count_stages
         self._batch_counts = [x for own in here for k, x in own.counts.items() if k not in summed_later]
         self._read_here = set[str]().union(*(own.names_read for own in here))
         on_gpus = (own.names_read for own in here if own.device.type == "cuda")
@@ -199,7 +199,7 @@ class Execution:
             raise
         if self._updates is not None:
             self._updates.mark_gradients()
-        self.non_finite = self._interpreters[0].rank.non_finite
+        self.non_finite = self._interpreters[0].non_finite
         if recorded is not None:
             sync_spec = self.artifact.plan.sync_spec
             programs = [program_part(program, sync_spec, part) for program in self.artifact.programs]
@@ -208,7 +208,7 @@ class Execution:
 
     def _partial_update_note(self) -> str | None:
         """A note on updates that had begun when the step failed. All living ranks call this."""
-        begun = {stage for each in self._interpreters for stage in each.rank.begun}
+        begun = {stage for each in self._interpreters for stage in each.begun}
         for stages in self._ranks.exchange_final_status(json.dumps(sorted(begun))):
             begun.update(json.loads(stages or "[]"))
         if not begun:
@@ -244,7 +244,7 @@ class Execution:
     def found(self) -> tuple[int, NonFinite] | None:
         """The first skipped mini-batch of the stream, and why; None if there is none so far."""
         plan = self.artifact.plan
-        first = min(each.rank.stream_results.first_nan for each in self._interpreters)
+        first = min(each.stream_results.first_nan for each in self._interpreters)
         if math.isinf(first):
             return None
         (number, place), stage = divmod(int(first), plan.num_microbatches), stage_of_loss(plan)

@@ -11,15 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.errors import VerifyError
 from pipec.ir import SCHEDULED_PHASES, Instruction, Link, Op, Payload, Phase
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
-from pipec.runtime.optimizers import sum_of_squares
+from pipec.runtime.optimizers import StageOptimizer, sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.runtime.stages.flat_bucket import FlatBucket, ShardedBucket, reduction_dtype, undivided
 from pipec.runtime.stages.replica_reductions import BufferAverage, no_rows, sum_of_rows
 from pipec.runtime.step.non_finite import require_finite
-from pipec.runtime.step.optimizer_updates import StageUpdate
 from pipec.runtime.step.overflow_check import follow_table, norm_table, parameter_order
 from pipec.runtime.step.rank_state import RankState
 from pipec.runtime.step.step_results import zeros_of
@@ -47,11 +45,7 @@ def in_sequence(actions: Sequence[Action]) -> Action:
 
 
 class Linker:
-    """Makes the actions of a program's instructions. ``instructions`` are all of them, as they run.
-
-    Raises:
-        VerifyError: a stage lacks a function.
-    """
+    """Makes the actions of a program's instructions. ``instructions`` are all of them, as they run."""
 
     def __init__(self, rank: RankState, instructions: Sequence[Instruction]) -> None:
         self._rank, self._plan, self._stages = rank, rank.plan, rank.stages
@@ -208,11 +202,6 @@ class Linker:
         copying it.
         """
         stage, microbatch, name = self._stages[instruction.stage], instruction.microbatch, names[segment]
-        if getattr(stage.code, name, None) is None:
-            raise VerifyError(
-                f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
-                "the stage code for this schedule"
-            )
         frame, function, keep = stage.frames[microbatch], stage.function(name), stage.gradients.keep
         results, tail = self._rank.results, self._rank.tails.get(stage.index)
         is_last = segment == len(names) - 1
@@ -421,7 +410,7 @@ class Linker:
             rank.table = norm_table(rank)
             group.all_reduce(rank.table)()
             if updates is not None and updates.max_norm is not None:
-                squares = rank.table[:num_names].sum()
+                squares = rank.table[:num_names].sum().abs()
                 updates.grad_norm, rank.factor = squares.sqrt(), updates.factor(squares)
 
         return norm
@@ -435,7 +424,7 @@ class Linker:
 
         def check_batch() -> None:
             rank.skipped.discard(number)
-            if not results.is_finite(versions.number):
+            if versions.number >= results.num_finite:
                 rank.skipped.add(number)
             elif update is not None:
                 require_finite(update.norm_gradients)
@@ -472,7 +461,7 @@ class Linker:
         def act() -> None:
             if update is not None:  # which another replica makes
                 rank.begun.add(stage.index)
-                update.update(rank.factor)
+                update.update(update.gradients, rank.factor)
                 stage.gradients.clear_updated()
 
         def make_version() -> None:
@@ -482,7 +471,7 @@ class Linker:
                     update.drop_gradients()
                 else:
                     stage.versions.begin_update()
-                    update.update(rank.factor, rank.groups)
+                    update.update(update.gradients, rank.factor, rank.groups)
                 stage.gradients.clear_updated()
             stage.advance(keeps_buffers=is_skipped)
 
@@ -521,7 +510,7 @@ class Linker:
         update = self._own(instruction.stage)
         return update.shards.get(instruction.bucket) if update else None
 
-    def _own(self, stage: int) -> StageUpdate | None:
+    def _own(self, stage: int) -> StageOptimizer | None:
         """What this rank updates of a stage."""
         return self._rank.updates.on(self._rank.number, stage) if self._rank.updates else None
 

@@ -3,8 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -30,48 +29,6 @@ GroupOf = Callable[[int, int], CollectiveGroup]
 """The replicas of a stage as a rank sees them."""
 
 
-@dataclass(frozen=True)
-class StageUpdate:
-    """One rank's update of a stage: whole parameters by name, and its shards of buckets.
-
-    ``norm_parameters`` are those of the whole parameters whose gradients this rank counts in the global norm:
-    of replicas that have the same, one counts them.
-    """
-
-    optimizer: StageOptimizer
-    parameters: Mapping[str, nn.Parameter]
-    shards: Mapping[int, ShardedBucket]
-    norm_parameters: frozenset[str]
-
-    @property
-    def norm_gradients(self) -> dict[str, Tensor]:
-        """The gradients, or pieces of them, that this rank counts in the global norm, by name."""
-        whole = self._whole()
-        return {name: whole[name] for name in whole if name in self.norm_parameters} | self._shared()
-
-    def _whole(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-
-    def _shared(self) -> dict[str, Tensor]:
-        return {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
-
-    def drop_gradients(self) -> None:
-        """Drop all gradients, also those in transit."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        for shard in self.shards.values():
-            shard.drop_gradients()
-
-    def update(self, factor: Tensor | None, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Make the update with all gradients that there are, times ``factor``, and forget them.
-
-        ``groups`` are its hyperparameters, if not those that the pipeline's optimizer has now.
-        """
-        self.optimizer.update(self._whole() | self._shared(), factor, groups)
-        for shard in self.shards.values():
-            shard.forget_gradients()
-
-
 class OptimizerUpdates:
     """The optimizer of a pipeline, on the ranks of this process.
 
@@ -87,15 +44,14 @@ class OptimizerUpdates:
         parameters: Mapping[str, nn.Parameter],
         loss_scale: LossScale | None = None,
     ) -> None:
-        self._factory = factory
         self.loss_scale = loss_scale
         self.optimizer = PipelineOptimizer(factory, parameters)
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
         groups = self.optimizer.param_groups
         self._optimized = frozenset(name for group in groups for name in group["param_names"])
-        self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
-        self._stages: dict[tuple[int, int], StageUpdate] = {}
+        self._like = self.optimizer.dummies
+        self._stages: dict[tuple[int, int], StageOptimizer] = {}
         self._copies: dict[int, Mapping[str, nn.Parameter]] = {}
         self._bound: Plan | None = None
         self.skip_reasons: dict[int, NonFinite] = {}
@@ -149,7 +105,7 @@ class OptimizerUpdates:
         """Apply the script's changes to sharded parameters and gradients."""
         for rank, stage, shard in self._buckets():
             if shard.follow_script():
-                self._stages[rank, stage].optimizer.move_to(shard.owned())
+                self._stages[rank, stage].move_to(shard.owned())
 
     def mark_gradients(self) -> None:
         """Show the script which sharded parameters have a gradient."""
@@ -158,11 +114,13 @@ class OptimizerUpdates:
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> "OptimizerUpdates":
         """The same for a copy of the parameters, with a copy of the state. Every rank calls this."""
-        made = OptimizerUpdates(self._factory, self.max_norm, parameters, copy.deepcopy(self.loss_scale))
+        made = OptimizerUpdates(
+            self.optimizer.factory, self.max_norm, parameters, copy.deepcopy(self.loss_scale)
+        )
         made.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         return made
 
-    def on(self, rank: int, stage: int) -> StageUpdate | None:
+    def on(self, rank: int, stage: int) -> StageOptimizer | None:
         """A rank's update of a stage. Replicas that share parameters leave it to the first one."""
         return self._stages.get((rank, stage))
 
@@ -175,16 +133,13 @@ class OptimizerUpdates:
     def dry_run(self, rank: int, device: torch.device) -> None:
         """Make the updates of a rank with little tensors of the same types, which use the same kernels."""
         for update in [each for (number, _), each in self._stages.items() if number == rank]:
-            names = [piece.name for piece in update.optimizer.pieces]
-            own = {name: _small_like(self._like[name], device) for name in names}
-            owned: dict[ParameterShard, Tensor] = {
-                ParameterShard(name, 0, x.numel()): x for name, x in own.items()
-            }
+            own = {piece.name: _small_like(self._like[piece.name], device) for piece in update.pieces}
+            owned = {ParameterShard(name, 0, x.numel()): x for name, x in own.items()}
             whole = {name: own.get(name, _small_like(like, "meta")) for name, like in self._like.items()}
             gradients = {name: torch.zeros_like(x) for name, x in own.items()}
             squares = sum_of_squares(gradients.values())
             factor = self.factor(squares) if self.max_norm is not None else None
-            optimizer = StageOptimizer(self.optimizer, self._factory, whole, owned)
+            optimizer = StageOptimizer(self.optimizer, self.optimizer.factory, whole, owned)
             optimizer.update(gradients, factor)
 
     def is_bound_to(self, plan: Plan) -> bool:
@@ -222,7 +177,7 @@ class OptimizerUpdates:
         steps: its ``owner_ranks``, or rank 0, update it with the first of their stages.
         """
         self._bound, self._stages, self._copies = plan, {}, {}
-        sync_spec = plan.sync_spec
+        sync_spec, sizes = plan.sync_spec, {name: each.numel() for name, each in self._like.items()}
         for stage, placement in enumerate(plan.placement):
             here = [rank for rank in placement if rank in devices]
             for rank in here:
@@ -239,8 +194,19 @@ class OptimizerUpdates:
                     whole = {
                         name: who for name, who in whole.items() if rank == who[0] or name in updated_by_all
                     }
-                self._add(plan, rank, stage, shards, {**parameters, **own}, whole)
-        self.optimizer.attach([update.optimizer for update in self._stages.values()], parameters, gather)
+                divided = {name for shard in shards.values() for name in shard.sharding.names}
+                whole = {name: who for name, who in whole.items() if name not in divided}
+                owned: dict[ParameterShard, Tensor] = {
+                    ParameterShard(name, 0, sizes[name]): {**parameters, **own}[name] for name in whole
+                }
+                for shard in shards.values():
+                    owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
+                uncounted = {name for name, who in whole.items() if rank != who[0] and not sync_spec.stream}
+                if owned or shards:
+                    self._stages[rank, stage] = self.optimizer.for_stage(
+                        owned, sync_spec.state_on_host, shards, uncounted
+                    )
+        self.optimizer.attach([*self._stages.values()], parameters, gather)
 
     def copies(self, rank: int) -> Mapping[str, Tensor]:
         """The parameters that a rank has copies of."""
@@ -291,30 +257,6 @@ class OptimizerUpdates:
             idle = {name: tuple(owner_ranks.get(name, (0,))) for name in self._like if name not in in_plan}
             found |= {name: who for name, who in idle.items() if rank in who}
         return {name: who for name, who in found.items() if name in self._optimized}
-
-    def _add(
-        self,
-        plan: Plan,
-        rank: int,
-        stage: int,
-        shards: Mapping[int, ShardedBucket],
-        parameters: Mapping[str, nn.Parameter],
-        whole: Mapping[str, Sequence[int]],
-    ) -> None:
-        divided = {name for shard in shards.values() for name in shard.sharding.names}
-        own = [name for name in whole if name not in divided]
-        owned: dict[ParameterShard, Tensor] = {
-            ParameterShard(name, 0, self._like[name].numel()): parameters[name] for name in own
-        }
-        for shard in shards.values():
-            owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
-        if owned or shards:
-            self._stages[rank, stage] = StageUpdate(
-                self.optimizer.for_stage(owned, plan.sync_spec.state_on_host),
-                {name: parameters[name] for name in own},
-                shards,
-                frozenset(name for name in own if plan.sync_spec.stream or rank == whole[name][0]),
-            )
 
     @contextmanager
     def gathered(self, group_of: GroupOf) -> Iterator[None]:

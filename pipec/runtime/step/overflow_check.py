@@ -1,27 +1,25 @@
 """Decides from the norm of all gradients whether a step is skipped because a value in it is not finite.
 
 The collective that sums the norm also tells all ranks what each has found, so that all decide alike. Its
-table has a float64 for each parameter, microbatch and rank: the squared norm of a gradient, whether a loss is
-NaN, and the last gradient that is not finite.
+table has a float64 for each parameter and microbatch: the squared norm of a gradient, with a minus sign if
+the gradient is not finite, and whether a loss is NaN.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from pipec.ir import NonFiniteAction, StepPart, rank_of, stages_on
-from pipec.runtime.optimizers import gradient_norms
+from pipec.ir import NonFiniteAction, StepPart, rank_of
+from pipec.runtime.optimizers import StageOptimizer, gradient_norms
 from pipec.runtime.step.non_finite import NonFinite, is_overflow, non_finite, stage_of_loss
-from pipec.runtime.step.optimizer_updates import StageUpdate
 from pipec.runtime.step.rank_state import RankState
 
 
 def norm_table(rank: RankState) -> Tensor:
     """What a rank adds to the table of all ranks."""
     names, plan = parameter_order(rank), rank.plan
-    size = len(names) + (plan.num_microbatches + plan.num_ranks if plan.sync_spec.may_skip_step else 0)
+    size = len(names) + (plan.num_microbatches if plan.sync_spec.may_skip_step else 0)
     table = torch.zeros(size, dtype=torch.float64, device=rank.device)
     gradients = {name: x for of_stage in _gradients_on(rank) for name, x in of_stage.items()}
     found = gradient_norms(gradients.values(), exactly=plan.sync_spec.clips)
@@ -35,8 +33,8 @@ def norm_table(rank: RankState) -> Tensor:
             places = [len(names) + microbatch for microbatch in losses]
             table[places] = torch.stack(list(losses.values())).isnan().double()
         if norms and not bool(torch.stack(found).isfinite().all()):  # which may be so of very large gradients
-            last = max((names.index(name) + 1 for name in non_finite(gradients)), default=0)
-            table[len(names) + plan.num_microbatches + rank.number] = last
+            for name in non_finite(gradients):
+                table[names.index(name)].neg_()
     return table
 
 
@@ -69,18 +67,18 @@ def _found_in(rank: RankState, table: Tensor) -> NonFinite | None:
     A loss comes before gradients. Of these it is the last one in the model's order, which backwards came to
     first.
     """
-    plan, names = rank.plan, parameter_order(rank)
-    total, *found = torch.cat([table[: len(names)].sum()[None], table[len(names) :]]).tolist()
-    losses, gradients = found[: plan.num_microbatches], found[plan.num_microbatches :]
+    plan, names, values = rank.plan, parameter_order(rank), table.tolist()
+    squares, losses = values[: len(names)], values[len(names) :]
     if any(losses):
         stage, microbatch = stage_of_loss(plan), next(k for k, is_nan in enumerate(losses) if is_nan)
         return NonFinite(rank_of(plan.placement, stage, microbatch), stage, microbatch)
-    if math.isfinite(total) or not any(gradients):
+    bad = [name for name, square in zip(names, squares, strict=True) if not square >= 0]
+    if not bad:
         return None
-    last, number = max((int(last), number) for number, last in enumerate(gradients))
-    name = names[last - 1]
+    name = bad[-1]
     own = (s.index for s in plan.stages if name in s.parameters and name not in s.borrowed_parameters)
-    return NonFinite(number, next(own, stages_on(plan.placement, number)[0]), parameter=name)
+    stage = next(own, 0)
+    return NonFinite(plan.placement[stage][0], stage, parameter=name)
 
 
 def parameter_order(rank: RankState) -> Sequence[str]:
@@ -99,7 +97,7 @@ def _gradients_on(rank: RankState) -> Iterator[Mapping[str, Tensor]]:
             yield {stage.code.PARAMETERS[index]: total for index, total in stage.gradients.unreleased.items()}
 
 
-def _updates_of(rank: RankState) -> list[StageUpdate]:
+def _updates_of(rank: RankState) -> list[StageOptimizer]:
     updates = rank.updates
     assert updates is not None
     return [update for stage in rank.stages if (update := updates.on(rank.number, stage))]

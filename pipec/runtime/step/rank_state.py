@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.errors import VerifyError
-from pipec.ir import Mode, Payload, Plan, Program, Sizes, StepPart, Value, rank_of
+from pipec.ir import Mode, Plan, Program, Sizes, StepPart, Value, rank_of
 from pipec.ir.periodic_program import num_frames, num_versions_behind, version_read
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.messages.cuda import on_device
@@ -30,8 +30,14 @@ GroupHyperparameters = Sequence[Mapping[str, Any]]
 """The hyperparameters of an update, for each group of the optimizer."""
 
 
+@dataclass(eq=False)
 class RankState:
     """The stages of one rank, and the values of its step.
+
+    ``codes`` has at least the rank's own stages. ``parameters`` and ``buffers`` have at least the tensors of
+    those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters. Where replicas in
+    one process share tensors, this rank writes those of the ``owned`` stages; None: of all of its stages. A
+    program that updates does so with ``updates``.
 
     ``sizes`` has the rows of each microbatch of the step, then those of the batch. A link that moves once per
     step has microbatch -1, and so finds the rows of the batch at ``sizes[-1]``. A stream's microbatches take
@@ -41,46 +47,41 @@ class RankState:
     the hyperparameters of a stream's updates; those of steps are the optimizer's own. ``table`` is what all
     ranks have found with the norm, and ``non_finite`` why the step is skipped. ``skipped`` has the stages of
     a stream whose next update is skipped, and ``begun`` the stages whose update has begun in this step.
-
-    Raises:
-        VerifyError: a stage reads an input or borrows a parameter that the plan does not bring.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        codes: Mapping[int, StageCode],
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        transport: Transport,
-        device: torch.device,
-        owned: Collection[int] | None,
-        updates: OptimizerUpdates | None,
-    ) -> None:
-        self.number, self.program, self.plan = program.rank, program, plan
-        self.transport, self.device, self.updates = transport, device, updates
+    program: Program
+    plan: Plan
+    codes: Mapping[int, StageCode]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    transport: Transport
+    device: torch.device
+    owned: Collection[int] | None = None
+    updates: OptimizerUpdates | None = None
+
+    def __post_init__(self) -> None:
+        program, plan, codes, updates = self.program, self.plan, self.codes, self.updates
+        self.number, device = program.rank, self.device
         self.num_frames = num_frames(program, plan.num_microbatches)
         copies = updates.copies(program.rank) if updates and program.period else {}
         self.stages = {
             stage.index: BoundStage(
                 stage,
                 codes[stage.index],
-                {**parameters, **copies},
-                buffers,
+                {**self.parameters, **copies},
+                self.buffers,
                 device,
                 self.num_frames,
                 plan.sync_spec,
-                owned is None or stage.index in owned,
+                self.owned is None or stage.index in self.owned,
                 num_versions_behind(program, stage.index) if program.period else None,
             )
             for stage in plan.stages
             if program.rank in plan.placement[stage.index]
         }
-        self._require_inputs()
         self.own = {stage: plan.microbatches_on(stage, program.rank) for stage in self.stages}
         self.counts = {
-            index: BatchCountsFunction(plan.stages[index], codes[index], buffers, device)
+            index: BatchCountsFunction(plan.stages[index], codes[index], self.buffers, device)
             for index in self.stages
             if plan.stages[index].batch_counts
         }
@@ -102,22 +103,6 @@ class RankState:
         self.groups: GroupHyperparameters = ()
         self.skipped, self.begun = set[int](), set[int]()
         self.begin_part(StepPart.WHOLE)
-
-    def _require_inputs(self) -> None:
-        known = {"batch_fraction", "first_row", *(entry.value.name for entry in self.plan.inputs)}
-        known |= {name for stage in self.plan.stages for name in stage.batch_counts}
-        for index, stage in self.stages.items():
-            if unknown := sorted(stage.inputs - known):
-                raise VerifyError(
-                    f"stage {index} reads {', '.join(unknown)} of the batch, but the plan has the inputs "
-                    f"{', '.join(sorted(known))}; generate the stage code from this plan"
-                )
-            weights = (x for x in self.plan.links if x.payload is Payload.WEIGHT and x.target == index)
-            if missing := sorted(stage.borrowed.difference(*(link.names for link in weights))):
-                raise VerifyError(
-                    f"stage {index}: the parameters {', '.join(missing)} are borrowed, but no weight link "
-                    "brings them; add one to the plan, from the stage that owns them"
-                )
 
     @property
     def names_read(self) -> set[str]:
