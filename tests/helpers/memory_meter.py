@@ -29,7 +29,7 @@ from pipec.plan.step_memory import StepMemory
 from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.messages import collective_group, transport
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
-from pipec.runtime.optimizers.offloaded_state import OffloadedState
+from pipec.runtime.optimizers.stage_optimizer import OffloadedState
 from pipec.runtime.stages import host_copies
 from pipec.runtime.step.interpreter import Interpreter
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.ir.batch_split import split_sizes
-from pipec.runtime.stages.weight_versions import WeightVersions
+from pipec.runtime.stages.bound_stage import WeightVersions
 
 LOSS = nn.functional.cross_entropy
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

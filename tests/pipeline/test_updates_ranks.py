@@ -104,16 +104,8 @@ def test_a_replica_keeps_its_share_alone(tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize("shard", [None, "optimizer", "gradients"])
+@pytest.mark.parametrize("shard", [None, "gradients", "parameters"])
 def test_the_state_of_all_processes_is_that_of_the_plain_script(shard: str | None, tmp_path: Path) -> None:
-    _check_state(shard, tmp_path)
-
-
-def test_parameters_in_shares_are_whole_for_whoever_asks(tmp_path: Path) -> None:
-    _check_state("parameters", tmp_path)
-
-
-def _check_state(shard: str | None, tmp_path: Path) -> None:
     """Checkpoints, evaluation, and going on from a checkpoint."""
     printed = told(
         tmp_path,

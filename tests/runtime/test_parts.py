@@ -163,24 +163,24 @@ def test_parts_with_a_batch_dimension_join_to_the_whole(sizes: list[int], dim: i
     whole_shape[dim] = factor * sum(sizes)
     whole = torch.randn(whole_shape)
     parts = whole.split([factor * size for size in sizes], dim)
-    assert torch.equal(merge(Value("y", "float32", tuple(shape)), parts, sizes, sum(sizes), {}), whole)
+    assert torch.equal(merge(Value("y", "float32", tuple(shape)), parts, sizes, {"b": sum(sizes)}), whole)
 
 
 def test_a_floating_result_without_batch_is_the_mean_over_samples() -> None:
-    loss = merge(Value("loss", "float32", ()), [torch.tensor(1.0), torch.tensor(5.0)], [3, 1], 4, {})
+    loss = merge(Value("loss", "float32", ()), [torch.tensor(1.0), torch.tensor(5.0)], [0.75, 0.25], {"b": 4})
     assert loss.item() == 2.0
 
 
 def test_results_that_cannot_stand_for_the_batch_are_refused() -> None:
     count = Value("count", "int64", ())
-    assert merge(count, [torch.tensor(2), torch.tensor(2)], [1, 1], 2, {}).item() == 2
+    assert merge(count, [torch.tensor(2), torch.tensor(2)], [0.5, 0.5], {"b": 2}).item() == 2
     with pytest.raises(
         InputError, match=r"result count: i64\[\] differs between microbatches.*return it per sample"
     ):
-        merge(count, [torch.tensor(2), torch.tensor(3)], [1, 1], 2, {})
+        merge(count, [torch.tensor(2), torch.tensor(3)], [0.5, 0.5], {"b": 2})
     padded = Value("padded", "float32", ("b + 1",))
     with pytest.raises(InputError, match=r"padded: f32\[b \+ 1\] has size 4 .* but 3 for the whole batch"):
-        merge(padded, [torch.zeros(2), torch.zeros(2)], [1, 1], 2, {})
+        merge(padded, [torch.zeros(2), torch.zeros(2)], [0.5, 0.5], {"b": 2})
     similarity = Value("similarity", "float32", ("b", "b"))
     with pytest.raises(
         VerifyError, match=r"similarity: f32\[b, b\] has the batch in more than one dimension"

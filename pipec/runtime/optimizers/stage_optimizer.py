@@ -1,7 +1,7 @@
 """The optimizer of the parameters of one stage that a rank updates: whole tensors, or pieces of them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,6 @@ from pipec.runtime.optimizers.factory import (
     is_elementwise,
     parameter_on,
 )
-from pipec.runtime.optimizers.offloaded_state import OffloadedState
 from pipec.runtime.optimizers.state_shards import ParameterState, StateShard, cut, restore_types
 from pipec.runtime.stages.flat_bucket import ShardedBucket
 
@@ -242,3 +241,47 @@ def _updated(memory: Tensor, piece: ParameterShard, parameter: Tensor) -> Tensor
 
 def _sizes(groups: list[list[str]]) -> str:
     return f"groups of {', '.join(str(len(names)) for names in groups)} parameters"
+
+
+class OffloadedState:
+    """Keeps the tensors of optimizer state on the host, from where an update copies them and back.
+
+    Tensors that an optimizer itself keeps on the host, such as step counts, stay there.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: dict[tuple[int, str], Tensor] = {}
+
+    @contextmanager
+    def on_device(self, optimizer: Optimizer) -> Iterator[None]:
+        """Copy the state to the device of its parameters for the duration of a ``with`` block."""
+        for parameter, entries in _of_parameters(optimizer):
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value is self._hosts.get((id(parameter), key)):
+                    entries[key] = value.to(parameter.device, copy=True)
+        try:
+            yield
+        finally:
+            self.offload_state(optimizer)
+
+    def offload_state(self, optimizer: Optimizer) -> None:
+        """Copy the state that is on the device of its parameter to the host."""
+        for parameter, entries in _of_parameters(optimizer):
+            for key, value in entries.items():
+                known = self._hosts.get((id(parameter), key))
+                if isinstance(value, Tensor) and value.device == parameter.device and value is not known:
+                    entries[key] = self._hosts[id(parameter), key] = self._copied(known, value)
+
+    def _copied(self, host: Tensor | None, value: Tensor) -> Tensor:
+        """A copy on the host, in the memory of the previous one if layouts are equal."""
+        if host is None or _layout(host) != _layout(value):
+            host = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+        return host.copy_(value)
+
+
+def _of_parameters(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, object]]]:
+    return [(key, entries) for key, entries in optimizer.state.items() if isinstance(key, Tensor)]
+
+
+def _layout(tensor: Tensor) -> object:
+    return tensor.dtype, tensor.shape, tensor.stride()

@@ -2,17 +2,17 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pipec.ir import Sizes, Stage, SyncSpec
+from pipec.runtime.messages.cuda import on_device
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.stages.host_copies import HostCopies
-from pipec.runtime.stages.weight_versions import WeightVersions
 
 Frame = dict[str, Any]
 """The values of one microbatch in a stage, by name."""
@@ -68,6 +68,10 @@ class StageCode(Protocol):
         """``tail(frame) -> (sent, updates, gradients)``, aligned as those of phases."""
 
     @property
+    def batch_counts(self) -> Callable[..., tuple[Tensor, ...]]:
+        """``batch_counts(...) -> tuple``, in the order of the stage's plan."""
+
+    @property
     def forward(self) -> Callable[[Frame], tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]:
         """``forward(frame) -> (sent, saved, updates)``, the updates aligned with ``UPDATED_BUFFERS``."""
 
@@ -104,6 +108,8 @@ class BoundStage:
         self.gradients = GradientAccumulator(self.weights, separate, sync_spec.defers_gradients)
         self.owns_tensors = owns_tensors
         self.inputs = frozenset(code.INPUTS)
+        self._count_names = stage.batch_counts
+        self.count_inputs = parameter_names(code.batch_counts) if stage.batch_counts else ()
         self.frames: list[Frame] = [{} for _ in range(num_frames)]
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
@@ -151,6 +157,14 @@ class BoundStage:
         if self._precompute_arguments and not self.is_versioned:
             frame["precomputed"] = self._precomputed_of(frame)
         return frame
+
+    @torch.no_grad()
+    def batch_counts(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+        """What the stage counts in these inputs of the model; names in shapes have these ``sizes``."""
+        known: dict[str, Any] = {**sizes, "device": self.device, "buffers": self._registered}
+        known |= {name: on_device(inputs[name], self.device) for name in self.count_inputs if name in inputs}
+        made = self.code.batch_counts(**{name: known[name] for name in self.count_inputs})
+        return dict(zip(self._count_names, made, strict=True))
 
     @property
     def keeps_gradients(self) -> bool:
@@ -301,6 +315,68 @@ class BoundStage:
         constants = getattr(self.code, "constants", None)
         arguments = dict(zip(self._constants_arguments, sizes, strict=True))
         return tuple(constants(**arguments, device=self.device)) if constants else ()
+
+
+class WeightVersions:
+    """The latest version, which is the model's parameters, and copies of earlier ones.
+
+    ``latest`` is the list object of the stage. Updates change parameters in place. After an update, the
+    ``behind`` versions before the new one may still be read. Weights that an update does not change are
+    shared by all versions.
+    """
+
+    def __init__(self, latest: Sequence[Tensor], behind: int) -> None:
+        self._latest = latest
+        self._behind = behind
+        self.begin()
+
+    @property
+    def oldest(self) -> int:
+        """The first version that may still be read."""
+        return self.number - self._behind
+
+    def begin(self) -> None:
+        """Make the current parameters version 0."""
+        self.number = 0
+        self._stashed: dict[int, list[Tensor]] = {}
+        self._is_changing = False
+
+    def of(self, number: int) -> Sequence[Tensor]:
+        """The weights of a version."""
+        return self._latest if number == self.number else self._stashed[number]
+
+    def stash(self, changing: Collection[int]) -> None:
+        """Keep the current version: copy the weights at these indices, before an update changes them."""
+        self._stashed[self.number] = list(self._latest)
+        copies = {index: self._latest[index].detach().clone() for index in changing}
+        for weights in self._stashed.values():
+            for index, copy in copies.items():
+                if weights[index] is self._latest[index]:
+                    weights[index] = copy
+
+    def begin_update(self) -> None:
+        """Note that the current weights change, and are no version until ``advance``."""
+        self._is_changing = True
+
+    def advance(self) -> None:
+        """Make the current parameters the next version, and free versions that are no longer read."""
+        self.number += 1
+        self._is_changing = False
+        for number in [each for each in self._stashed if each < self.oldest]:
+            del self._stashed[number]
+
+    @property
+    def held(self) -> set[int]:
+        """The versions in memory. While an update runs, the parameters themselves are no version."""
+        return {*self._stashed} if self._is_changing else {*self._stashed, self.number}
+
+    def restore(self, number: int) -> None:
+        """Copy a held version into the parameters; versions count on from its number."""
+        for latest, weight in zip(self._latest, self._stashed.get(number, ()), strict=False):
+            if latest is not weight:
+                latest.detach().copy_(weight)
+        self.number, self._is_changing = number, False
+        self._stashed.clear()
 
 
 _NOT_RECEIVED = torch.empty(0)

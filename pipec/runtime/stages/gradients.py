@@ -127,7 +127,7 @@ class GradientAccumulator:
         if self._defers:
             self._totals[index] = total
         else:
-            self._add_to_grad(index, total)
+            add_to_grad(self._parameters[index], total)
 
     @property
     def unreleased(self) -> dict[int, Tensor]:
@@ -139,16 +139,7 @@ class GradientAccumulator:
         for index in self.unreleased if self._defers else ():
             total, self._totals[index] = self._totals[index], None
             assert total is not None
-            self._add_to_grad(index, total)
-
-    def _add_to_grad(self, index: int, total: Tensor) -> None:
-        parameter = self._parameters[index]
-        if parameter.grad is None:
-            parameter.grad = total
-        elif total.is_sparse or parameter.grad.is_sparse:
-            parameter.grad = _added(parameter.grad, total)
-        else:
-            parameter.grad.add_(total)
+            add_to_grad(self._parameters[index], total)
 
     def _set_first(
         self, index: int, gradients: list[Tensor | RowSparseGradient | None], factor: float
@@ -169,6 +160,16 @@ class GradientAccumulator:
         self._totals[index] = total
         if index not in self._separate:
             self._parameters[index].grad = total
+
+
+def add_to_grad(parameter: Tensor, total: Tensor) -> None:
+    """Add a gradient to ``parameter.grad``, or let it be that."""
+    if parameter.grad is None:
+        parameter.grad = total
+    elif total.is_sparse or parameter.grad.is_sparse:
+        parameter.grad = _added(parameter.grad, total)
+    else:
+        parameter.grad.add_(total)
 
 
 def _added(total: Tensor, gradient: Tensor) -> Tensor:

@@ -254,8 +254,9 @@ class Linker:
         indices = [stage.code.PARAMETERS.index(name) for name in link.names]
 
         def add() -> None:
-            for index, gradient in zip(indices, received.pop(key), strict=True):
-                stage.gradients.add_tied(index, gradient)
+            if key in received:  # not from a replica whose microbatches have no rows
+                for index, gradient in zip(indices, received.pop(key), strict=True):
+                    stage.gradients.add_tied(index, gradient)
 
         return add
 
@@ -304,14 +305,14 @@ class Linker:
     def _sum_counts(self, instruction: Instruction) -> StartAndEnd:
         """Sum the counts of a stage in the order of its replicas: they have the same bits on all."""
         rank, stage, group = self._rank, self._stages[instruction.stage], self._group(instruction)
-        function, own = rank.counts[stage.index], rank.own[stage.index]
+        sums, own = self._plan.stages[stage.index].batch_count_sums, rank.own[stage.index]
         gathered: list[tuple[str, Tensor, CollectiveWait]] = []
 
         def start() -> None:
             with_rows = [each for each in own if rank.sizes[each]]
-            parts = [function.values(rank.inputs[x], rank.sizes_with(rank.sizes[x])) for x in with_rows]
+            parts = [stage.batch_counts(rank.inputs[x], rank.sizes_with(rank.sizes[x])) for x in with_rows]
             gathered.clear()
-            for value in function.stage.batch_count_sums:
+            for value in sums:
                 none = zeros_of(value, rank.sizes_with(0), rank.device)
                 terms = [part[value.name] for part in parts] or [none]
                 term = functools.reduce(Tensor.add, terms)
@@ -320,16 +321,16 @@ class Linker:
                 gathered.append((value.name, every, wait))
 
         def finish() -> None:
-            sums = dict[str, Tensor]()
+            counts = dict[str, Tensor]()
             for name, every, wait in gathered:
                 wait()
-                sums[name] = functools.reduce(Tensor.add, every.unbind())
+                counts[name] = functools.reduce(Tensor.add, every.unbind())
             gathered.clear()
             for microbatch in own:
                 if rank.sizes[microbatch]:
-                    stage.frames[microbatch].update(sums)
+                    stage.frames[microbatch].update(counts)
             if stage.index in rank.tails:
-                rank.tails[stage.index].frame.update(sums)
+                rank.tails[stage.index].frame.update(counts)
 
         return start, finish
 

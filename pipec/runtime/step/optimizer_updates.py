@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from pipec.errors import InputError
-from pipec.ir import ParameterShard, Plan, Stage, stages_on
+from pipec.ir import ParameterShard, Plan, stages_on
 from pipec.ir.sharding import shard_evenly, shard_whole_tensors
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import (
@@ -22,6 +23,7 @@ from pipec.runtime.optimizers import (
     sum_of_squares,
 )
 from pipec.runtime.stages.flat_bucket import ShardedBucket, ShardGradient
+from pipec.runtime.stages.gradients import add_to_grad
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.non_finite import NonFinite
 
@@ -52,7 +54,6 @@ class OptimizerUpdates:
         self._optimized = frozenset(name for group in groups for name in group["param_names"])
         self._like = self.optimizer.dummies
         self._stages: dict[tuple[int, int], StageOptimizer] = {}
-        self._copies: dict[int, Mapping[str, nn.Parameter]] = {}
         self._bound: Plan | None = None
         self.skip_reasons: dict[int, NonFinite] = {}
         """By rank, why the next update is to be left out, where steps without an update came before it."""
@@ -62,7 +63,7 @@ class OptimizerUpdates:
         """The shapes of the parameters of the whole model."""
         return {name: each.shape for name, each in self._like.items()}
 
-    def _buckets(self) -> list[tuple[int, int, ShardedBucket]]:
+    def buckets(self) -> list[tuple[int, int, ShardedBucket]]:
         """The sharded buckets of this process, each with its rank and its stage."""
         updates = self._stages.items() if self._bound is not None else ()
         return [(*where, shard) for where, update in updates for shard in update.shards.values()]
@@ -70,46 +71,27 @@ class OptimizerUpdates:
     @property
     def sharded_names(self) -> list[str]:
         """The parameters that are held as shards alone, and are empty until they are gathered."""
-        return [name for *_, x in self._buckets() if not x.keeps_parameters for name in x.sharding.names]
+        return [name for *_, x in self.buckets() if not x.keeps_parameters for name in x.sharding.names]
 
     def shards(self) -> dict[ParameterShard, Tensor]:
         """The memory of this process's shards of such parameters."""
         self.follow_script()
-        owned = (x.owned().items() for *_, x in self._buckets() if not x.keeps_parameters)
+        owned = (x.owned().items() for *_, x in self.buckets() if not x.keeps_parameters)
         return {piece: memory for of_bucket in owned for piece, memory in of_bucket}
 
     def has_gradients(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether there are gradients of this process's ``parameters`` that no update has used."""
         return any(each.grad is not None for name, each in parameters.items() if name in self._optimized)
 
-    def take_gradients(self) -> list[tuple[ShardedBucket, ShardGradient]]:
-        """The gradients of all shards of this process, which have none from now on."""
-        self.follow_script()
-        found = [(x, gradient) for *_, x in self._buckets() if (gradient := x.take_gradient())]
-        self.mark_gradients()
-        return found
-
-    def add_gradients(self, added: Sequence[tuple[ShardedBucket, ShardGradient]]) -> None:
-        """Add gradients that were taken. Raises InputError if parameters are now sharded in another way."""
-        current = {id(shard) for *_, shard in self._buckets()}
-        if any(id(shard) not in current for shard, _ in added):
-            raise InputError(
-                "the parameters were moved or sharded in another way since the step whose gradients are to "
-                "be added; call backward() before anything else that changes them"
-            )
-        for shard, gradient in added:
-            shard.add_gradient(gradient)
-        self.mark_gradients()
-
     def follow_script(self) -> None:
         """Apply the script's changes to sharded parameters and gradients."""
-        for rank, stage, shard in self._buckets():
+        for rank, stage, shard in self.buckets():
             if shard.follow_script():
                 self._stages[rank, stage].move_to(shard.owned())
 
     def mark_gradients(self) -> None:
         """Show the script which sharded parameters have a gradient."""
-        for *_, shard in self._buckets():
+        for *_, shard in self.buckets():
             shard.mark_gradients()
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> "OptimizerUpdates":
@@ -176,60 +158,45 @@ class OptimizerUpdates:
         each but the first has copies. A parameter that the plan does not use may have a gradient from other
         steps: its ``owner_ranks``, or rank 0, update it with the first of their stages.
         """
-        self._bound, self._stages, self._copies = plan, {}, {}
-        sync_spec, sizes = plan.sync_spec, {name: each.numel() for name, each in self._like.items()}
+        self._bound, self._stages, sync_spec = plan, {}, plan.sync_spec
         for stage, placement in enumerate(plan.placement):
-            here = [rank for rank in placement if rank in devices]
+            here, used = [rank for rank in placement if rank in devices], plan.stages[stage].parameters
             for rank in here:
                 numbers = sync_spec.buckets_of(stage) if sync_spec.shard and is_distributed else ()
                 shards = {
                     number: self._shard(plan, number, placement.index(rank), parameters) for number in numbers
                 }
-                own = parameters
-                if sync_spec.stream and rank != here[0]:
-                    own = self._copied(plan.stages[stage], rank, parameters, devices[rank])
-                whole = self._whole_on(plan, rank, stage, owner_ranks)
-                if not is_distributed:
-                    updated_by_all = {*plan.stages[stage].parameters} if sync_spec.stream else set[str]()
-                    whole = {
-                        name: who for name, who in whole.items() if rank == who[0] or name in updated_by_all
-                    }
                 divided = {name for shard in shards.values() for name in shard.sharding.names}
-                whole = {name: who for name, who in whole.items() if name not in divided}
-                owned: dict[ParameterShard, Tensor] = {
-                    ParameterShard(name, 0, sizes[name]): {**parameters, **own}[name] for name in whole
-                }
+                owned, uncounted = dict[ParameterShard, Tensor](), set[str]()
+                for name, who in self._whole_on(plan, rank, stage, owner_ranks).items():
+                    of_stream, mine = sync_spec.stream is not None and name in used, parameters[name]
+                    if name in divided or not (is_distributed or of_stream or rank == who[0]):
+                        continue
+                    if of_stream and rank != here[0]:
+                        mine = parameter_on(mine.detach().to(devices[rank], copy=True), mine)
+                    elif rank != who[0] and sync_spec.stream is None:
+                        uncounted.add(name)
+                    owned[ParameterShard(name, 0, mine.numel())] = mine
                 for shard in shards.values():
                     owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
-                uncounted = {name for name, who in whole.items() if rank != who[0] and not sync_spec.stream}
                 if owned or shards:
                     self._stages[rank, stage] = self.optimizer.for_stage(
                         owned, sync_spec.state_on_host, shards, uncounted
                     )
         self.optimizer.attach([*self._stages.values()], parameters, gather)
 
-    def copies(self, rank: int) -> Mapping[str, Tensor]:
-        """The parameters that a rank has copies of."""
-        return self._copies.get(rank, {})
+    def updated_on(self, rank: int) -> Mapping[str, Tensor]:
+        """The whole parameters that a rank updates, the model's or copies of them."""
+        stages = (stage for (number, _), stage in self._stages.items() if number == rank)
+        return {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
 
+    @torch.no_grad()
     def refresh_copies(self, parameters: Mapping[str, Tensor]) -> None:
         """Let all copies be what the parameters of the model are now."""
-        with torch.no_grad():
-            for copies in self._copies.values():
-                for name, copied in copies.items():
-                    copied.copy_(parameters[name])
-
-    def _copied(
-        self, stage: Stage, rank: int, parameters: Mapping[str, nn.Parameter], device: torch.device
-    ) -> Mapping[str, nn.Parameter]:
-        """A rank's copies of a stage's trained parameters; others have no other versions."""
-        own = {
-            name: parameter_on(parameters[name].detach().to(device, copy=True), parameters[name])
-            for name in stage.parameters
-            if name in self._optimized
-        }
-        self._copies[rank] = {**self._copies.get(rank, {}), **own}
-        return own
+        for stage in self._stages.values():
+            for name, parameter in stage.parameters.items():
+                if parameter is not parameters[name]:
+                    parameter.copy_(parameters[name])
 
     def _shard(
         self, plan: Plan, number: int, replica: int, parameters: Mapping[str, nn.Parameter]
@@ -261,12 +228,12 @@ class OptimizerUpdates:
     @contextmanager
     def gathered(self, group_of: GroupOf) -> Iterator[None]:
         """Let parameters that are sharded be whole inside a ``with``. Every rank does so together."""
-        for rank, stage, shard in self._buckets():
+        for rank, stage, shard in self.buckets():
             shard.unshard(group_of(rank, stage))
         try:
             yield
         finally:
-            for *_, shard in self._buckets():
+            for *_, shard in self.buckets():
                 shard.reshard()
 
     def release(self, group_of: GroupOf) -> None:
@@ -274,9 +241,58 @@ class OptimizerUpdates:
 
         Every rank does so together.
         """
-        for rank, stage, shard in self._buckets():
+        for rank, stage, shard in self.buckets():
             shard.release(group_of(rank, stage))
         self._bound = None
+
+
+@dataclass(frozen=True)
+class HeldGradients:
+    """The gradients that a process has, held apart from its parameters until they are added again.
+
+    They are those of parameters, and those of the shards that ``updates`` have.
+    """
+
+    gradients: Mapping[nn.Parameter, Tensor]
+    shards: Sequence[tuple[ShardedBucket, ShardGradient]]
+    updates: OptimizerUpdates | None
+
+    @classmethod
+    def take(cls, parameters: Sequence[nn.Parameter], updates: OptimizerUpdates | None) -> Self:
+        """The gradients of the parameters, which have none from now on."""
+        shards, gradients = list[tuple[ShardedBucket, ShardGradient]](), {}
+        if updates is not None:
+            updates.follow_script()
+            shards = [(x, taken) for *_, x in updates.buckets() if (taken := x.take_gradient())]
+            updates.mark_gradients()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients[parameter], parameter.grad = parameter.grad, None
+        return cls(gradients, shards, updates)
+
+    @torch.no_grad()
+    def multiply(self, factor: Tensor) -> None:
+        for gradient in (*self.gradients.values(), *(gradient.sums for _, gradient in self.shards)):
+            gradient.mul_(factor.to(gradient.device))
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add them to what gradients there are by now. They are not held any longer.
+
+        Raises InputError if parameters are now sharded in another way.
+        """
+        current = {id(shard) for *_, shard in self.updates.buckets()} if self.updates else set()
+        if any(id(shard) not in current for shard, _ in self.shards):
+            raise InputError(
+                "the parameters were moved or sharded in another way since the step whose gradients are to "
+                "be added; call backward() before anything else that changes them"
+            )
+        for parameter, gradient in self.gradients.items():
+            add_to_grad(parameter, gradient.to(parameter.device))
+        for shard, taken in self.shards:
+            shard.add_gradient(taken)
+        if self.updates is not None:
+            self.updates.mark_gradients()
 
 
 def _small_like(like: Tensor, device: torch.device | str) -> nn.Parameter:

@@ -15,7 +15,6 @@ from pipec.runtime.messages.cuda import on_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.bound_stage import BATCH, VERSION, BoundStage, Frame, StageCode
-from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_fraction
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -63,7 +62,7 @@ class RankState:
         program, plan, codes, updates = self.program, self.plan, self.codes, self.updates
         self.number, device = program.rank, self.device
         self.num_frames = num_frames(program, plan.num_microbatches)
-        copies = updates.copies(program.rank) if updates and program.period else {}
+        copies = updates.updated_on(program.rank) if updates and program.period else {}
         self.stages = {
             stage.index: BoundStage(
                 stage,
@@ -80,11 +79,6 @@ class RankState:
             if program.rank in plan.placement[stage.index]
         }
         self.own = {stage: plan.microbatches_on(stage, program.rank) for stage in self.stages}
-        self.counts = {
-            index: BatchCountsFunction(plan.stages[index], codes[index], self.buffers, device)
-            for index in self.stages
-            if plan.stages[index].batch_counts
-        }
         summed = {name for index in plan.sync_spec.count_stages for name in plan.stages[index].batch_counts}
         self._inputs_of = {index: stage.inputs - summed for index, stage in self.stages.items()}
         self.tails = {
@@ -107,8 +101,7 @@ class RankState:
     @property
     def names_read(self) -> set[str]:
         """The inputs of the model that this rank reads, also those in which it counts."""
-        counted = (counts.inputs for counts in self.counts.values())
-        return set[str]().union(*(stage.inputs for stage in self.stages.values()), *counted)
+        return {name for stage in self.stages.values() for name in (*stage.inputs, *stage.count_inputs)}
 
     def begin_part(self, part: StepPart) -> None:
         """Begin a part of a step, or a stream."""
@@ -139,7 +132,7 @@ class RankState:
             frame, given = tail.begin_step(batch_slice), inputs[self.own[index][0]]
             self._fill(frame, self._inputs_of[index] & given.keys(), given, scale)
             frame.update(self.sizes_with(self.sizes[-1]), device=self.device)
-            frame.update(batch_fraction=batch_fraction(1, 1), first_row=torch.tensor(0))
+            frame.update(batch_fraction=torch.ones((), dtype=torch.float64), first_row=torch.tensor(0))
             frame["rng"] = OperatorGenerators(self.device, (seed, -1))
         for number, weight in enumerate(batch_slice.loss_weights):
             key = seed, batch_slice.first + number
