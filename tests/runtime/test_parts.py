@@ -100,7 +100,7 @@ def sum_of(parameters: Sequence[Tensor], *microbatches: list[Tensor | None]) -> 
     total = GradientAccumulator(parameters, ())
     total.begin_step()
     for gradients in microbatches:
-        total.keep(gradients)
+        total.kept = gradients
         total.accumulate()
 
 
@@ -111,7 +111,7 @@ def test_first_gradient_is_kept_without_a_copy_even_behind_views() -> None:
     address = gradients[0].data_ptr()
     total = GradientAccumulator([weight], ())
     total.begin_step()
-    total.keep(gradients)
+    total.kept = gradients
     total.accumulate()
     assert weight.grad.data_ptr() == address
 

@@ -202,7 +202,7 @@ class Linker:
         copying it.
         """
         stage, microbatch, name = self._stages[instruction.stage], instruction.microbatch, names[segment]
-        frame, function, keep = stage.frames[microbatch], stage.function(name), stage.gradients.keep
+        frame, function, gradient_sums = stage.frames[microbatch], stage.function(name), stage.gradients
         results, tail = self._rank.results, self._rank.tails.get(stage.index)
         is_last = segment == len(names) - 1
 
@@ -221,20 +221,20 @@ class Linker:
         def backward() -> None:
             sent, gradients = function(frame)
             frame.update(sent)
-            keep([*gradients])
+            gradient_sums.kept = [*gradients]
 
         def backward_input() -> None:
             sent, saved, gradients = function(frame)
             frame.update(sent, saved=saved)
-            keep([*gradients])
+            gradient_sums.kept = [*gradients]
 
         def backward_weight() -> None:
             gradients = function(frame)
-            keep([*gradients])
+            gradient_sums.kept = [*gradients]
 
         def part_of_backward_weight() -> None:
             frame["saved"], gradients = function(frame)
-            keep([*gradients])
+            gradient_sums.kept = [*gradients]
 
         actions = {
             Phase.FORWARD: forward,

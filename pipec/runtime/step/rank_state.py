@@ -1,6 +1,5 @@
 """What the linked actions of one rank work on: its stages, and the values of the step that runs."""
 
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,7 +157,8 @@ class RankState:
         for name in names:
             frame[name] = on_device(inputs[name], self.device)
         if self._loss:
-            frame["grad_loss"] = _loss_gradient(loss_weight, self._loss.dtype, self.device)
+            dtype = getattr(torch, self._loss.dtype)
+            frame["grad_loss"] = torch.full((), loss_weight, dtype=dtype, device=self.device)
 
     def use(self, values: Sizes) -> None:
         """Let names in shapes, other than that of the rows, stand for ``values``."""
@@ -188,9 +188,3 @@ def loss_of(plan: Plan) -> Value | None:
     if plan.mode is not Mode.TRAIN:
         return None
     return next((value for value in result_values(plan) if value.name == "loss"), None)
-
-
-@functools.lru_cache(maxsize=64)
-def _loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
-    """The initial gradient of a microbatch's backward: its weight times the loss scale."""
-    return torch.full((), weight, dtype=getattr(torch, dtype), device=device)
