@@ -75,6 +75,10 @@ def zeros(model: nn.Module, optimizer: Any) -> None:
     model.zero_grad(set_to_none=False)
 
 
+def by_the_optimizer(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
 def zeros_by_the_optimizer(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad(set_to_none=False)
 
@@ -83,11 +87,15 @@ def of_one_layer(model: nn.Module, optimizer: Any) -> None:
     model[2].zero_grad()  # type: ignore[index,operator]
 
 
+def of_all(model: nn.Module, optimizer: Any) -> None:
+    model.zero_grad()
+
+
 def to_ones(model: nn.Module, optimizer: Any) -> None:
     model[0].weight.grad = torch.ones_like(model[0].weight)  # type: ignore[index,union-attr]
 
 
-CHANGES_OF_GRADIENTS = [zeros, zeros_by_the_optimizer, of_one_layer, to_ones]
+CHANGES_OF_GRADIENTS = [of_all, zeros, by_the_optimizer, zeros_by_the_optimizer, of_one_layer, to_ones]
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_GRADIENTS)
@@ -199,7 +207,7 @@ def main(shard: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_processes_follow_the_script(shard: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     paths = [str(Path(__file__).parents[2]), *sys.path]

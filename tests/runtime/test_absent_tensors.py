@@ -139,6 +139,8 @@ def test_arithmetic_of_numbers_and_absent_tensors_is_left_to_others(model: nn.Mo
     assert torch.equal(bias, torch.ones(3))
     with pytest.raises(InputError, match=r"_foreach_lerp_ cannot use 0.weight"):
         torch._foreach_lerp_([weight.data], [torch.ones(3, 4)], 1.0)
+    with pytest.raises(InputError, match=r"_foreach_add_ cannot use 0.weight"):
+        torch._foreach_add_([torch.ones(())], [weight.detach()])
 
 
 def test_shards_are_not_changed_by_what_no_rank_would_do() -> None:
@@ -218,6 +220,7 @@ TOTALS: dict[str, Callable[[list[Tensor]], object]] = {
     "of largest rows": lambda g: sum(each.max(dim=0).values.norm() for each in g),
     "of squares": lambda g: sum((each**2).sum() for each in g),
     "added in place": lambda g: _added(torch.zeros(()), [each.norm() ** 2 for each in g]),
+    "of a vector of one of them": lambda g: torch.cat([g[0].flatten()]).norm(),
     "of one vector": lambda g: torch.cat([each.flatten() for each in g]).norm(),
     "written one by one": lambda g: torch.zeros(2).__setitem__(0, g[0].norm()),
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.ir import Mode, Plan, Program, Sizes, StepPart, Value, rank_of
+from pipec.ir import Mode, Plan, Program, Sizes, StepPart, rank_of
 from pipec.ir.periodic_program import num_frames, num_versions_behind, version_read
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.messages.cuda import on_device
@@ -28,7 +28,7 @@ GroupHyperparameters = Sequence[Mapping[str, Any]]
 """The hyperparameters of an update, for each group of the optimizer."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RankState:
     """The stages of one rank, and the values of its step.
 
@@ -88,7 +88,8 @@ class RankState:
         self.step_results = StepResults(plan, program.rank)
         self.stream_results = StreamResults(plan, program.rank)
         self.results = self.stream_results if program.period else self.step_results
-        self._loss = loss_of(plan)
+        results = result_values(plan) if plan.mode is Mode.TRAIN else ()
+        self._loss = next((value for value in results if value.name == "loss"), None)
         self.sizes = [0] * (self.num_frames + 1)
         self.inputs: Sequence[Inputs] = ()
         self.values: Sizes = {}
@@ -181,10 +182,3 @@ class RankState:
         self.step_results.forget()
         self.inputs = ()
         clear_block_cache()
-
-
-def loss_of(plan: Plan) -> Value | None:
-    """The result that training differentiates."""
-    if plan.mode is not Mode.TRAIN:
-        return None
-    return next((value for value in result_values(plan) if value.name == "loss"), None)
