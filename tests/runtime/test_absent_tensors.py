@@ -220,6 +220,7 @@ TOTALS: dict[str, Callable[[list[Tensor]], object]] = {
     "of largest rows": lambda g: sum(each.max(dim=0).values.norm() for each in g),
     "of squares": lambda g: sum((each**2).sum() for each in g),
     "added in place": lambda g: _added(torch.zeros(()), [each.norm() ** 2 for each in g]),
+    "of one of them twice": lambda g: torch.stack([g[0].norm(), g[0].norm()]).norm(),
     "of a vector of one of them": lambda g: torch.cat([g[0].flatten()]).norm(),
     "of one vector": lambda g: torch.cat([each.flatten() for each in g]).norm(),
     "written one by one": lambda g: torch.zeros(2).__setitem__(0, g[0].norm()),

@@ -62,18 +62,12 @@ class StageCode(Protocol):
     BUFFERS: tuple[str, ...]
     UPDATED_BUFFERS: tuple[str, ...]
     INPUTS: tuple[str, ...]
-
-    @property
-    def tail(self) -> Callable[[Frame], tuple[dict[str, Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """``tail(frame) -> (sent, updates, gradients)``, aligned as those of phases."""
-
-    @property
-    def batch_counts(self) -> Callable[..., tuple[Tensor, ...]]:
-        """``batch_counts(...) -> tuple``, in the order of the stage's plan."""
-
-    @property
-    def forward(self) -> Callable[[Frame], tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]:
-        """``forward(frame) -> (sent, saved, updates)``, the updates aligned with ``UPDATED_BUFFERS``."""
+    tail: Callable[[Frame], tuple[dict[str, Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]]
+    """``tail(frame) -> (sent, updates, gradients)``, aligned as those of phases."""
+    batch_counts: Callable[..., tuple[Tensor, ...]]
+    """``batch_counts(...) -> tuple``, in the order of the stage's plan."""
+    forward: Callable[[Frame], tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]
+    """``forward(frame) -> (sent, saved, updates)``, the updates aligned with ``UPDATED_BUFFERS``."""
 
 
 class BoundStage:

@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.ir import SCHEDULED_PHASES, Instruction, Link, Op, Payload, Phase
+from pipec.ir import SCHEDULED_PHASES, Instruction, Link, NonFiniteAction, Op, Payload, Phase, StepPart
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.optimizers import StageOptimizer, sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.runtime.stages.flat_bucket import FlatBucket, ShardedBucket, reduction_dtype, undivided
 from pipec.runtime.stages.replica_reductions import BufferAverage, no_rows, sum_of_rows
-from pipec.runtime.step.non_finite import require_finite
-from pipec.runtime.step.overflow_check import follow_table, norm_table, parameter_order
+from pipec.runtime.step.non_finite import found_in, is_overflow, norm_table, require_finite
 from pipec.runtime.step.rank_state import RankState
 from pipec.runtime.step.step_results import zeros_of
 
@@ -386,14 +385,12 @@ class Linker:
         rank, stage = self._rank, self._stages[instruction.stage]
         replicas = self._plan.placement[stage.index]
         own = [self._plan.microbatches_on(stage.index, each) for each in replicas]
-        number = replicas.index(rank.number)
 
-        def shares() -> tuple[float, bool]:
-            counts = [sum(rank.sizes[each] > 0 for each in microbatches) for microbatches in own]
-            return counts[number] / sum(counts), not any(counts[:number]) and counts[number] > 0
+        def counts() -> Sequence[int]:
+            return [sum(rank.sizes[each] > 0 for each in microbatches) for microbatches in own]
 
-        names = self._plan.stages[stage.index].averaged_buffers
-        average = BufferAverage(stage, self._group(instruction), shares, names)
+        names, index = self._plan.stages[stage.index].averaged_buffers, replicas.index(rank.number)
+        average = BufferAverage(stage, self._group(instruction), names, index, counts)
         return average.start, average.finish
 
     # updates
@@ -404,23 +401,42 @@ class Linker:
         Each parameter's is summed over the ranks first, and then those of all in the model's order. So the
         bits of the sum do not depend on which ranks have which parameters.
         """
-        rank, updates, num_names = self._rank, self._rank.updates, len(parameter_order(self._rank))
-        group = rank.transport.group(range(self._plan.num_ranks))
+        rank, updates, plan, names = self._rank, self._rank.updates, self._plan, self._parameter_order
+        group = rank.transport.group(range(plan.num_ranks))
 
         def norm() -> None:
-            rank.table = norm_table(rank)
+            losses = rank.step_results.losses
+            rank.table = norm_table(plan, names, self._norm_gradients(), losses, rank.device)
             group.all_reduce(rank.table)()
             if updates is not None and updates.max_norm is not None:
-                squares = rank.table[:num_names].sum().abs()
+                squares = rank.table[: len(names)].sum().abs()
                 updates.grad_norm, rank.factor = squares.sqrt(), updates.factor(squares)
 
         return norm
+
+    @property
+    def _parameter_order(self) -> Sequence[str]:
+        """The parameters whose gradients are checked, in the model's order."""
+        updates = self._rank.updates
+        return [*updates.shapes] if updates else [value.name for value in self._plan.parameters]
+
+    def _norm_gradients(self) -> dict[str, Tensor]:
+        """The gradients that this rank counts in the global norm, by name."""
+        if self._rank.updates is not None:
+            own = filter(None, map(self._own, self._stages))
+            return {name: x for update in own for name, x in update.norm_gradients.items()}
+        return {
+            stage.code.PARAMETERS[index]: total
+            for number, stage in self._stages.items()
+            if self._rank.number == self._plan.placement[number][0]
+            for index, total in stage.gradients.unreleased.items()
+        }
 
     def _check(self, instruction: Instruction) -> Action:
         """Decide whether the step is skipped; in a stream, whether a mini-batch is."""
         rank, number = self._rank, instruction.stage
         if number < 0:
-            return functools.partial(follow_table, rank)
+            return self._check_step
         results, versions, update = rank.stream_results, self._stages[number].versions, self._own(number)
 
         def check_batch() -> None:
@@ -431,6 +447,26 @@ class Linker:
                 require_finite(update.norm_gradients)
 
         return check_batch
+
+    def _check_step(self) -> None:
+        """Keep the step or skip it: no update, no gradient in ``.grad``, no buffer."""
+        rank, updates, sync_spec = self._rank, self._rank.updates, self._plan.sync_spec
+        assert rank.table is not None, "the norm comes first"
+        found = found_in(self._plan, self._parameter_order, rank.table)
+        accumulates = rank.part is StepPart.ACCUMULATE
+        if updates is not None and not accumulates:
+            found = updates.skip_reasons.pop(rank.number, None) or found
+        rank.non_finite = found
+        if updates is None:
+            for stage in self._stages.values() if found is None else ():
+                stage.gradients.release()
+        elif found is None:
+            return
+        elif accumulates and (sync_spec.on_nan is NonFiniteAction.SKIP or is_overflow(found, sync_spec)):
+            updates.skip_reasons[rank.number] = found
+        else:
+            for update in filter(None, map(self._own, self._stages)):
+                update.drop_gradients()
 
     def _stage_norm(self, instruction: Instruction) -> Action:
         """Compute the factor by which the next update of a stage of a stream is clipped."""
