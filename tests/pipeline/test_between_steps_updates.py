@@ -105,18 +105,6 @@ def test_parameters_that_the_optimizer_does_not_know_are_refused() -> None:
     pair.step()
 
 
-@pytest.mark.slow
-def test_gradients_that_are_accumulated_in_shares_are_not_lost() -> None:
-    pair = Pair(**LAYOUTS[2])
-    pair.step()
-    with pair.pipe.accumulate():
-        pair.pipe.step(pair.x, target=pair.y)
-    pair.plain_loss()
-    for frozen in (True, False):
-        pair.on_both(lambda model, frozen=frozen: model[0].requires_grad_(not frozen))  # type: ignore[misc]
-        pair.step()
-
-
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS[2]))
 def test_a_copy_has_an_optimizer_of_its_own(layout: dict[str, Any]) -> None:
     pair = Pair(**layout)

@@ -103,7 +103,7 @@ class BoundStage:
         self.owns_tensors = owns_tensors
         self.inputs = frozenset(code.INPUTS)
         self._count_names = stage.batch_counts
-        self.count_inputs = parameter_names(code.batch_counts) if stage.batch_counts else ()
+        self.count_inputs = _names_read(code, "batch_counts")
         self.frames: list[Frame] = [{} for _ in range(num_frames)]
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
@@ -116,8 +116,8 @@ class BoundStage:
         self._buffers_found: dict[int, list[Tensor]] = {}
         self._memory: set[int] = set()
         self._precompute: Callable[..., tuple[Tensor, ...]] = getattr(code, "precompute", tuple)
-        self._precompute_arguments = parameter_names(self._precompute) if hasattr(code, "precompute") else ()
-        self._constants_arguments = _sizes_read(getattr(code, "constants", None))
+        self._precompute_arguments = _names_read(code, "precompute")
+        self._constants_arguments = tuple(x for x in _names_read(code, "constants") if x != "device")
         self.copies = HostCopies(device, stage.offloaded)
         self._offloads = bool(stage.offloaded)
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
@@ -377,11 +377,6 @@ _NOT_RECEIVED = torch.empty(0)
 """Placeholder of a borrowed parameter until the stage that owns it sends it."""
 
 
-def _sizes_read(constants: Callable[..., Any] | None) -> tuple[str, ...]:
-    """The names of the sizes and numbers that a stage's ``constants`` takes."""
-    return tuple(name for name in parameter_names(constants) if name != "device") if constants else ()
-
-
-def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the values that a function of a stage module takes, in order."""
-    return tuple(inspect.signature(function).parameters)
+def _names_read(code: StageCode, function: str) -> tuple[str, ...]:
+    """The names of the values that a function of a stage's code takes, in order; none if there is none."""
+    return tuple(inspect.signature(getattr(code, function)).parameters) if hasattr(code, function) else ()

@@ -63,13 +63,13 @@ class Linker:
             Op.MOVE: self._move,
             **dict.fromkeys(map(Op, SCHEDULED_PHASES), self._compute),
             Op.ACCUMULATE: self._accumulate,
-            Op.PRECOMPUTE: self._precompute,
-            Op.FREE: self._free,
+            Op.PRECOMPUTE: lambda x: functools.partial(self._stages[x.stage].precompute, x.microbatch),
+            Op.FREE: lambda x: self._stages[x.stage].frames[x.microbatch].clear,
             Op.OFFLOAD: self._offload,
             Op.PREFETCH: self._prefetch,
             Op.SUM_COUNTS: self._sum_counts,
             Op.GATHER_ROWS: self._gather_rows,
-            Op.TAIL: self._tail,
+            Op.TAIL: lambda x: functools.partial(rank.tails[x.stage].run, rank.step_results),
             Op.REDUCE_GRAD: self._reduce,
             Op.AVERAGE_BUFFERS: self._average,
             Op.GRAD_NORM: self._norm,
@@ -77,7 +77,7 @@ class Linker:
             Op.CHECK: self._check,
             Op.STASH: self._stash,
             Op.UPDATE: self._update,
-            Op.PAUSE: lambda instruction: nothing,
+            Op.PAUSE: lambda x: nothing,
             Op.UNSHARD: self._unshard,
             Op.RESHARD: self._reshard,
             **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), self._model_collective),
@@ -259,12 +259,6 @@ class Linker:
 
         return add
 
-    def _precompute(self, instruction: Instruction) -> Action:
-        return functools.partial(self._stages[instruction.stage].precompute, instruction.microbatch)
-
-    def _free(self, instruction: Instruction) -> Action:
-        return self._stages[instruction.stage].frames[instruction.microbatch].clear
-
     def _offload(self, instruction: Instruction) -> StartAndEnd:
         """Start to copy saved values to the host; the wait for that frees them on the device."""
         stage = self._stages[instruction.stage]
@@ -336,10 +330,6 @@ class Linker:
     def _gather_rows(self, instruction: Instruction) -> StartAndEnd:
         tail = self._rank.tails[instruction.stage]
         return functools.partial(tail.start_gather, self._group(instruction)), tail.finish_gather
-
-    def _tail(self, instruction: Instruction) -> Action:
-        """Run the tail of a stage; its gradients are present in the frames then."""
-        return functools.partial(self._rank.tails[instruction.stage].run, self._rank.step_results)
 
     # sums over replicas
 
