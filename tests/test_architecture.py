@@ -73,8 +73,8 @@ RUNTIME = (
     "processes",
     "memory",
     "messages",
-    "optimizers",
     "stages",
+    "optimizers",
     "step",
     "stream",
 )

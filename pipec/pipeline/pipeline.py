@@ -29,14 +29,13 @@ from pipec.runtime.absent_tensors import copies_of_absent, is_absent, materializ
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.call_guard import CallGuard, LossIterator, exclusive_call
 from pipec.runtime.executions import STEP, CallRequest, Leaves, MakeExecutions
-from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import ForwardOutput
 from pipec.runtime.messages.exchange import RankNote
 from pipec.runtime.model_tensors import ModelTensors, fill_tensors, register_tensors
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.optimizers.pipeline_optimizer import refuse_update
 from pipec.runtime.recording import Recording
-from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.optimizer_updates import HeldGradients, OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.call_arguments import CallArguments

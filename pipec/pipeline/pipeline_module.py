@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from pipec.console import warn
 from pipec.errors import InputError
-from pipec.runtime.held_gradients import HeldGradients
 from pipec.runtime.loss_tensors import ModuleLoss
+from pipec.runtime.step.optimizer_updates import HeldGradients
 from pipec.runtime.wrappers import AcceleratedModule
 from pipec.torch_compat import pytree
 from pipec.torch_compat.run_time import ConvertedModule, share_registries

@@ -10,8 +10,8 @@ without loading the compiler. Each part imports only the parts above it:
 * ``messages`` carry tensors: ``transport`` between the threads of one process, ``distributed_transport``
   between processes, over the ``connections`` of gloo or those of ``nccl``. By ``agreement`` processes check,
   beside the messages of a program, that they make the same calls; ``call_description`` is what they compare.
-* ``optimizers`` make the updates that a program asks for.
 * ``stages``: the code and the state of a stage, and what its replicas do together.
+* ``optimizers`` make the updates that a program asks for.
 * ``step``: ``execution`` is an artifact linked on the ranks of this process, ``interpreter`` runs the program
   of one rank, a step or the periods of a stream, and ``linker`` resolves every name of it beforehand.
 * ``stream``: the mini-batches of a script's stream, read ahead and announced to the other ranks.

@@ -25,15 +25,11 @@ class OperatorGenerators:
 
     def __call__(self, operator: int) -> torch.Generator:
         """A generator whose stream depends on the key and the operator alone."""
-        return torch.Generator(self.device).manual_seed(self.seed(operator))
-
-    def seed(self, operator: int) -> int:
-        """The seed of an operator's generator."""
-        return mix_seed(*self.key, operator)
+        return torch.Generator(self.device).manual_seed(mix_seed(*self.key, operator))
 
     def seeds(self, operators: Iterable[int]) -> dict[int, Tensor]:
         """The seeds of operators' generators, which ``random_operators.dropout`` takes in their place."""
-        return {each: torch.tensor(_signed(self.seed(each))) for each in operators}
+        return {each: torch.tensor(_signed(mix_seed(*self.key, each))) for each in operators}
 
 
 def generator_of_seed(device: torch.device, seed: Tensor) -> torch.Generator:

@@ -219,8 +219,8 @@ def test_the_user_says_how_losses_add_up(weight: Any, expected: list[float], tmp
     ("weight", "message"),
     [
         ("mean", "microbatch_weight is 'mean'; expected one of 'rows', 'sum' or a function"),
-        (lambda x, target: "much", "returned a str for microbatch 0; expected a number"),
-        (lambda x, target: -1, "returned -1.0 for microbatch 0; expected a finite number"),
+        (lambda x, target: "much", "returned 'much' for microbatch 0; expected a finite number"),
+        (lambda x, target: -1, "returned -1 for microbatch 0; expected a finite number"),
         (lambda x, target: 0, "returned 0 for every microbatch"),
     ],
 )

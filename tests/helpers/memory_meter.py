@@ -29,7 +29,7 @@ from pipec.plan.step_memory import StepMemory
 from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.messages import collective_group, transport
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
-from pipec.runtime.optimizers.offloaded_state import OffloadedState
+from pipec.runtime.optimizers.stage_optimizer import OffloadedState
 from pipec.runtime.stages import host_copies
 from pipec.runtime.step.interpreter import Interpreter
 
@@ -44,7 +44,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
     found: dict[int, RankMemory] = {}
 
     def execute(interpreter: Interpreter, actions: Sequence[Callable[[], None]], _: object) -> None:
-        rank, device = interpreter.rank.number, interpreter.rank.device
+        rank, device = interpreter.number, interpreter.device
         on_device = sum(each == device for each in pipe.ranks.devices.values())
         meter = CudaMemoryMeter(device) if device.type == "cuda" and on_device == 1 else TensorMemoryMeter()
         with meter:
@@ -53,7 +53,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
                 interpreter.position = position
                 action()
                 if position < len(interpreter._part.instructions):
-                    meter.note(sum(_host_bytes(interpreter, each) for each in interpreter.rank.stages))
+                    meter.note(sum(_host_bytes(interpreter, each) for each in interpreter.stages))
         found[rank] = max(found.get(rank), meter.memory(rank), key=lambda x: x.peak_bytes if x else -1)
 
     with (
@@ -82,7 +82,7 @@ def _memory_at_start(interpreter: Interpreter) -> dict[str, list[Tensor]]:
     Replicas of one process share parameters and state; each is counted with what it would have.
     """
     found: dict[str, list[Tensor]] = defaultdict(list)
-    for index, stage in interpreter.rank.stages.items():
+    for index, stage in interpreter.stages.items():
         constants = [each for frame in stage.frames for each in frame.get("constants", ())]
         found["parameters"] += stage.weights
         found["gradients"] += [each.grad for each in stage.weights if each.grad is not None]
@@ -90,10 +90,10 @@ def _memory_at_start(interpreter: Interpreter) -> dict[str, list[Tensor]]:
         found["buffers"] += [*stage.buffers, *(each for each in constants if isinstance(each, Tensor))]
         found["inputs"] += [frame[x] for frame in stage.frames for x in stage.inputs if x in frame]
         if own := _update_of(interpreter, index):
-            found["optimizer"] += _state_on_device(own.optimizer)
+            found["optimizer"] += _state_on_device(own)
             found["parameters"] += [shard._own for shard in own.shards.values()]
             found["gradients"] += [x._gradient for x in own.shards.values() if x._gradient is not None]
-    found["received"] += _received(interpreter.rank.transport)
+    found["received"] += _received(interpreter.transport)
     return found
 
 
@@ -105,18 +105,18 @@ def _state_on_device(optimizer: Any) -> list[Tensor]:
 
 def _update_of(interpreter: Interpreter, stage: int) -> Any:
     """What the rank updates of a stage, or what the replica does with which it shares the parameters."""
-    updates, first = interpreter.rank.updates, interpreter.rank.plan.placement[stage][0]
+    updates, first = interpreter.updates, interpreter.plan.placement[stage][0]
     if updates is None:
         return None
-    return updates.on(interpreter.rank.number, stage) or updates.on(first, stage)
+    return updates.on(interpreter.number, stage) or updates.on(first, stage)
 
 
 def _host_bytes(interpreter: Interpreter, stage: int) -> int:
     """The bytes of a stage in host memory."""
-    own, frames = _update_of(interpreter, stage), interpreter.rank.stages[stage].frames
+    own, frames = _update_of(interpreter, stage), interpreter.stages[stage].frames
     saved = (x for frame in frames for x in frame.get("saved", ()))
     offloaded = (x for x in saved if isinstance(x, host_copies.OffloadedValue))
-    state = own.optimizer._host._hosts.values() if own and own.optimizer._host else ()
+    state = own._host._hosts.values() if own and own._host else ()
     return sum(x.untyped_storage().nbytes() for x in state) + sum(len(p) for x in offloaded for p in x.host)
 
 

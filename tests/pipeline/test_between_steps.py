@@ -358,15 +358,3 @@ def test_a_global_is_followed_where_it_was_found_out_which_arguments_are_split(
     for shift in (1.0, 3.0):
         monkeypatch.setitem(globals(), "SHIFT", shift)
         assert torch.allclose(pipe.step(x, y), model(x, y))
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_zeroed_as_those_of_modules(set_to_none: bool) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    pipe.zero_grad(set_to_none)
-    for parameter in model.parameters():
-        assert (parameter.grad is None) == set_to_none
-        assert set_to_none or not torch.any(parameter.grad)

@@ -66,25 +66,21 @@ class Pair:
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS[2]))
-def test_updates_are_no_change_and_freezing_is_one(layout: dict[str, Any], said: list[str]) -> None:
-    pair = Pair(**layout)
-    for _ in range(3):
-        pair.step()
-    assert "recompiling" not in "".join(said)
-    for frozen in (True, False, True, False):
-        pair.on_both(lambda model, frozen=frozen: model[0].requires_grad_(not frozen))  # type: ignore[misc]
-        for _ in range(2):
-            pair.step()
-
-
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS[2]))
-def test_what_was_frozen_at_first_is_updated_once_it_is_trained(layout: dict[str, Any]) -> None:
+def test_parameters_are_trained_frozen_and_replaced(layout: dict[str, Any], said: list[str]) -> None:
+    """One of them is frozen at first. A new one keeps the name and the state of the one that it replaces."""
     pair = Pair(**layout)
     pair.on_both(lambda model: model[2].requires_grad_(False))  # type: ignore[index]
-    pair.step()
-    pair.on_both(lambda model: model[2].requires_grad_(True))  # type: ignore[index]
     for _ in range(2):
         pair.step()
+    assert "recompiling" not in "".join(said)
+    for layer, frozen in ((2, False), (0, True), (0, False)):
+        pair.on_both(lambda model, k=layer, f=frozen: model[k].requires_grad_(not f))  # type: ignore[misc]
+        for _ in range(2):
+            pair.step()
+    pair.models[0][2].bias = nn.Parameter(torch.ones(8))
+    with torch.no_grad():
+        pair.models[1][2].bias.fill_(1.0)
+    pair.step()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
@@ -98,16 +94,6 @@ def test_a_stage_of_frozen_parameters_alone_may_have_replicas(layout: dict[str, 
     assert {*first.parameters} <= {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_parameter_that_is_replaced_keeps_its_name_and_its_state(layout: dict[str, Any]) -> None:
-    pair = Pair(**layout)
-    pair.step()
-    pair.models[0][2].bias = nn.Parameter(torch.ones(8))
-    with torch.no_grad():
-        pair.models[1][2].bias.fill_(1.0)
-    pair.step()
-
-
 def test_parameters_that_the_optimizer_does_not_know_are_refused() -> None:
     pair = Pair(devices=2)
     pair.step()
@@ -117,18 +103,6 @@ def test_parameters_that_the_optimizer_does_not_know_are_refused() -> None:
         pair.pipe.step(pair.x, target=pair.y)
     pair.models[0][4] = before
     pair.step()
-
-
-@pytest.mark.slow
-def test_gradients_that_are_accumulated_in_shares_are_not_lost() -> None:
-    pair = Pair(**LAYOUTS[2])
-    pair.step()
-    with pair.pipe.accumulate():
-        pair.pipe.step(pair.x, target=pair.y)
-    pair.plain_loss()
-    for frozen in (True, False):
-        pair.on_both(lambda model, frozen=frozen: model[0].requires_grad_(not frozen))  # type: ignore[misc]
-        pair.step()
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS[2]))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.ir.batch_split import split_sizes
-from pipec.runtime.stages.weight_versions import WeightVersions
+from pipec.runtime.stages.bound_stage import WeightVersions
 
 LOSS = nn.functional.cross_entropy
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -370,7 +370,7 @@ def test_stages_hold_the_versions_that_the_plan_counts(
     held = {
         stage.index: most[id(stage.weights)]
         for interpreter in execution._interpreters
-        for stage in interpreter.rank.stages.values()
+        for stage in interpreter.stages.values()
     }
     own = dict(pipe.named_parameters())
     for stage in pipe.plan.stages:

@@ -216,7 +216,7 @@ def counted_prepares(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[in
     found: list[int] = []
     execution = pipe._executions.execution(pipe._artifact)
     for interpreter in execution._interpreters if isinstance(execution, Execution) else ():
-        for stage in interpreter.rank.stages.values():
+        for stage in interpreter.stages.values():
             monkeypatch.setattr(stage, "_precompute", _counted(stage._precompute, stage.index, found))
     return found
 

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from pipec.runtime.absent_tensors import (
     release_elsewhere,
     release_sharded,
 )
-from pipec.runtime.local_gradients import GradientNorms, LocalGradient
+from pipec.runtime.local_gradients import GradientNorms
 from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.wrappers import refuse_wrappers
 
@@ -43,14 +42,11 @@ def model() -> nn.Module:
 
 
 READS: dict[str, Callable[[nn.Module], object]] = {
-    "arithmetic with values": lambda m: m[0].weight + torch.ones(3, 4),
-    "a product": lambda m: m[0].weight @ torch.ones(4),
-    "a sum": lambda m: m[0].weight.sum(),
-    "a norm": lambda m: torch._foreach_norm([m[0].bias, m[0].weight]),
+    "the model": lambda m: m(torch.ones(2, 4)),
     "a comparison": lambda m: bool((m[1].num_batches_tracked == 0).item()),
+    "arithmetic with values": lambda m: m[0].weight + torch.ones(3, 4),
+    "a norm": lambda m: torch._foreach_norm([m[0].bias, m[0].weight]),
     "a row": lambda m: m[0].weight[0],
-    "a loop": lambda m: list(m[0].weight),
-    "a number": lambda m: m[1].num_batches_tracked.item(),
     "numpy": lambda m: np.asarray(m[1].running_mean),
     "a row of a clone": lambda m: m[0].weight.clone()[0],
     "a script": lambda m: torch.jit.script(m),
@@ -65,7 +61,6 @@ READS: dict[str, Callable[[nn.Module], object]] = {
     "new data": lambda m: setattr(m[0].weight, "data", torch.ones(3, 4)),
     "memory": lambda m: m[0].weight.data_ptr(),
     "deepcopy": copy.deepcopy,
-    "pickle": pickle.dumps,
     "torch.save": lambda m: torch.save(m.state_dict(), io.BytesIO()),
     "safetensors": lambda m: safetensors.torch.save(m.state_dict()),
     "gradients by it": lambda m: torch.autograd.grad(m[0].bias.sum(), [m[0].weight]),
@@ -80,14 +75,9 @@ def test_whoever_reads_what_is_not_there_learns_where_it_is(model: nn.Module, re
 
 TEMPLATES: dict[str, Callable[[Tensor], Tensor]] = {
     "new_zeros": lambda p: p.new_zeros(2, 5),
-    "new_ones": lambda p: p.data.new_ones((2,)),
-    "new_full": lambda p: p.new_full((2,), 3.0),
     "new_tensor": lambda p: p.new_tensor([1, 2]),
     "to": lambda p: torch.arange(3).to(p),
-    "type_as": lambda p: torch.arange(3).type_as(p),
     "expand_as": lambda p: torch.arange(4).expand_as(p),
-    "view_as": lambda p: torch.arange(12).view_as(p),
-    "reshape_as": lambda p: torch.arange(12).reshape_as(p),
 }
 
 
@@ -99,21 +89,11 @@ def test_what_needs_no_values_is_made_like_it(model: nn.Module, make: str) -> No
     assert made.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("make", [torch.zeros_like, torch.ones_like, lambda p: torch.full_like(p, 2.0)])
-def test_a_tensor_like_it_is_absent_as_an_average_of_it(
-    model: nn.Module, make: Callable[[Tensor], Tensor]
-) -> None:
-    average = make(model[0].weight)
+def test_a_tensor_like_it_is_absent_as_an_average_of_it(model: nn.Module) -> None:
+    average = torch.zeros_like(model[0].weight)
     average.mul_(0.9).add_(model[0].weight, alpha=0.1)
     assert is_absent(average)
     assert average.shape == (3, 4)
-    kept = make(model[0].bias).mul_(0.9).add_(model[0].bias.detach())
-    assert not is_absent(kept)
-
-
-def test_the_model_itself_is_not_called(model: nn.Module) -> None:
-    with pytest.raises(InputError, match=r"0.weight: it is on rank 1, .* or pipe.step\(...\), not the model"):
-        model(torch.ones(2, 4))
 
 
 def test_loading_into_it_says_so(model: nn.Module) -> None:
@@ -127,31 +107,18 @@ def test_shape_and_type_are_as_they_were(model: nn.Module) -> None:
         assert mine.is_floating_point() == plain.is_floating_point()
     weight = model[0].weight
     assert isinstance(weight, nn.Parameter)
-    assert weight.requires_grad
-    assert weight.is_leaf
-    assert weight.grad is None
-    assert weight.numel() == 12
+    assert (weight.requires_grad, weight.is_leaf, weight.grad, weight.numel()) == (True, True, None, 12)
     assert repr(weight) == "<0.weight: torch.float32, [3, 4], on rank 1>"
-    weight.requires_grad_(False)
-    assert not weight.requires_grad
-
-
-def test_types_follow_the_models(model: nn.Module) -> None:
-    weight = model[0].weight
     model.double()
     assert model[0].weight is weight
+    assert (weight.dtype, weight.shape) == (torch.float64, (3, 4))
     assert is_absent(weight)
-    assert weight.dtype == torch.float64
-    assert weight.shape == (3, 4)
     assert all(map(is_absent, model.buffers()))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
-def test_an_optimizer_passes_it_over(
-    model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]
-) -> None:
+def test_an_optimizer_passes_it_over(model: nn.Module) -> None:
     plain = network()
-    made, expected = optimizer(model.parameters(), lr=0.1), optimizer(plain.parameters(), lr=0.1)
+    made, expected = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
     for _ in range(2):
         for each in (model, plain):
             for parameter in (each[0].bias, each[1].weight):
@@ -172,6 +139,8 @@ def test_arithmetic_of_numbers_and_absent_tensors_is_left_to_others(model: nn.Mo
     assert torch.equal(bias, torch.ones(3))
     with pytest.raises(InputError, match=r"_foreach_lerp_ cannot use 0.weight"):
         torch._foreach_lerp_([weight.data], [torch.ones(3, 4)], 1.0)
+    with pytest.raises(InputError, match=r"_foreach_add_ cannot use 0.weight"):
+        torch._foreach_add_([torch.ones(())], [weight.detach()])
 
 
 def test_shards_are_not_changed_by_what_no_rank_would_do() -> None:
@@ -230,9 +199,7 @@ def _added(total: Tensor, numbers: list[Tensor]) -> Tensor:
 GATHERED: dict[str, Callable[[list[Tensor]], Any]] = {
     "of norms": lambda g: torch.stack([each.norm() for each in g]).norm(),
     "as SAM's": lambda g: torch.norm(torch.stack([(1.0 * each).norm(p=2).to("cpu") for each in g]), p=2),
-    "of lists": lambda g: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(g))),
     "of stacked squares": lambda g: (torch.stack([each.norm() for each in g]) ** 2).sum().sqrt(),
-    "of torch": lambda g: nn.utils.get_total_norm(g),
     "of torch, by lists": lambda g: nn.utils.get_total_norm(g, foreach=True),
 }
 
@@ -247,18 +214,14 @@ def test_stacked_norms_are_gathered(gradients: list[Tensor], total: str) -> None
 TOTALS: dict[str, Callable[[list[Tensor]], object]] = {
     "of some": lambda g: torch.stack([each.norm() for each in [*g, torch.ones(2)]]).norm(),
     "one of them": lambda g: torch.stack([each.norm() for each in g])[0],
-    "each of them": lambda g: list(torch.stack([each.norm() for each in g])),
     "of only one": lambda g: sum(each.norm() for each in g[:1]),
     "into a number": lambda g: torch.add(torch.zeros(()), g[0].norm(), out=torch.zeros(())),
     "as numbers": lambda g: torch.stack([each.norm() for each in g]).tolist(),
     "of largest rows": lambda g: sum(each.max(dim=0).values.norm() for each in g),
-    "of columns": lambda g: sum(each.sum(0).norm() for each in g),
     "of squares": lambda g: sum((each**2).sum() for each in g),
-    "of data": lambda g: sum(each.data.norm(2) ** 2 for each in g),
-    "of maxima": lambda g: max(each.norm(float("inf")) for each in g),
-    "of all but the first": lambda g: sum(each.norm() for each in [torch.ones(2), *g]),
-    "one added in place": lambda g: _added(torch.zeros(()), [g[0].norm() ** 2]),
     "added in place": lambda g: _added(torch.zeros(()), [each.norm() ** 2 for each in g]),
+    "of one of them twice": lambda g: torch.stack([g[0].norm(), g[0].norm()]).norm(),
+    "of a vector of one of them": lambda g: torch.cat([g[0].flatten()]).norm(),
     "of one vector": lambda g: torch.cat([each.flatten() for each in g]).norm(),
     "written one by one": lambda g: torch.zeros(2).__setitem__(0, g[0].norm()),
 }
@@ -290,7 +253,6 @@ def test_numbers_of_one_gradient_are_said_to_be_that(gradients: list[Tensor]) ->
 
 def test_a_gradient_of_one_rank_is_a_gradient_to_all_else(gradients: list[Tensor]) -> None:
     first = gradients[0]
-    assert isinstance(first, LocalGradient)
     assert type(first.clone()) is type(copy.deepcopy(first)) is type(torch.zeros_like(first)) is Tensor
     file = io.BytesIO()
     torch.save(first, file)

@@ -20,7 +20,8 @@ from pipec.runtime.messages.connections import MAX_IN_TRANSIT
 from pipec.runtime.messages.cuda import PeerToPeerCopies, on_callers_streams
 from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.random_operators import call_with_generator
-from pipec.runtime.step import batch_counts, execution, interpreter
+from pipec.runtime.stages import bound_stage
+from pipec.runtime.step import execution, interpreter
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.timestamps import CudaClock
 
@@ -163,7 +164,7 @@ def test_what_gpus_read_of_a_batch_is_staged_once_a_step(monkeypatch: pytest.Mon
     pipe.step(x, target=y)
     assert copied == []
     (linked,) = pipe._executions._linked.values()
-    linked._read_by_gpus = linked._interpreters[1].rank.names_read  # as if that rank had a GPU
+    linked._read_by_gpus = linked._interpreters[1].names_read  # as if that rank had a GPU
     pipe.step(x, target=y)
     assert [tuple(tensor.shape) for tensor in copied] == [(8, 2)]
 
@@ -181,7 +182,7 @@ def test_labels_are_counted_where_they_are_staged(monkeypatch: pytest.MonkeyPatc
         return tensor
 
     monkeypatch.setattr(execution, "pinned_copy", pinned_copy)
-    monkeypatch.setattr(batch_counts, "on_device", on_device)
+    monkeypatch.setattr(bound_stage, "on_device", on_device)
     loss_fn = nn.CrossEntropyLoss(ignore_index=0)
     pipe = pipec.compile(nn.Linear(4, 3), ["cpu"], microbatches=4, loss_fn=loss_fn)
     x, y = torch.ones(8, 4), torch.arange(8) % 3

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch._inductor import compile_fx, decomposition
 
 import pipec
-from pipec.errors import InputError
 from pipec.runtime.memory import block_cache
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.stages import kernels
@@ -142,54 +141,45 @@ def assert_runs(compiled: kernels.CompiledFunction, **given: Any) -> None:
     assert frame.keys() == {"b", "w", "other"}
 
 
+def sizes(*pairs: tuple[int, Any]) -> list[dict[str, Any]]:
+    """Calls with so many rows, and this number."""
+    return [{"b": rows, "saved": [torch.ones(rows, 3), number]} for rows, number in pairs]
+
+
+CALLS: dict[str, tuple[list[dict[str, Any]], int]] = {
+    "types and orders of memory": (
+        [
+            {},
+            {"saved": [torch.ones(4, 3), 2.5]},
+            {"saved": [torch.ones(4, 3, dtype=torch.float64), 2]},
+            {"saved": [torch.ones(3, 4).t(), 2]},
+        ]
+        * 2,
+        4,
+    ),
+    "sizes": (sizes((4, 2), (5, 2), (9, 2), (5, 2), (2, 2), (70, 2)), 2),
+    "one row, which is broadcast": (sizes((4, 2), (5, 2), (9, 2), (1, 2)), 3),
+    "numbers": (sizes((4, 2), (5, 2), (6, 3), (7, 4), (8, 9)), 3),
+    "sizes that were equal at first": (sizes((4, 4), (5, 5), (6, 6), (7, 8), (9, 9), (3, 2)), 3),
+    "rows anywhere in a batch": (
+        [{"b": rows, "saved": [torch.rand(20, 3)[rows : 2 * rows], 2]} for rows in (4, 5, 6, 7)],
+        2,
+    ),
+}
+"""Calls that differ in these, and how often the function is compiled for them."""
+
+
 @torch.no_grad()
-def test_a_call_of_another_type_or_order_of_memory_is_compiled_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("kind", CALLS)
+def test_what_differs_between_calls_is_compiled_again_or_is_a_symbol(
+    monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     use_backend(monkeypatch, run_graph)
     compiled = kernels.CompiledFunction(backward, "backward")
-    others: list[dict[str, Any]] = [
-        {},
-        {"saved": [torch.ones(4, 3), 2.5]},
-        {"saved": [torch.ones(4, 3, dtype=torch.float64), 2]},
-        {"saved": [torch.ones(3, 4).t(), 2]},
-    ]
-    for other in others * 2:
-        assert_runs(compiled, **other)
-    assert compiled._num_compiled == len(others)
-
-
-@torch.no_grad()
-def test_sizes_and_numbers_that_change_are_compiled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row is broadcast where others are not, and is compiled by itself, as is what changes later."""
-    use_backend(monkeypatch, run_graph)
-    compiled = kernels.CompiledFunction(backward, "backward")
-    for rows in (4, 5, 9, 5, 2, 70):
-        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), 2])
-    assert compiled._num_compiled == 2
-    assert_runs(compiled, b=1, saved=[torch.ones(1, 3), 2])
-    assert compiled._num_compiled == 3
-    for rows, number in ((6, 3), (7, 4), (8, 9)):
-        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), number])
-    assert compiled._num_compiled == 4
-
-
-@torch.no_grad()
-def test_code_is_right_for_rows_anywhere_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_backend(monkeypatch, run_graph)
-    compiled = kernels.CompiledFunction(backward, "backward")
-    for rows in (4, 5, 6, 7):
-        assert_runs(compiled, b=rows, saved=[torch.rand(20, 3)[rows : 2 * rows], 2])
-    assert compiled._num_compiled == 2
-
-
-@torch.no_grad()
-def test_sizes_that_were_equal_may_differ_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_backend(monkeypatch, run_graph)
-    compiled = kernels.CompiledFunction(backward, "backward")
-    for rows, number in ((4, 4), (5, 5), (6, 6), (7, 8), (9, 9), (3, 2)):
-        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), number])
-    assert compiled._num_compiled == 3
+    calls, expected = CALLS[kind]
+    for given in calls:
+        assert_runs(compiled, **given)
+    assert compiled._num_compiled == expected
 
 
 @torch.no_grad()
@@ -278,8 +268,3 @@ def test_large_values_of_compiled_code_reuse_memory(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(compiled(a_frame()), backward(a_frame()))
     assert len(block_cache._cache.blocks) == 2
     clear_block_cache()
-
-
-def test_a_name_that_is_no_kind_of_kernels_is_refused() -> None:
-    with pytest.raises(InputError, match="kernels is 'triton'; expected one of 'source', 'inductor'"):
-        pipec.compile(nn.Linear(2, 2), devices=1, kernels="triton")

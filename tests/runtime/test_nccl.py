@@ -49,6 +49,7 @@ from pipec.runtime.messages import distributed_transport as transport_of_process
 from pipec.runtime.messages import nccl
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT, NO_LIMIT, Direction
 from pipec.runtime.messages.nccl import NcclConnections, edge_coloring_order
+from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
 from pipec.schedules import make_schedule
@@ -803,10 +804,11 @@ def neighbours(
     def run(rank: int, transport: emulated_nccl.Emulated) -> None:
         gpu = Loading(emulated, rank)
         codes, step = gpu.stages(), ([{"x": torch.ones(2, 2)}], BatchSlice([2], 2))
+        interpreter = Interpreter(programs[rank], plan, codes, {}, {}, transport, torch.device("cpu"))
         if rehearse:
-            DryRuns(programs[rank], plan, codes, {}, {}, torch.device("cpu")).dry_run(*step, seed=0)
+            DryRuns(interpreter).dry_run(*step, seed=0)
             assert gpu.loaded == {"source", "sink"}
-        Interpreter(programs[rank], plan, codes, {}, {}, transport, torch.device("cpu")).run(*step)
+        interpreter.run(*step)
 
     return programs, run
 
@@ -831,7 +833,8 @@ def test_powers_of_two_are_rehearsed(
     program, plan = neighbours_plan()
     sink = Loading(emulated, 0).stages()
     device, found = torch.device("cpu"), list[int]()
-    dry_runs = DryRuns(program[0], plan, sink, {}, {}, device, every_size=every_size)
+    endpoint = InProcessTransport([device] * 2).endpoint(0)
+    dry_runs = DryRuns(Interpreter(program[0], plan, sink, {}, {}, endpoint, device), every_size)
     for rows in range(100, 201):
         batch_slice = BatchSlice([rows], rows)
         if dry_runs.needs_dry_run(batch_slice):
@@ -859,8 +862,8 @@ def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) 
     def train(rank: int, transport: emulated_nccl.Emulated) -> list[dict[str, Tensor]]:
         codes, model = {**STAGES, 1: Counted}, models[rank]
         made = programs[rank], plan, codes, model.parameters, model.buffers
-        dry_runs = DryRuns(*made, torch.device("cpu"))
         interpreter, results = Interpreter(*made, transport, torch.device("cpu")), []
+        dry_runs = DryRuns(interpreter)
         for step, sizes in enumerate(batches):
             given = make_batch(sizes, step), whole_batch(sizes), 5 + step
             if dry_runs.needs_dry_run(given[1]):

@@ -91,7 +91,7 @@ def sum_of(parameters: Sequence[Tensor], *microbatches: list[Tensor | None]) -> 
     total = GradientAccumulator(parameters, ())
     total.begin_step()
     for gradients in microbatches:
-        total.keep(gradients)
+        total.kept = gradients
         total.accumulate()
 
 
@@ -102,7 +102,7 @@ def test_first_gradient_is_kept_without_a_copy_even_behind_views() -> None:
     address = gradients[0].data_ptr()
     total = GradientAccumulator([weight], ())
     total.begin_step()
-    total.keep(gradients)
+    total.kept = gradients
     total.accumulate()
     assert weight.grad.data_ptr() == address
 
@@ -154,19 +154,19 @@ def test_parts_with_a_batch_dimension_join_to_the_whole(sizes: list[int], dim: i
     whole_shape[dim] = factor * sum(sizes)
     whole = torch.randn(whole_shape)
     parts = whole.split([factor * size for size in sizes], dim)
-    assert torch.equal(merge(Value("y", "float32", tuple(shape)), parts, sizes, sum(sizes), {}), whole)
+    assert torch.equal(merge(Value("y", "float32", tuple(shape)), parts, sizes, {"b": sum(sizes)}), whole)
 
 
 def test_results_that_cannot_stand_for_the_batch_are_refused() -> None:
     count = Value("count", "int64", ())
-    assert merge(count, [torch.tensor(2), torch.tensor(2)], [1, 1], 2, {}).item() == 2
+    assert merge(count, [torch.tensor(2), torch.tensor(2)], [0.5, 0.5], {"b": 2}).item() == 2
     with pytest.raises(
         InputError, match=r"result count: i64\[\] differs between microbatches.*return it per sample"
     ):
-        merge(count, [torch.tensor(2), torch.tensor(3)], [1, 1], 2, {})
+        merge(count, [torch.tensor(2), torch.tensor(3)], [0.5, 0.5], {"b": 2})
     padded = Value("padded", "float32", ("b + 1",))
     with pytest.raises(InputError, match=r"padded: f32\[b \+ 1\] has size 4 .* but 3 for the whole batch"):
-        merge(padded, [torch.zeros(2), torch.zeros(2)], [1, 1], 2, {})
+        merge(padded, [torch.zeros(2), torch.zeros(2)], [0.5, 0.5], {"b": 2})
     similarity = Value("similarity", "float32", ("b", "b"))
     with pytest.raises(
         VerifyError, match=r"similarity: f32\[b, b\] has the batch in more than one dimension"

@@ -6,13 +6,11 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from handwritten_stages import (
-    CPU,
     NUM_RANKS,
     SIZES,
     STAGES,
@@ -23,18 +21,15 @@ from handwritten_stages import (
     Stage1,
     Stage2,
     make_batch,
-    make_interpreter,
     make_model,
-    make_plan,
     reference_step,
     split_backward,
     whole_batch,
 )
 from torch import Tensor
 
-from pipec.errors import ExecutionError, VerifyError
-from pipec.ir import Compute, Instruction, Mode, Payload, Phase, Program, Schedule, one_rank_per_stage
-from pipec.runtime import InProcessTransport, Interpreter
+from pipec.errors import ExecutionError
+from pipec.ir import Compute, Mode, Phase, Schedule, one_rank_per_stage
 from pipec.runtime.messages import transport
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.step.batch_slice import BatchSlice
@@ -226,13 +221,6 @@ def test_a_received_value_may_be_read_by_several_phases() -> None:
 # linking
 
 
-def link_rank(
-    rank: int, stages: dict[int, Any], schedule: Schedule = SCHEDULES["1f1b"], **tensors: Any
-) -> None:
-    endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(rank)
-    make_interpreter(schedule, rank, endpoint, make_model(), stages)
-
-
 def test_a_name_that_nothing_provides_is_an_error_of_the_step() -> None:
     class Asking(Stage1):
         @staticmethod
@@ -244,55 +232,6 @@ def test_a_name_that_nothing_provides_is_an_error_of_the_step() -> None:
         pipeline.step(SIZES)
 
 
-def test_an_input_that_the_plan_does_not_have_is_refused_when_linking() -> None:
-    class Reading(Stage1):
-        INPUTS = ("y",)
-
-    with pytest.raises(VerifyError, match=r"stage 1 reads y of the batch, but the plan has the inputs .*x"):
-        link_rank(1, {**STAGES, 1: Reading})
-
-
-def test_a_phase_without_function_is_refused_when_linking() -> None:
-    split = split_backward(SCHEDULES["1f1b"])
-
-    class Whole(Stage1):
-        backward_weight = None
-
-    with pytest.raises(VerifyError, match="runs backward_weight of stage 1, whose code has no such function"):
-        link_rank(1, {**STAGES, 1: Whole}, split)
-
-
-def make_rank_1(
-    instructions: Sequence[Instruction], parameters: dict[str, Tensor] | None = None, stage: Any = Stage1
-) -> Interpreter:
-    """Rank 1 with these instructions."""
-    plan, model = make_plan(SCHEDULES["1f1b"]), make_model()
-    tensors = model.parameters if parameters is None else parameters
-    endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(1)
-    return Interpreter(
-        Program(1, tuple(instructions)), plan, {1: stage}, tensors, model.buffers, endpoint, CPU
-    )
-
-
-def test_a_borrowed_parameter_must_be_lent() -> None:
-    plan, model = make_plan(SCHEDULES["1f1b"]), make_model()
-    links = tuple(link for link in plan.links if link.payload is not Payload.WEIGHT)
-    endpoint = InProcessTransport([CPU] * NUM_RANKS).endpoint(2)
-    with pytest.raises(VerifyError, match="stage 2: the parameters a are borrowed, but no weight link"):
-        Interpreter(
-            Program(2, ()), replace(plan, links=links), {2: Stage2}, model.parameters, {}, endpoint, CPU
-        )
-
-
-def test_missing_tensors_and_foreign_code_are_refused() -> None:
-    with pytest.raises(
-        VerifyError, match="stage 1 needs the parameters or buffers bias, w, which this rank does not"
-    ):
-        make_rank_1([], {})
-    with pytest.raises(
-        VerifyError, match=r"stage 1: the code's PARAMETERS are \('a',\), but the plan has \('w', 'bias'\)"
-    ):
-        make_rank_1([], stage=Stage0)
 
 
 # failing

@@ -4,8 +4,8 @@
 * ``pipeline_optimizer`` is ``pipe.optimizer``, the optimizer of the whole model: groups, schedulers,
   checkpoints.
 * ``stage_optimizer`` updates the parameters of one stage that a rank owns, with the model's groups.
-* ``state_shards`` cuts the state of a parameter into pieces and merges them; ``offloaded_state`` keeps state
-  in host memory; ``norms`` computes norms for clipping.
+* ``state_shards`` cuts the state of a parameter into pieces and merges them; ``norms`` computes norms for
+  clipping.
 * ``update_memory`` predicts the memory of the state, and the temporary memory of an update.
 """
 

@@ -31,24 +31,25 @@ class PipelineOptimizer(Optimizer):
     ``param_groups`` are the groups that ``factory`` makes of the whole model. Changes to them, by an LR
     scheduler or by hand, take effect with the next update. ``state_dict`` is interchangeable with that of the
     unsplit model's optimizer. ``elementwise`` names the parameters that may be updated in pieces, ``kinds``
-    the class of each group's optimizer. ``parameters`` are those of the whole model, in order; parameters
-    without memory on this rank may be on meta. ``before_state_access`` is called before the state is read or
-    replaced, and ``make_update`` updates on all ranks.
+    the class of each group's optimizer; ``dummies`` have the shape and type of each parameter, on meta.
+    ``parameters`` are those of the whole model, in order; parameters without memory on this rank may be on
+    meta. ``before_state_access`` is called before the state is read or replaced, and ``make_update`` updates
+    on all ranks.
 
     Raises:
         InputError: the factory does not make an optimizer of these parameters.
     """
 
     def __init__(self, factory: Factory, parameters: Mapping[str, Tensor]) -> None:
-        self._factory = factory
-        self._whole = {name: dummy_parameter(parameter) for name, parameter in parameters.items()}
-        made = call_factory(factory, self._whole)
+        self.factory = factory
+        self.dummies = {name: dummy_parameter(parameter) for name, parameter in parameters.items()}
+        made = call_factory(factory, self.dummies)
         self.kinds = [type(each).__name__ for each in made for _ in each.param_groups]
         self.elementwise = frozenset(
             name
             for each in made
             if is_elementwise(each)
-            for names in group_names(each, self._whole)
+            for names in group_names(each, self.dummies)
             for name in names
         )
         self._stages: list[StageOptimizer] = []
@@ -57,12 +58,12 @@ class PipelineOptimizer(Optimizer):
         self.before_state_access: Callable[[], None] = _nothing
         self.make_update: Callable[[], None] = refuse_update
         self._open = True
-        super().__init__(_whole_groups(made, self._whole, parameters), _shared_defaults(made))
+        super().__init__(_whole_groups(made, self.dummies, parameters), _shared_defaults(made))
         self._open = False
 
-    def for_stage(self, owned: Mapping[ParameterShard, Tensor], on_host: bool = False) -> StageOptimizer:
+    def for_stage(self, owned: Mapping[ParameterShard, Tensor], *options: Any) -> StageOptimizer:
         """The optimizer of the pieces of a stage that this rank updates; see ``StageOptimizer``."""
-        return StageOptimizer(self, self._factory, self._whole, owned, on_host)
+        return StageOptimizer(self, self.factory, self.dummies, owned, *options)
 
     def attach(
         self, stages: Sequence[StageOptimizer], parameters: Mapping[str, nn.Parameter], gather: GatherStates
@@ -185,15 +186,14 @@ class PipelineOptimizer(Optimizer):
         """This process's shards of the state; all of the loaded state until stages are attached."""
         if self._gather is not None:
             return [part for stage in self._stages for part in stage.parts()]
-        whole = {name: ParameterShard(name, 0, each.numel()) for name, each in self._whole.items()}
+        whole = {name: ParameterShard(name, 0, each.numel()) for name, each in self.dummies.items()}
         return [StateShard(whole[name], entries) for name, entries in self._loaded.items()]
 
     def _states(self) -> dict[str, ParameterState]:
         self.before_state_access()
         if self._gather is None:
             return self._loaded
-        shapes = {name: each.shape for name, each in self._whole.items()}
-        return merge(self._gather(self.parts()), shapes)
+        return merge(self._gather(self.parts()), {name: each.shape for name, each in self.dummies.items()})
 
     def _names_of_saved(self, saved: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """The name of each parameter number of a state dict: its own, or that of the same position here."""
@@ -218,7 +218,7 @@ class PipelineOptimizer(Optimizer):
         return found
 
     def _require_shapes(self, name: str, entries: ParameterState) -> None:
-        shape = self._whole[name].shape
+        shape = self.dummies[name].shape
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.numel() != 1 and value.shape != shape:
                 raise InputError(

@@ -1,7 +1,8 @@
 """The optimizer of the parameters of one stage that a rank updates: whole tensors, or pieces of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from pipec.runtime.optimizers.factory import (
     is_elementwise,
     parameter_on,
 )
-from pipec.runtime.optimizers.offloaded_state import OffloadedState
 from pipec.runtime.optimizers.state_shards import ParameterState, StateShard, cut, restore_types
+from pipec.runtime.stages.flat_bucket import ShardedBucket
 
 # Multiplies a list of tensors in one call; the public API has no such function.
 _scale_all = torch._foreach_mul_
@@ -32,7 +33,9 @@ class StageOptimizer:
     ``owned`` maps each piece to the memory that an update writes: the parameter itself if the piece is all of
     it, else a one-dimensional slice. ``whole`` holds all parameters of the model, or dummies. The factory is
     called with all of them, so that it makes the groups of the whole model; parameters that this rank does
-    not own are then removed. With ``on_host``, the state is in host memory between updates.
+    not own are then removed. With ``on_host``, the state is in host memory between updates. ``shards`` are
+    the buckets of which this rank owns a slice. Other ranks count the gradients of the ``uncounted`` whole
+    parameters in the global norm: of replicas that have the same, one counts them.
 
     Raises:
         InputError: the groups differ from those of ``leader``, or an optimizer that is not elementwise would
@@ -46,8 +49,10 @@ class StageOptimizer:
         whole: Mapping[str, Tensor],
         owned: Mapping[ParameterShard, Tensor],
         on_host: bool = False,
+        shards: Mapping[int, ShardedBucket] = MappingProxyType({}),
+        uncounted: Collection[str] = (),
     ) -> None:
-        self._leader = leader
+        self._leader, self.shards, self._uncounted = leader, shards, uncounted
         self._pieces = {piece.name: piece for piece in owned}
         self._shapes = {name: whole[name].shape for name in self._pieces}
         self._tensors = {p.name: _updated(tensor, p, whole[p.name]) for p, tensor in owned.items()}
@@ -67,6 +72,24 @@ class StageOptimizer:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank updates completely."""
         return {name: each for name, each in self._tensors.items() if isinstance(each, nn.Parameter)}
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of whole parameters and of slices, by name."""
+        whole = {name: x.grad for name, x in self._tensors.items() if x.grad is not None}
+        return whole | {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
+
+    @property
+    def norm_gradients(self) -> dict[str, Tensor]:
+        """The gradients, or pieces of them, that this rank counts in the global norm, by name."""
+        return {name: x for name, x in self.gradients.items() if name not in self._uncounted}
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, also those in transit."""
+        for tensor in self._tensors.values():
+            tensor.grad = None
+        for shard in self.shards.values():
+            shard.drop_gradients()
 
     def move_to(self, owned: Mapping[ParameterShard, Tensor]) -> None:
         """Move pieces to other memory, which already holds their values."""
@@ -105,6 +128,8 @@ class StageOptimizer:
         finally:
             for tensor in self._tensors.values():
                 tensor.grad = None
+        for shard in self.shards.values():
+            shard.forget_gradients()
 
     def _offload_state(self) -> None:
         if self._host:
@@ -216,3 +241,47 @@ def _updated(memory: Tensor, piece: ParameterShard, parameter: Tensor) -> Tensor
 
 def _sizes(groups: list[list[str]]) -> str:
     return f"groups of {', '.join(str(len(names)) for names in groups)} parameters"
+
+
+class OffloadedState:
+    """Keeps the tensors of optimizer state on the host, from where an update copies them and back.
+
+    Tensors that an optimizer itself keeps on the host, such as step counts, stay there.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: dict[tuple[int, str], Tensor] = {}
+
+    @contextmanager
+    def on_device(self, optimizer: Optimizer) -> Iterator[None]:
+        """Copy the state to the device of its parameters for the duration of a ``with`` block."""
+        for parameter, entries in _of_parameters(optimizer):
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value is self._hosts.get((id(parameter), key)):
+                    entries[key] = value.to(parameter.device, copy=True)
+        try:
+            yield
+        finally:
+            self.offload_state(optimizer)
+
+    def offload_state(self, optimizer: Optimizer) -> None:
+        """Copy the state that is on the device of its parameter to the host."""
+        for parameter, entries in _of_parameters(optimizer):
+            for key, value in entries.items():
+                known = self._hosts.get((id(parameter), key))
+                if isinstance(value, Tensor) and value.device == parameter.device and value is not known:
+                    entries[key] = self._hosts[id(parameter), key] = self._copied(known, value)
+
+    def _copied(self, host: Tensor | None, value: Tensor) -> Tensor:
+        """A copy on the host, in the memory of the previous one if layouts are equal."""
+        if host is None or _layout(host) != _layout(value):
+            host = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+        return host.copy_(value)
+
+
+def _of_parameters(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, object]]]:
+    return [(key, entries) for key, entries in optimizer.state.items() if isinstance(key, Tensor)]
+
+
+def _layout(tensor: Tensor) -> object:
+    return tensor.dtype, tensor.shape, tensor.stride()

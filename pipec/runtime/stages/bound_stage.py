@@ -2,18 +2,17 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pipec.errors import VerifyError
 from pipec.ir import Sizes, Stage, SyncSpec
+from pipec.runtime.messages.cuda import on_device
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.stages.host_copies import HostCopies
-from pipec.runtime.stages.weight_versions import WeightVersions
 
 Frame = dict[str, Any]
 """The values of one microbatch in a stage, by name."""
@@ -63,14 +62,12 @@ class StageCode(Protocol):
     BUFFERS: tuple[str, ...]
     UPDATED_BUFFERS: tuple[str, ...]
     INPUTS: tuple[str, ...]
-
-    @property
-    def tail(self) -> Callable[[Frame], tuple[dict[str, Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """``tail(frame) -> (sent, updates, gradients)``, aligned as those of phases."""
-
-    @property
-    def forward(self) -> Callable[[Frame], tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]:
-        """``forward(frame) -> (sent, saved, updates)``, the updates aligned with ``UPDATED_BUFFERS``."""
+    tail: Callable[[Frame], tuple[dict[str, Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]]
+    """``tail(frame) -> (sent, updates, gradients)``, aligned as those of phases."""
+    batch_counts: Callable[..., tuple[Tensor, ...]]
+    """``batch_counts(...) -> tuple``, in the order of the stage's plan."""
+    forward: Callable[[Frame], tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]
+    """``forward(frame) -> (sent, saved, updates)``, the updates aligned with ``UPDATED_BUFFERS``."""
 
 
 class BoundStage:
@@ -78,9 +75,6 @@ class BoundStage:
 
     Replicas in one process share the tensors of the model; the one with ``owns_tensors`` writes to them. In a
     stream, the ``versions_behind`` the last one of the weights may still be read; a step has one version.
-
-    Raises:
-        VerifyError: code and plan disagree, or a tensor the code names is missing.
     """
 
     def __init__(
@@ -95,13 +89,11 @@ class BoundStage:
         owns_tensors: bool,
         versions_behind: int | None,
     ) -> None:
-        _check_agreement(stage, code, parameters, buffers)
         self.index = stage.index
-        self.borrowed = frozenset(stage.borrowed_parameters)
         self.code = code
         self.device = device
         self._parameters = [
-            _NOT_RECEIVED if fqn in self.borrowed else parameters[fqn] for fqn in code.PARAMETERS
+            _NOT_RECEIVED if fqn in stage.borrowed_parameters else parameters[fqn] for fqn in code.PARAMETERS
         ]
         self.weights = [*self._parameters]
         self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed_parameters]
@@ -110,6 +102,8 @@ class BoundStage:
         self.gradients = GradientAccumulator(self.weights, separate, sync_spec.defers_gradients)
         self.owns_tensors = owns_tensors
         self.inputs = frozenset(code.INPUTS)
+        self._count_names = stage.batch_counts
+        self.count_inputs = _names_read(code, "batch_counts")
         self.frames: list[Frame] = [{} for _ in range(num_frames)]
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
@@ -122,8 +116,8 @@ class BoundStage:
         self._buffers_found: dict[int, list[Tensor]] = {}
         self._memory: set[int] = set()
         self._precompute: Callable[..., tuple[Tensor, ...]] = getattr(code, "precompute", tuple)
-        self._precompute_arguments = parameter_names(self._precompute) if hasattr(code, "precompute") else ()
-        self._constants_arguments = _sizes_read(getattr(code, "constants", None))
+        self._precompute_arguments = _names_read(code, "precompute")
+        self._constants_arguments = tuple(x for x in _names_read(code, "constants") if x != "device")
         self.copies = HostCopies(device, stage.offloaded)
         self._offloads = bool(stage.offloaded)
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
@@ -157,6 +151,14 @@ class BoundStage:
         if self._precompute_arguments and not self.is_versioned:
             frame["precomputed"] = self._precomputed_of(frame)
         return frame
+
+    @torch.no_grad()
+    def batch_counts(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+        """What the stage counts in these inputs of the model; names in shapes have these ``sizes``."""
+        known: dict[str, Any] = {**sizes, "device": self.device, "buffers": self._registered}
+        known |= {name: on_device(inputs[name], self.device) for name in self.count_inputs if name in inputs}
+        made = self.code.batch_counts(**{name: known[name] for name in self.count_inputs})
+        return dict(zip(self._count_names, made, strict=True))
 
     @property
     def keeps_gradients(self) -> bool:
@@ -309,37 +311,80 @@ class BoundStage:
         return tuple(constants(**arguments, device=self.device)) if constants else ()
 
 
+class WeightVersions:
+    """The latest version, which is the model's parameters, and copies of earlier ones.
+
+    ``latest`` is the list object of the stage. Updates change parameters in place. After an update, the
+    ``behind`` versions before the new one may still be read. Weights that an update does not change are
+    shared by all versions.
+
+    One more is held until the stage reads a version again. If a stage has nothing in flight, the first stage
+    may be so many updates behind it, and after a failure all stages need a version that each of them holds.
+    The microbatch that the stage reads a version for next has passed the first stage, which has updated.
+    """
+
+    def __init__(self, latest: Sequence[Tensor], behind: int) -> None:
+        self._latest = latest
+        self._behind = behind
+        self.begin()
+
+    @property
+    def oldest(self) -> int:
+        """The first version that may still be read."""
+        return self.number - self._behind
+
+    def begin(self) -> None:
+        """Make the current parameters version 0."""
+        self.number = 0
+        self._stashed: dict[int, list[Tensor]] = {}
+        self._is_changing = False
+
+    def of(self, number: int) -> Sequence[Tensor]:
+        """The weights of a version, which is read."""
+        self._free(self.oldest)
+        return self._latest if number == self.number else self._stashed[number]
+
+    def stash(self, changing: Collection[int]) -> None:
+        """Keep the current version: copy the weights at these indices, before an update changes them."""
+        self._stashed[self.number] = list(self._latest)
+        copies = {index: self._latest[index].detach().clone() for index in changing}
+        for weights in self._stashed.values():
+            for index, copy in copies.items():
+                if weights[index] is self._latest[index]:
+                    weights[index] = copy
+
+    def begin_update(self) -> None:
+        """Note that the current weights change, and are no version until ``advance``."""
+        self._is_changing = True
+
+    def advance(self) -> None:
+        """Make the current parameters the next version."""
+        self.number += 1
+        self._is_changing = False
+        self._free(self.oldest - 1)
+
+    def _free(self, oldest: int) -> None:
+        for number in [each for each in self._stashed if each < oldest]:
+            del self._stashed[number]
+
+    @property
+    def held(self) -> set[int]:
+        """The versions in memory. While an update runs, the parameters themselves are no version."""
+        return {*self._stashed} if self._is_changing else {*self._stashed, self.number}
+
+    def restore(self, number: int) -> None:
+        """Copy a held version into the parameters; versions count on from its number."""
+        for latest, weight in zip(self._latest, self._stashed.get(number, ()), strict=False):
+            if latest is not weight:
+                latest.detach().copy_(weight)
+        self.number, self._is_changing = number, False
+        self._stashed.clear()
+
+
 _NOT_RECEIVED = torch.empty(0)
 """Placeholder of a borrowed parameter until the stage that owns it sends it."""
 
 
-def _sizes_read(constants: Callable[..., Any] | None) -> tuple[str, ...]:
-    """The names of the sizes and numbers that a stage's ``constants`` takes."""
-    return tuple(name for name in parameter_names(constants) if name != "device") if constants else ()
-
-
-def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the values that a function of a stage module takes, in order."""
-    return tuple(inspect.signature(function).parameters)
-
-
-def _check_agreement(
-    stage: Stage, code: StageCode, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-) -> None:
-    named = (
-        ("PARAMETERS", code.PARAMETERS, stage.parameters),
-        ("BUFFERS", code.BUFFERS, stage.buffers),
-        ("UPDATED_BUFFERS", code.UPDATED_BUFFERS, stage.updated_buffers),
-    )
-    for table, found, planned in named:
-        if tuple(found) != planned:
-            raise VerifyError(
-                f"stage {stage.index}: the code's {table} are {tuple(found)}, but the plan has {planned}; "
-                "generate the stage code from this plan"
-            )
-    needed = {*code.PARAMETERS, *code.BUFFERS} - set(stage.borrowed_parameters)
-    if missing := sorted(needed - parameters.keys() - buffers.keys()):
-        raise VerifyError(
-            f"stage {stage.index} needs the parameters or buffers {', '.join(missing)}, which this rank "
-            "does not hold; give the interpreter every tensor of its stages"
-        )
+def _names_read(code: StageCode, function: str) -> tuple[str, ...]:
+    """The names of the values that a function of a stage's code takes, in order; none if there is none."""
+    return tuple(inspect.signature(getattr(code, function)).parameters) if hasattr(code, function) else ()

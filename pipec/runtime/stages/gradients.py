@@ -33,7 +33,12 @@ class GradientAccumulator:
         self._defers = defers
         self._factor = 1.0
         self._totals: list[Tensor | None] = []
-        self._kept: list[Tensor | RowSparseGradient | None] = []
+        self.kept: list[Tensor | RowSparseGradient | None] = []
+        """Gradients of a microbatch for ``accumulate``, aligned with ``parameters``; None for no gradient.
+
+        The first gradient of a parameter is removed from the list when it is added, so that its memory can
+        become the sum.
+        """
         self._homes: dict[int, tuple[FlatBucket, str]] = {}
 
     def accumulate_in(self, home: FlatBucket, names: Mapping[int, str]) -> None:
@@ -42,7 +47,7 @@ class GradientAccumulator:
 
     def begin_step(self, factor: float = 1.0) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""
-        self._factor, self._kept = factor, []
+        self._factor, self.kept = factor, []
         self._totals = [
             None if index in self._separate else parameter.grad
             for index, parameter in enumerate(self._parameters)
@@ -57,7 +62,7 @@ class GradientAccumulator:
 
     def forget_step(self) -> None:
         """Drop references to gradients, so that setting ``.grad`` to None frees them."""
-        self._totals, self._kept = [], []
+        self._totals, self.kept = [], []
         for home, _ in self._homes.values():
             home.forget_step()
 
@@ -65,18 +70,9 @@ class GradientAccumulator:
         home, name = self._homes[index]
         return home.place(name)
 
-    def keep(self, gradients: list[Tensor | RowSparseGradient | None]) -> None:
-        """Keep a microbatch's gradients for ``accumulate``.
-
-        They are aligned with ``parameters``; None means no gradient. The first gradient of a parameter is
-        removed from the list when it is added, so that its memory can become the sum.
-        """
-        assert not self._kept, "gradients are accumulated before the next are made"
-        self._kept = gradients
-
     def accumulate(self) -> None:
-        """Add the gradients that were kept."""
-        gradients, self._kept = self._kept, []
+        """Add the gradients that were ``kept``."""
+        gradients, self.kept = self.kept, []
         if gradients:
             self._add(gradients, self._factor)
 
@@ -127,7 +123,7 @@ class GradientAccumulator:
         if self._defers:
             self._totals[index] = total
         else:
-            self._add_to_grad(index, total)
+            add_to_grad(self._parameters[index], total)
 
     @property
     def unreleased(self) -> dict[int, Tensor]:
@@ -139,16 +135,7 @@ class GradientAccumulator:
         for index in self.unreleased if self._defers else ():
             total, self._totals[index] = self._totals[index], None
             assert total is not None
-            self._add_to_grad(index, total)
-
-    def _add_to_grad(self, index: int, total: Tensor) -> None:
-        parameter = self._parameters[index]
-        if parameter.grad is None:
-            parameter.grad = total
-        elif total.is_sparse or parameter.grad.is_sparse:
-            parameter.grad = _added(parameter.grad, total)
-        else:
-            parameter.grad.add_(total)
+            add_to_grad(self._parameters[index], total)
 
     def _set_first(
         self, index: int, gradients: list[Tensor | RowSparseGradient | None], factor: float
@@ -169,6 +156,16 @@ class GradientAccumulator:
         self._totals[index] = total
         if index not in self._separate:
             self._parameters[index].grad = total
+
+
+def add_to_grad(parameter: Tensor, total: Tensor) -> None:
+    """Add a gradient to ``parameter.grad``, or let it be that."""
+    if parameter.grad is None:
+        parameter.grad = total
+    elif total.is_sparse or parameter.grad.is_sparse:
+        parameter.grad = _added(parameter.grad, total)
+    else:
+        parameter.grad.add_(total)
 
 
 def _added(total: Tensor, gradient: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Collectives of the replicas of a stage: sums of sparse gradients, and averages of changed buffers."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -52,28 +52,30 @@ class BufferAverage:
     A floating-point buffer becomes the mean over replicas, each weighted with its share of the step's
     microbatches. Any other buffer, such as a count of rows, changes by the sum of the replicas' changes, and
     a flag is set if a replica has set it. What all microbatches change alike is that of the first replica
-    that has any. ``shares`` returns this replica's share, and whether it is the first.
+    that has any. ``counts`` returns the number of microbatches of each replica; this one is number ``index``.
     """
 
     def __init__(
         self,
         stage: BoundStage,
         group: CollectiveGroup,
-        shares: Callable[[], tuple[float, bool]],
         names: Collection[str],
+        index: int,
+        counts: Callable[[], Sequence[int]],
     ) -> None:
-        self._stage, self._group, self._shares = stage, group, shares
+        self._stage, self._group, self._index, self._counts = stage, group, index, counts
         self._indices = [each for each in stage.updated_indices if stage.code.BUFFERS[each] in names]
         self._started: list[tuple[list[int], Tensor, CollectiveWait]] = []
 
     def start(self) -> None:
         """Start to sum the buffers of each dtype in one piece."""
-        share, is_first = self._shares()
+        counts = self._counts()
+        share, is_first = counts[self._index] / sum(counts), not any(counts[: self._index])
         after, before = self._stage.buffers_after, self._stage.buffers_before
         terms: dict[torch.dtype, dict[int, Tensor]] = {}
         for index in self._indices:
             if index in self._stage.step_indices:
-                term = _times(float(is_first), after[index])
+                term = _times(float(is_first and share > 0), after[index])
             else:
                 is_count = self._is_count(index)
                 term = after[index] - before[index] if is_count else _times(share, after[index])

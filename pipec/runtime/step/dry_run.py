@@ -9,7 +9,6 @@ Functions that torch compiles are compiled then, on all ranks at the same time, 
 message.
 """
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +22,9 @@ from pipec.ir import Instruction, Op, Payload, Plan, Program, Sizes, StepPart
 from pipec.ir.periodic_program import unroll
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.messages.transport import Receiver, Send
-from pipec.runtime.stages.bound_stage import StageCode
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.interpreter import Interpreter
 from pipec.runtime.step.linker import nothing
-from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.step_results import zeros_of
 
 log = logging.getLogger("pipec")
@@ -53,21 +50,13 @@ class DryRuns:
     update.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        stages: Mapping[int, StageCode],
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        device: torch.device,
-        updates: OptimizerUpdates | None = None,
-        every_size: bool = False,
-    ) -> None:
-        self._every_size = every_size
+    def __init__(self, interpreter: Interpreter, every_size: bool = False) -> None:
+        self._interpreter, self._every_size = interpreter, every_size
+        program, plan = interpreter.program, interpreter.plan
         if plan.sync_spec.stream is not None:
             program, plan = _as_step(program, plan)
-        self._num_microbatches = plan.num_microbatches
+        kept = [each for each in program.instructions if each.op not in _OF_THE_END]
+        self._program, self._plan = replace(program, instructions=kept), plan
         self._own_microbatches = [
             plan.microbatches_on(stage, program.rank)
             for stage, ranks in enumerate(plan.placement)
@@ -75,23 +64,7 @@ class DryRuns:
         ]
         self._whole: list[tuple[float, ...]] = []
         self._sizes = [each.name for each in plan.variables if each.dim is not None]
-        self._alone = functools.partial(
-            Interpreter,
-            replace(program, instructions=[x for x in program.instructions if x.op not in _OF_THE_END]),
-            plan,
-            stages,
-            buffers=buffers,
-            transport=_StubTransport(program.rank, device),
-            device=device,
-            owned=(),
-            updates=updates,
-        )
-        self._parameters = parameters
-        self._update = (
-            functools.partial(updates.dry_run, program.rank, device)
-            if updates is not None and plan.sync_spec.updates
-            else None
-        )
+        self._updates = interpreter.updates if plan.sync_spec.updates else None
         self._known = set[object]()
 
     def needs_dry_run(self, batch_slice: BatchSlice) -> bool:
@@ -115,18 +88,26 @@ class DryRuns:
         return (*batch_slice.sizes, *(batch_slice.values.get(name, 0) for name in self._sizes))
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int) -> None:
-        leaves = {name: _with_own_gradient(tensor) for name, tensor in self._parameters.items()}
-        if len(microbatches) < self._num_microbatches:
-            microbatches, batch_slice = _repeated(microbatches, batch_slice, self._num_microbatches)
+        rank, device = self._program.rank, self._interpreter.device
+        if len(microbatches) < self._plan.num_microbatches:
+            microbatches, batch_slice = _repeated(microbatches, batch_slice, self._plan.num_microbatches)
         batch_slice = self._shortened(batch_slice)
+        alone = replace(
+            self._interpreter,
+            program=self._program,
+            plan=self._plan,
+            parameters={name: _with_own_gradient(x) for name, x in self._interpreter.parameters.items()},
+            transport=_StubTransport(rank, device),
+            owned=(),
+        )
         try:
-            self._alone(parameters=leaves).run(microbatches, batch_slice, seed, part=StepPart.ACCUMULATE)
+            alone.run(microbatches, batch_slice, seed, part=StepPart.ACCUMULATE)
         except PipecError as error:
             log.debug("a dry run ended early: %s", error)
-        update, self._update = self._update, None
-        if update is not None:
+        updates, self._updates = self._updates, None
+        if updates is not None:
             try:
-                update()
+                updates.dry_run(rank, device)
             except Exception as error:  # of an optimizer that cannot have such little tensors
                 log.debug("a dry run of an update ended early: %s", error)
 

@@ -17,7 +17,6 @@ from pipec.ir import SCHEDULED_PHASES, Plan, StepPart, program_part, rank_of, st
 from pipec.ir.periodic_program import max_batches_ahead
 from pipec.runtime.messages.cuda import pinned_copy
 from pipec.runtime.stages.kernels import compile_functions
-from pipec.runtime.step.batch_counts import batch_counts, batch_fraction
 from pipec.runtime.step.batch_slice import NO_ROWS, BatchSlice
 from pipec.runtime.step.dry_run import DryRuns
 from pipec.runtime.step.interpreter import BatchSource, Interpreter
@@ -65,18 +64,15 @@ class Execution:
             buffers_here = {**buffers, **constants}
             owned = [k for k in modules if is_distributed or rank == plan.placement[k][0]]
             program, transport = artifact.programs[rank], ranks.transport(rank)
-            self._interpreters.append(
-                Interpreter(
-                    program, plan, modules, parameters, buffers_here, transport, device, owned, updates
-                )
+            interpreter = Interpreter(
+                program, plan, modules, parameters, buffers_here, transport, device, owned, updates
             )
+            self._interpreters.append(interpreter)
             if ranks.has_gpu_messages or ranks.kernels != "source":
-                every_size = ranks.kernels != "source"
-                self._dry_runs.append(
-                    DryRuns(program, plan, modules, parameters, buffers_here, device, updates, every_size)
-                )
-        here, summed_later = [each.rank for each in self._interpreters], plan.sync_spec.count_stages
-        self._batch_counts = [x for own in here for k, x in own.counts.items() if k not in summed_later]
+                self._dry_runs.append(DryRuns(interpreter, every_size=ranks.kernels != "source"))
+        here, summed_later = self._interpreters, plan.sync_spec.count_stages
+        stages = [each for own in here for each in own.stages.values() if each.index not in summed_later]
+        self._counting = [each for each in stages if each.count_inputs]
         self._read_here = set[str]().union(*(own.names_read for own in here))
         on_gpus = (own.names_read for own in here if own.device.type == "cuda")
         self._read_by_gpus = set[str]().union(*on_gpus)
@@ -124,13 +120,22 @@ class Execution:
                 parts = (whole[name],) * len(own)
             for microbatch, part in zip(own, parts, strict=True):
                 microbatch[name] = part
-        if self._batch_counts:
-            counts = batch_counts(self._batch_counts, self.artifact.plan, whole, microbatches, batch_slice)
+        for stage in self._counting:
+            if self.artifact.plan.dynamic_batch:
+                counts = stage.batch_counts(whole, {**batch_slice.values, "b": batch_slice.batch})
+            else:  # such code cannot take the whole batch
+                counted = [
+                    stage.batch_counts(each, {**batch_slice.values, "b": size})
+                    for each, size in zip(microbatches, batch_slice.sizes, strict=True)
+                    if size
+                ]
+                counts = {x: torch.stack([part[x] for part in counted]).sum(0) for x in counted[0]}
             for microbatch in microbatches:
                 microbatch |= counts
         if "batch_fraction" in self._read_here:
             for microbatch, size in zip(microbatches, batch_slice.sizes, strict=True):
-                microbatch["batch_fraction"] = batch_fraction(size, batch_slice.batch)
+                fraction = torch.tensor(size / batch_slice.batch, dtype=torch.float64)
+                microbatch["batch_fraction"] = fraction
         if "first_row" in self._read_here:
             for microbatch, first in zip(microbatches, batch_slice.first_rows, strict=True):
                 microbatch["first_row"] = torch.tensor(first)
@@ -199,7 +204,7 @@ class Execution:
             raise
         if self._updates is not None:
             self._updates.mark_gradients()
-        self.non_finite = self._interpreters[0].rank.non_finite
+        self.non_finite = self._interpreters[0].non_finite
         if recorded is not None:
             sync_spec = self.artifact.plan.sync_spec
             programs = [program_part(program, sync_spec, part) for program in self.artifact.programs]
@@ -208,7 +213,7 @@ class Execution:
 
     def _partial_update_note(self) -> str | None:
         """A note on updates that had begun when the step failed. All living ranks call this."""
-        begun = {stage for each in self._interpreters for stage in each.rank.begun}
+        begun = {stage for each in self._interpreters for stage in each.begun}
         for stages in self._ranks.exchange_final_status(json.dumps(sorted(begun))):
             begun.update(json.loads(stages or "[]"))
         if not begun:
@@ -244,7 +249,7 @@ class Execution:
     def found(self) -> tuple[int, NonFinite] | None:
         """The first skipped mini-batch of the stream, and why; None if there is none so far."""
         plan = self.artifact.plan
-        first = min(each.rank.stream_results.first_nan for each in self._interpreters)
+        first = min(each.stream_results.first_nan for each in self._interpreters)
         if math.isinf(first):
             return None
         (number, place), stage = divmod(int(first), plan.num_microbatches), stage_of_loss(plan)

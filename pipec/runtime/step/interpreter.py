@@ -9,7 +9,7 @@ and the frames are taken in turn. Where the program pauses, the stream waits for
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -18,16 +18,13 @@ import torch
 from torch import Tensor
 
 from pipec.errors import ExecutionError, PipecError, TransportError
-from pipec.ir import Instruction, Op, Plan, Program, StepPart, program_part, replica_counts
+from pipec.ir import Instruction, Op, Program, StepPart, program_part, replica_counts
 from pipec.ir.periodic_program import unrolled_instructions
 from pipec.ir.step_parts import instructions_of_part
 from pipec.ir.text_format import instruction_lines
 from pipec.runtime.messages.cuda import current_device
-from pipec.runtime.messages.transport import Transport
-from pipec.runtime.stages.bound_stage import StageCode
 from pipec.runtime.step.batch_slice import NO_ROWS, BatchSlice
 from pipec.runtime.step.linker import Action, Linker, microbatches_of, nothing
-from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.rank_state import GroupHyperparameters, Inputs, RankState
 from pipec.runtime.step.stream_results import StreamBatch
 from pipec.runtime.step.timestamps import Moment, Timestamps, clock_of
@@ -41,48 +38,28 @@ _NUM_LINES = 5
 """How many instructions an error shows, the failed one last."""
 
 
-class Interpreter:
-    """Executes ``program`` on ``device``.
+class Interpreter(RankState):
+    """Executes the program of a rank, which the plan and the code of its stages were made for."""
 
-    ``stages`` has at least the rank's own stages. ``parameters`` and ``buffers`` have at least the tensors of
-    those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters. Where replicas in
-    one process share tensors, this rank writes those of the ``owned`` stages; None: of all of its stages.
-    A program that updates does so with ``updates``.
-
-    Raises:
-        VerifyError: program, plan and stage code do not fit together.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        stages: Mapping[int, StageCode],
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        transport: Transport,
-        device: torch.device,
-        owned: Collection[int] | None = None,
-        updates: OptimizerUpdates | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.position = -1
-        self.rank = RankState(program, plan, stages, parameters, buffers, transport, device, owned, updates)
         self._passes = self._link()
         self._parts = {part: self._linked(part) for part in StepPart}
         self._part, self._actions = self._parts[StepPart.WHOLE]
 
     def _link(self) -> Sequence[Sequence[Action]]:
         """The actions of the program; those of a period once for each frame that microbatches take."""
-        program, num_frames = self.rank.program, self.rank.num_frames
+        program, num_frames = self.program, self.num_frames
         if not program.period:
-            linker = Linker(self.rank, program.instructions)
+            linker = Linker(self, program.instructions)
             return [[*map(linker.link, program.instructions)]]
         passes: list[dict[int, Action]] = [{} for _ in range(num_frames // program.period)]
         unrolled = [
             (number % len(passes), place, replace(each, microbatch=each.microbatch % num_frames))
             for number, place, each in unrolled_instructions(program, 2 * num_frames)
         ]
-        linker = Linker(self.rank, [each for _, _, each in unrolled])
+        linker = Linker(self, [each for _, _, each in unrolled])
         for number, place, each in unrolled:
             passes[number][place] = linker.link(each)
         return [[linked[place] for place in range(len(program.instructions))] for linked in passes]
@@ -90,7 +67,7 @@ class Interpreter:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Run instructions in a ``with`` block, on their device; failures are reported to the other ranks."""
-        transport, device = self.rank.transport, self.rank.device
+        transport, device = self.transport, self.device
         try:
             with current_device(device), torch.no_grad(), torch.autocast(device.type, enabled=False):
                 yield
@@ -109,7 +86,7 @@ class Interpreter:
     def _explained(self, error: Exception) -> PipecError:
         """The error of a failed instruction, which may have read a value that was never received."""
         try:
-            self.rank.transport.check()
+            self.transport.check()
         except TransportError as interruption:
             return TransportError(self._describe(str(interruption)))
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -143,25 +120,25 @@ class Interpreter:
             TransportError: another rank failed, hung or is gone.
         """
         self.position, (self._part, self._actions) = -1, self._parts[part]
-        self.rank.begin_part(part)
+        self.begin_part(part)
         try:
             with self._running():
-                self.rank.begin_step(microbatches, batch_slice, seed)
+                self.begin_step(microbatches, batch_slice, seed)
                 has_rows = all(batch_slice.sizes)
                 self._execute(self._actions if has_rows else self._actions_with_rows(), timestamps)
-                return {} if part is StepPart.UPDATE else self.rank.step_results.of_batch(self.rank.device)
+                return {} if part is StepPart.UPDATE else self.step_results.of_batch(self.device)
         finally:
-            self.rank.forget_step()
+            self.forget_step()
 
     def _linked(self, part: StepPart) -> tuple[Program, Sequence[Action]]:
         """The instructions of a part of the program, and their actions with those of the end."""
-        sync_spec, rank = self.rank.plan.sync_spec, self.rank
-        actions = [self._passes[0][n] for n in instructions_of_part(self.rank.program, sync_spec, part)]
+        sync_spec = self.plan.sync_spec
+        actions = [self._passes[0][n] for n in instructions_of_part(self.program, sync_spec, part)]
         if part is not StepPart.UPDATE:
-            actions.append(rank.transport.finish)
-            if any(stage.updated_indices for stage in rank.stages.values()):
+            actions.append(self.transport.finish)
+            if any(stage.updated_indices for stage in self.stages.values()):
                 actions.append(self._end_step)
-        return program_part(self.rank.program, sync_spec, part), actions
+        return program_part(self.program, sync_spec, part), actions
 
     def _actions_with_rows(self) -> Sequence[Action]:
         """The actions of a step in which some microbatches have no rows, and so are not computed."""
@@ -172,12 +149,12 @@ class Interpreter:
 
     def _is_idle(self, instruction: Instruction) -> bool:
         """Whether an instruction is of microbatches that have no rows."""
-        own = microbatches_of(instruction, self.rank)
-        return len(own) > 0 and not any(self.rank.sizes[each] for each in own)
+        own = microbatches_of(instruction, self)
+        return len(own) > 0 and not any(self.sizes[each] for each in own)
 
     def _end_step(self) -> None:
         """Write the buffers that the step has changed, unless the step is skipped."""
-        for stage in self.rank.stages.values() if self.rank.non_finite is None else ():
+        for stage in self.stages.values() if self.non_finite is None else ():
             stage.end_step()
 
     def _execute(self, actions: Sequence[Action], timestamps: Timestamps | None) -> None:
@@ -189,7 +166,7 @@ class Interpreter:
             action()
 
     def _execute_and_stamp(self, actions: Sequence[Action], timestamps: Timestamps) -> None:
-        clock, marks = clock_of(self.rank.device), list[Moment]()
+        clock, marks = clock_of(self.device), list[Moment]()
         clock.begin()
         for position, action in enumerate(actions):
             self.position = position
@@ -209,9 +186,9 @@ class Interpreter:
         self._batch: StreamBatch | None = None
         self._groups: dict[float, GroupHyperparameters] = {}
         self._requested = -1.0
-        self.rank.begin_part(StepPart.WHOLE)
-        self.rank.stream_results.begin(emit)
-        for stage in self.rank.stages.values():
+        self.begin_part(StepPart.WHOLE)
+        self.stream_results.begin(emit)
+        for stage in self.stages.values():
             stage.begin_step()
             stage.versions.begin()
         self._periods = self._run_periods()
@@ -232,46 +209,46 @@ class Interpreter:
         """Run everything that is left of a stream whose source has ended. Raises as ``advance``."""
         self.advance(math.inf, groups)
         with self._running():
-            self.rank.transport.finish()
-            for stage in self.rank.stages.values():
-                stage.restore_buffers(self.rank.stream_results.num_finite)
+            self.transport.finish()
+            for stage in self.stages.values():
+                stage.restore_buffers(self.stream_results.num_finite)
                 stage.end_step()
 
     def forget(self) -> None:
         """Drop every value of the stream."""
         self._periods, self._batch = iter(()), None
         self._source = lambda number: None
-        for stage in self.rank.stages.values():
+        for stage in self.stages.values():
             stage.forget_step()
             stage.versions.begin()
-        self.rank.stream_results.forget()
+        self.stream_results.forget()
 
     @property
     def held_versions(self) -> dict[int, set[int]]:
         """The weight versions that each stage holds, by the number of mini-batches before them."""
         return {
             index: {version * self._batches_per_update(index) for version in stage.versions.held}
-            for index, stage in self.rank.stages.items()
+            for index, stage in self.stages.items()
         }
 
     def restore(self, batch: int | None) -> None:
         """Restore the weights and buffers of all stages after a mini-batch; None leaves each its latest."""
-        for index, stage in self.rank.stages.items():
+        for index, stage in self.stages.items():
             latest = stage.versions.number
             stage.restore(latest if batch is None else batch // self._batches_per_update(index))
 
     def _batches_per_update(self, stage: int) -> int:
-        return self._microbatches_per_update(stage) // self.rank.plan.num_microbatches
+        return self._microbatches_per_update(stage) // self.plan.num_microbatches
 
     def _microbatches_per_update(self, stage: int) -> int:
-        stream = self.rank.plan.sync_spec.stream
+        stream = self.plan.sync_spec.stream
         assert stream is not None, "periodic programs have mini-batches"
-        return stream.microbatches_per_update(stage, replica_counts(self.rank.plan.placement))
+        return stream.microbatches_per_update(stage, replica_counts(self.plan.placement))
 
     def _run_periods(self) -> Iterator[None]:
         """Run period after period; yields where the script has to request the next mini-batch first."""
-        instructions, period = self.rank.program.instructions, self.rank.program.period
-        offsets, per_batch = [each.microbatch for each in instructions], self.rank.plan.num_microbatches
+        instructions, period = self.program.instructions, self.program.period
+        offsets, per_batch = [each.microbatch for each in instructions], self.plan.num_microbatches
         needs_rows = [each.op.traits.per_microbatch or each.op.traits.carries_link for each in instructions]
         number = -(max(offsets) // period)
         while number * period + min(offsets) < self._end:
@@ -279,15 +256,15 @@ class Interpreter:
                 microbatch = offsets[position] + number * period
                 if microbatch < 0 or not self._admits(microbatch):
                     continue
-                self.position, self.rank.stream_results.microbatch = position, microbatch
+                self.position, self.stream_results.microbatch = position, microbatch
                 instruction = instructions[position]
                 if instruction.op is Op.PAUSE:
                     while self._requested < microbatch // per_batch:
                         yield
                 elif instruction.op is Op.UPDATE:
                     behind = microbatch + self._microbatches_per_update(instruction.stage)
-                    self.rank.groups = self._groups_of(int(min(behind, self._end)) // per_batch - 1)
-                if self.rank.sizes[microbatch % self.rank.num_frames] or not needs_rows[position]:
+                    self.groups = self._groups_of(int(min(behind, self._end)) // per_batch - 1)
+                if self.sizes[microbatch % self.num_frames] or not needs_rows[position]:
                     action()
             number += 1
 
@@ -300,31 +277,31 @@ class Interpreter:
     def _admits(self, microbatch: int) -> bool:
         """Whether a microbatch exists. When it is first named, its frames are filled."""
         while self._num_admitted <= microbatch < self._end:
-            number, place = divmod(self._num_admitted, self.rank.plan.num_microbatches)
+            number, place = divmod(self._num_admitted, self.plan.num_microbatches)
             if place == 0:
                 self._batch = self._source(number)
                 if self._batch is None:
                     self._end = self._num_admitted
                     break
-                self.rank.stream_results.expect(number, self._batch)
-                self.rank.use(self._batch.batch_slice.values)
+                self.stream_results.expect(number, self._batch)
+                self.use(self._batch.batch_slice.values)
             assert self._batch is not None, "the source has not ended"
             batch_slice, inputs = self._batch.batch_slice, self._batch.microbatches[place]
             key = self._seed, self._num_admitted
             size, weight = batch_slice.sizes[place], batch_slice.loss_weights[place]
-            self.rank.fill_frames(self._num_admitted, size, inputs, key, weight)
+            self.fill_frames(self._num_admitted, size, inputs, key, weight)
             self._num_admitted += 1
         return microbatch < self._end
 
     def _describe(self, problem: str) -> str:
         """The place, the problem, and the instructions before it, the failed one last."""
-        rank, run = f"rank {self.rank.program.rank}", "stream" if self.rank.program.period else "step"
+        rank, run = f"rank {self.number}", "stream" if self.program.period else "step"
         if self.position < 0:
             return f"{rank}, preparing the {run}: {problem}"
         if self.position >= len(self._part.instructions):
             return f"{rank}, finishing the {run}: {problem}"
         failed = self._part.instructions[self.position]
-        microbatch = self.rank.stream_results.microbatch if self.rank.program.period else failed.microbatch
+        microbatch = self.stream_results.microbatch if self.program.period else failed.microbatch
         fields = {"stage": failed.stage, "microbatch": microbatch, "segment": failed.segment}
         words = [f"{word} {number}" for word, number in fields.items() if number != -1]
         lines = instruction_lines(self._part)[: self.position + 1][-_NUM_LINES:]

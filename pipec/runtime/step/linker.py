@@ -11,16 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.errors import VerifyError
-from pipec.ir import SCHEDULED_PHASES, Instruction, Link, Op, Payload, Phase
+from pipec.ir import SCHEDULED_PHASES, Instruction, Link, NonFiniteAction, Op, Payload, Phase, StepPart
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
-from pipec.runtime.optimizers import sum_of_squares
+from pipec.runtime.optimizers import StageOptimizer, sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.runtime.stages.flat_bucket import FlatBucket, ShardedBucket, reduction_dtype, undivided
 from pipec.runtime.stages.replica_reductions import BufferAverage, no_rows, sum_of_rows
-from pipec.runtime.step.non_finite import require_finite
-from pipec.runtime.step.optimizer_updates import StageUpdate
-from pipec.runtime.step.overflow_check import follow_table, norm_table, parameter_order
+from pipec.runtime.step.non_finite import found_in, is_overflow, norm_table, require_finite
 from pipec.runtime.step.rank_state import RankState
 from pipec.runtime.step.step_results import zeros_of
 
@@ -47,11 +44,7 @@ def in_sequence(actions: Sequence[Action]) -> Action:
 
 
 class Linker:
-    """Makes the actions of a program's instructions. ``instructions`` are all of them, as they run.
-
-    Raises:
-        VerifyError: a stage lacks a function.
-    """
+    """Makes the actions of a program's instructions. ``instructions`` are all of them, as they run."""
 
     def __init__(self, rank: RankState, instructions: Sequence[Instruction]) -> None:
         self._rank, self._plan, self._stages = rank, rank.plan, rank.stages
@@ -70,13 +63,13 @@ class Linker:
             Op.MOVE: self._move,
             **dict.fromkeys(map(Op, SCHEDULED_PHASES), self._compute),
             Op.ACCUMULATE: self._accumulate,
-            Op.PRECOMPUTE: self._precompute,
-            Op.FREE: self._free,
+            Op.PRECOMPUTE: lambda x: functools.partial(self._stages[x.stage].precompute, x.microbatch),
+            Op.FREE: lambda x: self._stages[x.stage].frames[x.microbatch].clear,
             Op.OFFLOAD: self._offload,
             Op.PREFETCH: self._prefetch,
             Op.SUM_COUNTS: self._sum_counts,
             Op.GATHER_ROWS: self._gather_rows,
-            Op.TAIL: self._tail,
+            Op.TAIL: lambda x: functools.partial(rank.tails[x.stage].run, rank.step_results),
             Op.REDUCE_GRAD: self._reduce,
             Op.AVERAGE_BUFFERS: self._average,
             Op.GRAD_NORM: self._norm,
@@ -84,7 +77,7 @@ class Linker:
             Op.CHECK: self._check,
             Op.STASH: self._stash,
             Op.UPDATE: self._update,
-            Op.PAUSE: lambda instruction: nothing,
+            Op.PAUSE: lambda x: nothing,
             Op.UNSHARD: self._unshard,
             Op.RESHARD: self._reshard,
             **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), self._model_collective),
@@ -208,12 +201,7 @@ class Linker:
         copying it.
         """
         stage, microbatch, name = self._stages[instruction.stage], instruction.microbatch, names[segment]
-        if getattr(stage.code, name, None) is None:
-            raise VerifyError(
-                f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
-                "the stage code for this schedule"
-            )
-        frame, function, keep = stage.frames[microbatch], stage.function(name), stage.gradients.keep
+        frame, function, gradient_sums = stage.frames[microbatch], stage.function(name), stage.gradients
         results, tail = self._rank.results, self._rank.tails.get(stage.index)
         is_last = segment == len(names) - 1
 
@@ -232,20 +220,20 @@ class Linker:
         def backward() -> None:
             sent, gradients = function(frame)
             frame.update(sent)
-            keep([*gradients])
+            gradient_sums.kept = [*gradients]
 
         def backward_input() -> None:
             sent, saved, gradients = function(frame)
             frame.update(sent, saved=saved)
-            keep([*gradients])
+            gradient_sums.kept = [*gradients]
 
         def backward_weight() -> None:
             gradients = function(frame)
-            keep([*gradients])
+            gradient_sums.kept = [*gradients]
 
         def part_of_backward_weight() -> None:
             frame["saved"], gradients = function(frame)
-            keep([*gradients])
+            gradient_sums.kept = [*gradients]
 
         actions = {
             Phase.FORWARD: forward,
@@ -265,16 +253,11 @@ class Linker:
         indices = [stage.code.PARAMETERS.index(name) for name in link.names]
 
         def add() -> None:
-            for index, gradient in zip(indices, received.pop(key), strict=True):
-                stage.gradients.add_tied(index, gradient)
+            if key in received:  # not from a replica whose microbatches have no rows
+                for index, gradient in zip(indices, received.pop(key), strict=True):
+                    stage.gradients.add_tied(index, gradient)
 
         return add
-
-    def _precompute(self, instruction: Instruction) -> Action:
-        return functools.partial(self._stages[instruction.stage].precompute, instruction.microbatch)
-
-    def _free(self, instruction: Instruction) -> Action:
-        return self._stages[instruction.stage].frames[instruction.microbatch].clear
 
     def _offload(self, instruction: Instruction) -> StartAndEnd:
         """Start to copy saved values to the host; the wait for that frees them on the device."""
@@ -315,14 +298,14 @@ class Linker:
     def _sum_counts(self, instruction: Instruction) -> StartAndEnd:
         """Sum the counts of a stage in the order of its replicas: they have the same bits on all."""
         rank, stage, group = self._rank, self._stages[instruction.stage], self._group(instruction)
-        function, own = rank.counts[stage.index], rank.own[stage.index]
+        sums, own = self._plan.stages[stage.index].batch_count_sums, rank.own[stage.index]
         gathered: list[tuple[str, Tensor, CollectiveWait]] = []
 
         def start() -> None:
             with_rows = [each for each in own if rank.sizes[each]]
-            parts = [function.values(rank.inputs[x], rank.sizes_with(rank.sizes[x])) for x in with_rows]
+            parts = [stage.batch_counts(rank.inputs[x], rank.sizes_with(rank.sizes[x])) for x in with_rows]
             gathered.clear()
-            for value in function.stage.batch_count_sums:
+            for value in sums:
                 none = zeros_of(value, rank.sizes_with(0), rank.device)
                 terms = [part[value.name] for part in parts] or [none]
                 term = functools.reduce(Tensor.add, terms)
@@ -331,26 +314,22 @@ class Linker:
                 gathered.append((value.name, every, wait))
 
         def finish() -> None:
-            sums = dict[str, Tensor]()
+            counts = dict[str, Tensor]()
             for name, every, wait in gathered:
                 wait()
-                sums[name] = functools.reduce(Tensor.add, every.unbind())
+                counts[name] = functools.reduce(Tensor.add, every.unbind())
             gathered.clear()
             for microbatch in own:
                 if rank.sizes[microbatch]:
-                    stage.frames[microbatch].update(sums)
+                    stage.frames[microbatch].update(counts)
             if stage.index in rank.tails:
-                rank.tails[stage.index].frame.update(sums)
+                rank.tails[stage.index].frame.update(counts)
 
         return start, finish
 
     def _gather_rows(self, instruction: Instruction) -> StartAndEnd:
         tail = self._rank.tails[instruction.stage]
         return functools.partial(tail.start_gather, self._group(instruction)), tail.finish_gather
-
-    def _tail(self, instruction: Instruction) -> Action:
-        """Run the tail of a stage; its gradients are present in the frames then."""
-        return functools.partial(self._rank.tails[instruction.stage].run, self._rank.step_results)
 
     # sums over replicas
 
@@ -396,14 +375,12 @@ class Linker:
         rank, stage = self._rank, self._stages[instruction.stage]
         replicas = self._plan.placement[stage.index]
         own = [self._plan.microbatches_on(stage.index, each) for each in replicas]
-        number = replicas.index(rank.number)
 
-        def shares() -> tuple[float, bool]:
-            counts = [sum(rank.sizes[each] > 0 for each in microbatches) for microbatches in own]
-            return counts[number] / sum(counts), not any(counts[:number]) and counts[number] > 0
+        def counts() -> Sequence[int]:
+            return [sum(rank.sizes[each] > 0 for each in microbatches) for microbatches in own]
 
-        names = self._plan.stages[stage.index].averaged_buffers
-        average = BufferAverage(stage, self._group(instruction), shares, names)
+        names, index = self._plan.stages[stage.index].averaged_buffers, replicas.index(rank.number)
+        average = BufferAverage(stage, self._group(instruction), names, index, counts)
         return average.start, average.finish
 
     # updates
@@ -414,33 +391,72 @@ class Linker:
         Each parameter's is summed over the ranks first, and then those of all in the model's order. So the
         bits of the sum do not depend on which ranks have which parameters.
         """
-        rank, updates, num_names = self._rank, self._rank.updates, len(parameter_order(self._rank))
-        group = rank.transport.group(range(self._plan.num_ranks))
+        rank, updates, plan, names = self._rank, self._rank.updates, self._plan, self._parameter_order
+        group = rank.transport.group(range(plan.num_ranks))
 
         def norm() -> None:
-            rank.table = norm_table(rank)
+            losses = rank.step_results.losses
+            rank.table = norm_table(plan, names, self._norm_gradients(), losses, rank.device)
             group.all_reduce(rank.table)()
             if updates is not None and updates.max_norm is not None:
-                squares = rank.table[:num_names].sum()
+                squares = rank.table[: len(names)].sum().abs()
                 updates.grad_norm, rank.factor = squares.sqrt(), updates.factor(squares)
 
         return norm
+
+    @property
+    def _parameter_order(self) -> Sequence[str]:
+        """The parameters whose gradients are checked, in the model's order."""
+        updates = self._rank.updates
+        return [*updates.shapes] if updates else [value.name for value in self._plan.parameters]
+
+    def _norm_gradients(self) -> dict[str, Tensor]:
+        """The gradients that this rank counts in the global norm, by name."""
+        if self._rank.updates is not None:
+            own = filter(None, map(self._own, self._stages))
+            return {name: x for update in own for name, x in update.norm_gradients.items()}
+        return {
+            stage.code.PARAMETERS[index]: total
+            for number, stage in self._stages.items()
+            if self._rank.number == self._plan.placement[number][0]
+            for index, total in stage.gradients.unreleased.items()
+        }
 
     def _check(self, instruction: Instruction) -> Action:
         """Decide whether the step is skipped; in a stream, whether a mini-batch is."""
         rank, number = self._rank, instruction.stage
         if number < 0:
-            return functools.partial(follow_table, rank)
+            return self._check_step
         results, versions, update = rank.stream_results, self._stages[number].versions, self._own(number)
 
         def check_batch() -> None:
             rank.skipped.discard(number)
-            if not results.is_finite(versions.number):
+            if versions.number >= results.num_finite:
                 rank.skipped.add(number)
             elif update is not None:
                 require_finite(update.norm_gradients)
 
         return check_batch
+
+    def _check_step(self) -> None:
+        """Keep the step or skip it: no update, no gradient in ``.grad``, no buffer."""
+        rank, updates, sync_spec = self._rank, self._rank.updates, self._plan.sync_spec
+        assert rank.table is not None, "the norm comes first"
+        found = found_in(self._plan, self._parameter_order, rank.table)
+        accumulates = rank.part is StepPart.ACCUMULATE
+        if updates is not None and not accumulates:
+            found = updates.skip_reasons.pop(rank.number, None) or found
+        rank.non_finite = found
+        if updates is None:
+            for stage in self._stages.values() if found is None else ():
+                stage.gradients.release()
+        elif found is None:
+            return
+        elif accumulates and (sync_spec.on_nan is NonFiniteAction.SKIP or is_overflow(found, sync_spec)):
+            updates.skip_reasons[rank.number] = found
+        else:
+            for update in filter(None, map(self._own, self._stages)):
+                update.drop_gradients()
 
     def _stage_norm(self, instruction: Instruction) -> Action:
         """Compute the factor by which the next update of a stage of a stream is clipped."""
@@ -472,7 +488,7 @@ class Linker:
         def act() -> None:
             if update is not None:  # which another replica makes
                 rank.begun.add(stage.index)
-                update.update(rank.factor)
+                update.update(update.gradients, rank.factor)
                 stage.gradients.clear_updated()
 
         def make_version() -> None:
@@ -482,7 +498,7 @@ class Linker:
                     update.drop_gradients()
                 else:
                     stage.versions.begin_update()
-                    update.update(rank.factor, rank.groups)
+                    update.update(update.gradients, rank.factor, rank.groups)
                 stage.gradients.clear_updated()
             stage.advance(keeps_buffers=is_skipped)
 
@@ -521,7 +537,7 @@ class Linker:
         update = self._own(instruction.stage)
         return update.shards.get(instruction.bucket) if update else None
 
-    def _own(self, stage: int) -> StageUpdate | None:
+    def _own(self, stage: int) -> StageOptimizer | None:
         """What this rank updates of a stage."""
         return self._rank.updates.on(self._rank.number, stage) if self._rank.updates else None
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.errors import InputError
+from pipec.ir.argument_checks import short_repr
 from pipec.ir.batch_axis import BatchAxis
 
 MicrobatchWeight = Callable[..., Any] | str
@@ -59,14 +60,11 @@ def loss_weights(
 def _checked(weight: Any, microbatch: int) -> float:
     try:
         number = float(weight)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"microbatch_weight returned a {type(weight).__name__} for microbatch {microbatch}; expected a "
-            "number"
-        ) from error
+    except (TypeError, ValueError):
+        number = math.nan
     if not (math.isfinite(number) and number >= 0):
         raise InputError(
-            f"microbatch_weight returned {number} for microbatch {microbatch}; expected a finite number that "
-            "is at least 0"
+            f"microbatch_weight returned {short_repr(weight)} for microbatch {microbatch}; expected a finite "
+            "number that is at least 0"
         )
     return number

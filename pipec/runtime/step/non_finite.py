@@ -1,14 +1,19 @@
-"""Whether a step's losses and gradients are finite: checked together, with one result on all ranks."""
+"""Whether a step's losses and gradients are finite: checked together, with one result on all ranks.
 
-from collections.abc import Mapping
+The collective that sums the norm of all gradients also tells all ranks what each has found, so that all
+decide alike whether a step is skipped. Its table has a float64 for each parameter and microbatch: the squared
+norm of a gradient, with a minus sign if the gradient is not finite, and whether a loss is NaN.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipec.errors import NonFiniteError
-from pipec.ir import Payload, Plan, SyncSpec
-from pipec.runtime.optimizers import stored_values
+from pipec.ir import Payload, Plan, SyncSpec, rank_of
+from pipec.runtime.optimizers import gradient_norms, stored_values
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,51 @@ def skip_notice(found: NonFinite, number: int, sync_spec: SyncSpec) -> str:
 def is_overflow(found: NonFinite, sync_spec: SyncSpec) -> bool:
     """Whether the loss scale alone may be to blame. Losses themselves are not scaled."""
     return sync_spec.has_loss_scale and (bool(found.parameter) or sync_spec.on_nan is None)
+
+
+def norm_table(
+    plan: Plan,
+    names: Sequence[str],
+    gradients: Mapping[str, Tensor],
+    losses: Mapping[int, Tensor],
+    device: torch.device,
+) -> Tensor:
+    """What a rank adds to the table of the parameters ``names`` and of all microbatches."""
+    checks = plan.sync_spec.may_skip_step
+    size = len(names) + (plan.num_microbatches if checks else 0)
+    table = torch.zeros(size, dtype=torch.float64, device=device)
+    found = gradient_norms(gradients.values(), exactly=plan.sync_spec.clips)
+    norms = dict(zip(gradients, found, strict=True))
+    if norms:
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        table[: len(names)] = torch.stack([norms.get(name, none) for name in names]).square_()
+    if checks and losses:
+        places = [len(names) + microbatch for microbatch in losses]
+        table[places] = torch.stack(list(losses.values())).isnan().double()
+    if checks and norms and not bool(torch.stack(found).isfinite().all()):  # maybe of very large gradients
+        for name in non_finite(gradients):
+            table[names.index(name)].neg_()
+    return table
+
+
+def found_in(plan: Plan, names: Sequence[str], table: Tensor) -> NonFinite | None:
+    """The non-finite value that some rank has found; None if all is finite.
+
+    A loss comes before gradients. Of these it is the last one in the model's order, which backwards came to
+    first.
+    """
+    values = table.tolist()
+    squares, losses = values[: len(names)], values[len(names) :]
+    if any(losses):
+        stage, microbatch = stage_of_loss(plan), next(k for k, is_nan in enumerate(losses) if is_nan)
+        return NonFinite(rank_of(plan.placement, stage, microbatch), stage, microbatch)
+    bad = [name for name, square in zip(names, squares, strict=True) if not square >= 0]
+    if not bad:
+        return None
+    name = bad[-1]
+    own = (s.index for s in plan.stages if name in s.parameters and name not in s.borrowed_parameters)
+    stage = next(own, 0)
+    return NonFinite(plan.placement[stage][0], stage, parameter=name)
 
 
 def non_finite(gradients: Mapping[str, Tensor]) -> list[str]:

@@ -4,13 +4,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from pipec.errors import InputError
-from pipec.ir import ParameterShard, Plan, Stage, stages_on
+from pipec.ir import ParameterShard, Plan, stages_on
 from pipec.ir.sharding import shard_evenly, shard_whole_tensors
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import (
@@ -23,53 +23,12 @@ from pipec.runtime.optimizers import (
     sum_of_squares,
 )
 from pipec.runtime.stages.flat_bucket import ShardedBucket, ShardGradient
+from pipec.runtime.stages.gradients import add_to_grad
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.non_finite import NonFinite
 
 GroupOf = Callable[[int, int], CollectiveGroup]
 """The replicas of a stage as a rank sees them."""
-
-
-@dataclass(frozen=True)
-class StageUpdate:
-    """One rank's update of a stage: whole parameters by name, and its shards of buckets.
-
-    ``norm_parameters`` are those of the whole parameters whose gradients this rank counts in the global norm:
-    of replicas that have the same, one counts them.
-    """
-
-    optimizer: StageOptimizer
-    parameters: Mapping[str, nn.Parameter]
-    shards: Mapping[int, ShardedBucket]
-    norm_parameters: frozenset[str]
-
-    @property
-    def norm_gradients(self) -> dict[str, Tensor]:
-        """The gradients, or pieces of them, that this rank counts in the global norm, by name."""
-        whole = self._whole()
-        return {name: whole[name] for name in whole if name in self.norm_parameters} | self._shared()
-
-    def _whole(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-
-    def _shared(self) -> dict[str, Tensor]:
-        return {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
-
-    def drop_gradients(self) -> None:
-        """Drop all gradients, also those in transit."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        for shard in self.shards.values():
-            shard.drop_gradients()
-
-    def update(self, factor: Tensor | None, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Make the update with all gradients that there are, times ``factor``, and forget them.
-
-        ``groups`` are its hyperparameters, if not those that the pipeline's optimizer has now.
-        """
-        self.optimizer.update(self._whole() | self._shared(), factor, groups)
-        for shard in self.shards.values():
-            shard.forget_gradients()
 
 
 class OptimizerUpdates:
@@ -87,16 +46,14 @@ class OptimizerUpdates:
         parameters: Mapping[str, nn.Parameter],
         loss_scale: LossScale | None = None,
     ) -> None:
-        self._factory = factory
         self.loss_scale = loss_scale
         self.optimizer = PipelineOptimizer(factory, parameters)
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
         groups = self.optimizer.param_groups
         self._optimized = frozenset(name for group in groups for name in group["param_names"])
-        self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
-        self._stages: dict[tuple[int, int], StageUpdate] = {}
-        self._copies: dict[int, Mapping[str, nn.Parameter]] = {}
+        self._like = self.optimizer.dummies
+        self._stages: dict[tuple[int, int], StageOptimizer] = {}
         self._bound: Plan | None = None
         self.skip_reasons: dict[int, NonFinite] = {}
         """By rank, why the next update is to be left out, where steps without an update came before it."""
@@ -106,7 +63,7 @@ class OptimizerUpdates:
         """The shapes of the parameters of the whole model."""
         return {name: each.shape for name, each in self._like.items()}
 
-    def _buckets(self) -> list[tuple[int, int, ShardedBucket]]:
+    def buckets(self) -> list[tuple[int, int, ShardedBucket]]:
         """The sharded buckets of this process, each with its rank and its stage."""
         updates = self._stages.items() if self._bound is not None else ()
         return [(*where, shard) for where, update in updates for shard in update.shards.values()]
@@ -114,55 +71,38 @@ class OptimizerUpdates:
     @property
     def sharded_names(self) -> list[str]:
         """The parameters that are held as shards alone, and are empty until they are gathered."""
-        return [name for *_, x in self._buckets() if not x.keeps_parameters for name in x.sharding.names]
+        return [name for *_, x in self.buckets() if not x.keeps_parameters for name in x.sharding.names]
 
     def shards(self) -> dict[ParameterShard, Tensor]:
         """The memory of this process's shards of such parameters."""
         self.follow_script()
-        owned = (x.owned().items() for *_, x in self._buckets() if not x.keeps_parameters)
+        owned = (x.owned().items() for *_, x in self.buckets() if not x.keeps_parameters)
         return {piece: memory for of_bucket in owned for piece, memory in of_bucket}
 
     def has_gradients(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether there are gradients of this process's ``parameters`` that no update has used."""
         return any(each.grad is not None for name, each in parameters.items() if name in self._optimized)
 
-    def take_gradients(self) -> list[tuple[ShardedBucket, ShardGradient]]:
-        """The gradients of all shards of this process, which have none from now on."""
-        self.follow_script()
-        found = [(x, gradient) for *_, x in self._buckets() if (gradient := x.take_gradient())]
-        self.mark_gradients()
-        return found
-
-    def add_gradients(self, added: Sequence[tuple[ShardedBucket, ShardGradient]]) -> None:
-        """Add gradients that were taken. Raises InputError if parameters are now sharded in another way."""
-        current = {id(shard) for *_, shard in self._buckets()}
-        if any(id(shard) not in current for shard, _ in added):
-            raise InputError(
-                "the parameters were moved or sharded in another way since the step whose gradients are to "
-                "be added; call backward() before anything else that changes them"
-            )
-        for shard, gradient in added:
-            shard.add_gradient(gradient)
-        self.mark_gradients()
-
     def follow_script(self) -> None:
         """Apply the script's changes to sharded parameters and gradients."""
-        for rank, stage, shard in self._buckets():
+        for rank, stage, shard in self.buckets():
             if shard.follow_script():
-                self._stages[rank, stage].optimizer.move_to(shard.owned())
+                self._stages[rank, stage].move_to(shard.owned())
 
     def mark_gradients(self) -> None:
         """Show the script which sharded parameters have a gradient."""
-        for *_, shard in self._buckets():
+        for *_, shard in self.buckets():
             shard.mark_gradients()
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> "OptimizerUpdates":
         """The same for a copy of the parameters, with a copy of the state. Every rank calls this."""
-        made = OptimizerUpdates(self._factory, self.max_norm, parameters, copy.deepcopy(self.loss_scale))
+        made = OptimizerUpdates(
+            self.optimizer.factory, self.max_norm, parameters, copy.deepcopy(self.loss_scale)
+        )
         made.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         return made
 
-    def on(self, rank: int, stage: int) -> StageUpdate | None:
+    def on(self, rank: int, stage: int) -> StageOptimizer | None:
         """A rank's update of a stage. Replicas that share parameters leave it to the first one."""
         return self._stages.get((rank, stage))
 
@@ -175,16 +115,13 @@ class OptimizerUpdates:
     def dry_run(self, rank: int, device: torch.device) -> None:
         """Make the updates of a rank with little tensors of the same types, which use the same kernels."""
         for update in [each for (number, _), each in self._stages.items() if number == rank]:
-            names = [piece.name for piece in update.optimizer.pieces]
-            own = {name: _small_like(self._like[name], device) for name in names}
-            owned: dict[ParameterShard, Tensor] = {
-                ParameterShard(name, 0, x.numel()): x for name, x in own.items()
-            }
+            own = {piece.name: _small_like(self._like[piece.name], device) for piece in update.pieces}
+            owned = {ParameterShard(name, 0, x.numel()): x for name, x in own.items()}
             whole = {name: own.get(name, _small_like(like, "meta")) for name, like in self._like.items()}
             gradients = {name: torch.zeros_like(x) for name, x in own.items()}
             squares = sum_of_squares(gradients.values())
             factor = self.factor(squares) if self.max_norm is not None else None
-            optimizer = StageOptimizer(self.optimizer, self._factory, whole, owned)
+            optimizer = StageOptimizer(self.optimizer, self.optimizer.factory, whole, owned)
             optimizer.update(gradients, factor)
 
     def is_bound_to(self, plan: Plan) -> bool:
@@ -221,49 +158,45 @@ class OptimizerUpdates:
         each but the first has copies. A parameter that the plan does not use may have a gradient from other
         steps: its ``owner_ranks``, or rank 0, update it with the first of their stages.
         """
-        self._bound, self._stages, self._copies = plan, {}, {}
-        sync_spec = plan.sync_spec
+        self._bound, self._stages, sync_spec = plan, {}, plan.sync_spec
         for stage, placement in enumerate(plan.placement):
-            here = [rank for rank in placement if rank in devices]
+            here, used = [rank for rank in placement if rank in devices], plan.stages[stage].parameters
             for rank in here:
                 numbers = sync_spec.buckets_of(stage) if sync_spec.shard and is_distributed else ()
                 shards = {
                     number: self._shard(plan, number, placement.index(rank), parameters) for number in numbers
                 }
-                own = parameters
-                if sync_spec.stream and rank != here[0]:
-                    own = self._copied(plan.stages[stage], rank, parameters, devices[rank])
-                whole = self._whole_on(plan, rank, stage, owner_ranks)
-                if not is_distributed:
-                    updated_by_all = {*plan.stages[stage].parameters} if sync_spec.stream else set[str]()
-                    whole = {
-                        name: who for name, who in whole.items() if rank == who[0] or name in updated_by_all
-                    }
-                self._add(plan, rank, stage, shards, {**parameters, **own}, whole)
-        self.optimizer.attach([update.optimizer for update in self._stages.values()], parameters, gather)
+                divided = {name for shard in shards.values() for name in shard.sharding.names}
+                owned, uncounted = dict[ParameterShard, Tensor](), set[str]()
+                for name, who in self._whole_on(plan, rank, stage, owner_ranks).items():
+                    of_stream, mine = sync_spec.stream is not None and name in used, parameters[name]
+                    if name in divided or not (is_distributed or of_stream or rank == who[0]):
+                        continue
+                    if of_stream and rank != here[0]:
+                        mine = parameter_on(mine.detach().to(devices[rank], copy=True), mine)
+                    elif rank != who[0] and sync_spec.stream is None:
+                        uncounted.add(name)
+                    owned[ParameterShard(name, 0, mine.numel())] = mine
+                for shard in shards.values():
+                    owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
+                if owned or shards:
+                    self._stages[rank, stage] = self.optimizer.for_stage(
+                        owned, sync_spec.state_on_host, shards, uncounted
+                    )
+        self.optimizer.attach([*self._stages.values()], parameters, gather)
 
-    def copies(self, rank: int) -> Mapping[str, Tensor]:
-        """The parameters that a rank has copies of."""
-        return self._copies.get(rank, {})
+    def updated_on(self, rank: int) -> Mapping[str, Tensor]:
+        """The whole parameters that a rank updates, the model's or copies of them."""
+        stages = (stage for (number, _), stage in self._stages.items() if number == rank)
+        return {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
 
+    @torch.no_grad()
     def refresh_copies(self, parameters: Mapping[str, Tensor]) -> None:
         """Let all copies be what the parameters of the model are now."""
-        with torch.no_grad():
-            for copies in self._copies.values():
-                for name, copied in copies.items():
-                    copied.copy_(parameters[name])
-
-    def _copied(
-        self, stage: Stage, rank: int, parameters: Mapping[str, nn.Parameter], device: torch.device
-    ) -> Mapping[str, nn.Parameter]:
-        """A rank's copies of a stage's trained parameters; others have no other versions."""
-        own = {
-            name: parameter_on(parameters[name].detach().to(device, copy=True), parameters[name])
-            for name in stage.parameters
-            if name in self._optimized
-        }
-        self._copies[rank] = {**self._copies.get(rank, {}), **own}
-        return own
+        for stage in self._stages.values():
+            for name, parameter in stage.parameters.items():
+                if parameter is not parameters[name]:
+                    parameter.copy_(parameters[name])
 
     def _shard(
         self, plan: Plan, number: int, replica: int, parameters: Mapping[str, nn.Parameter]
@@ -292,39 +225,15 @@ class OptimizerUpdates:
             found |= {name: who for name, who in idle.items() if rank in who}
         return {name: who for name, who in found.items() if name in self._optimized}
 
-    def _add(
-        self,
-        plan: Plan,
-        rank: int,
-        stage: int,
-        shards: Mapping[int, ShardedBucket],
-        parameters: Mapping[str, nn.Parameter],
-        whole: Mapping[str, Sequence[int]],
-    ) -> None:
-        divided = {name for shard in shards.values() for name in shard.sharding.names}
-        own = [name for name in whole if name not in divided]
-        owned: dict[ParameterShard, Tensor] = {
-            ParameterShard(name, 0, self._like[name].numel()): parameters[name] for name in own
-        }
-        for shard in shards.values():
-            owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
-        if owned or shards:
-            self._stages[rank, stage] = StageUpdate(
-                self.optimizer.for_stage(owned, plan.sync_spec.state_on_host),
-                {name: parameters[name] for name in own},
-                shards,
-                frozenset(name for name in own if plan.sync_spec.stream or rank == whole[name][0]),
-            )
-
     @contextmanager
     def gathered(self, group_of: GroupOf) -> Iterator[None]:
         """Let parameters that are sharded be whole inside a ``with``. Every rank does so together."""
-        for rank, stage, shard in self._buckets():
+        for rank, stage, shard in self.buckets():
             shard.unshard(group_of(rank, stage))
         try:
             yield
         finally:
-            for *_, shard in self._buckets():
+            for *_, shard in self.buckets():
                 shard.reshard()
 
     def release(self, group_of: GroupOf) -> None:
@@ -332,9 +241,58 @@ class OptimizerUpdates:
 
         Every rank does so together.
         """
-        for rank, stage, shard in self._buckets():
+        for rank, stage, shard in self.buckets():
             shard.release(group_of(rank, stage))
         self._bound = None
+
+
+@dataclass(frozen=True)
+class HeldGradients:
+    """The gradients that a process has, held apart from its parameters until they are added again.
+
+    They are those of parameters, and those of the shards that ``updates`` have.
+    """
+
+    gradients: Mapping[nn.Parameter, Tensor]
+    shards: Sequence[tuple[ShardedBucket, ShardGradient]]
+    updates: OptimizerUpdates | None
+
+    @classmethod
+    def take(cls, parameters: Sequence[nn.Parameter], updates: OptimizerUpdates | None) -> Self:
+        """The gradients of the parameters, which have none from now on."""
+        shards, gradients = list[tuple[ShardedBucket, ShardGradient]](), {}
+        if updates is not None:
+            updates.follow_script()
+            shards = [(x, taken) for *_, x in updates.buckets() if (taken := x.take_gradient())]
+            updates.mark_gradients()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients[parameter], parameter.grad = parameter.grad, None
+        return cls(gradients, shards, updates)
+
+    @torch.no_grad()
+    def multiply(self, factor: Tensor) -> None:
+        for gradient in (*self.gradients.values(), *(gradient.sums for _, gradient in self.shards)):
+            gradient.mul_(factor.to(gradient.device))
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add them to what gradients there are by now. They are not held any longer.
+
+        Raises InputError if parameters are now sharded in another way.
+        """
+        current = {id(shard) for *_, shard in self.updates.buckets()} if self.updates else set()
+        if any(id(shard) not in current for shard, _ in self.shards):
+            raise InputError(
+                "the parameters were moved or sharded in another way since the step whose gradients are to "
+                "be added; call backward() before anything else that changes them"
+            )
+        for parameter, gradient in self.gradients.items():
+            add_to_grad(parameter, gradient.to(parameter.device))
+        for shard, taken in self.shards:
+            shard.add_gradient(taken)
+        if self.updates is not None:
+            self.updates.mark_gradients()
 
 
 def _small_like(like: Tensor, device: torch.device | str) -> nn.Parameter:

@@ -1,21 +1,19 @@
 """What the linked actions of one rank work on: its stages, and the values of the step that runs."""
 
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.errors import VerifyError
-from pipec.ir import Mode, Payload, Plan, Program, Sizes, StepPart, Value, rank_of
+from pipec.ir import Mode, Plan, Program, Sizes, StepPart, rank_of
 from pipec.ir.periodic_program import num_frames, num_versions_behind, version_read
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.messages.cuda import on_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.stages.bound_stage import BATCH, VERSION, BoundStage, Frame, StageCode
-from pipec.runtime.step.batch_counts import BatchCountsFunction, batch_fraction
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -30,8 +28,14 @@ GroupHyperparameters = Sequence[Mapping[str, Any]]
 """The hyperparameters of an update, for each group of the optimizer."""
 
 
+@dataclass(eq=False, repr=False)
 class RankState:
     """The stages of one rank, and the values of its step.
+
+    ``codes`` has at least the rank's own stages. ``parameters`` and ``buffers`` have at least the tensors of
+    those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters. Where replicas in
+    one process share tensors, this rank writes those of the ``owned`` stages; None: of all of its stages. A
+    program that updates does so with ``updates``.
 
     ``sizes`` has the rows of each microbatch of the step, then those of the batch. A link that moves once per
     step has microbatch -1, and so finds the rows of the batch at ``sizes[-1]``. A stream's microbatches take
@@ -41,49 +45,39 @@ class RankState:
     the hyperparameters of a stream's updates; those of steps are the optimizer's own. ``table`` is what all
     ranks have found with the norm, and ``non_finite`` why the step is skipped. ``skipped`` has the stages of
     a stream whose next update is skipped, and ``begun`` the stages whose update has begun in this step.
-
-    Raises:
-        VerifyError: a stage reads an input or borrows a parameter that the plan does not bring.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        codes: Mapping[int, StageCode],
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        transport: Transport,
-        device: torch.device,
-        owned: Collection[int] | None,
-        updates: OptimizerUpdates | None,
-    ) -> None:
-        self.number, self.program, self.plan = program.rank, program, plan
-        self.transport, self.device, self.updates = transport, device, updates
+    program: Program
+    plan: Plan
+    codes: Mapping[int, StageCode]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    transport: Transport
+    device: torch.device
+    owned: Collection[int] | None = None
+    updates: OptimizerUpdates | None = None
+
+    def __post_init__(self) -> None:
+        program, plan, codes, updates = self.program, self.plan, self.codes, self.updates
+        self.number, device = program.rank, self.device
         self.num_frames = num_frames(program, plan.num_microbatches)
-        copies = updates.copies(program.rank) if updates and program.period else {}
+        copies = updates.updated_on(program.rank) if updates and program.period else {}
         self.stages = {
             stage.index: BoundStage(
                 stage,
                 codes[stage.index],
-                {**parameters, **copies},
-                buffers,
+                {**self.parameters, **copies},
+                self.buffers,
                 device,
                 self.num_frames,
                 plan.sync_spec,
-                owned is None or stage.index in owned,
+                self.owned is None or stage.index in self.owned,
                 num_versions_behind(program, stage.index) if program.period else None,
             )
             for stage in plan.stages
             if program.rank in plan.placement[stage.index]
         }
-        self._require_inputs()
         self.own = {stage: plan.microbatches_on(stage, program.rank) for stage in self.stages}
-        self.counts = {
-            index: BatchCountsFunction(plan.stages[index], codes[index], buffers, device)
-            for index in self.stages
-            if plan.stages[index].batch_counts
-        }
         summed = {name for index in plan.sync_spec.count_stages for name in plan.stages[index].batch_counts}
         self._inputs_of = {index: stage.inputs - summed for index, stage in self.stages.items()}
         self.tails = {
@@ -94,7 +88,8 @@ class RankState:
         self.step_results = StepResults(plan, program.rank)
         self.stream_results = StreamResults(plan, program.rank)
         self.results = self.stream_results if program.period else self.step_results
-        self._loss = loss_of(plan)
+        results = result_values(plan) if plan.mode is Mode.TRAIN else ()
+        self._loss = next((value for value in results if value.name == "loss"), None)
         self.sizes = [0] * (self.num_frames + 1)
         self.inputs: Sequence[Inputs] = ()
         self.values: Sizes = {}
@@ -103,27 +98,10 @@ class RankState:
         self.skipped, self.begun = set[int](), set[int]()
         self.begin_part(StepPart.WHOLE)
 
-    def _require_inputs(self) -> None:
-        known = {"batch_fraction", "first_row", *(entry.value.name for entry in self.plan.inputs)}
-        known |= {name for stage in self.plan.stages for name in stage.batch_counts}
-        for index, stage in self.stages.items():
-            if unknown := sorted(stage.inputs - known):
-                raise VerifyError(
-                    f"stage {index} reads {', '.join(unknown)} of the batch, but the plan has the inputs "
-                    f"{', '.join(sorted(known))}; generate the stage code from this plan"
-                )
-            weights = (x for x in self.plan.links if x.payload is Payload.WEIGHT and x.target == index)
-            if missing := sorted(stage.borrowed.difference(*(link.names for link in weights))):
-                raise VerifyError(
-                    f"stage {index}: the parameters {', '.join(missing)} are borrowed, but no weight link "
-                    "brings them; add one to the plan, from the stage that owns them"
-                )
-
     @property
     def names_read(self) -> set[str]:
         """The inputs of the model that this rank reads, also those in which it counts."""
-        counted = (counts.inputs for counts in self.counts.values())
-        return set[str]().union(*(stage.inputs for stage in self.stages.values()), *counted)
+        return {name for stage in self.stages.values() for name in (*stage.inputs, *stage.count_inputs)}
 
     def begin_part(self, part: StepPart) -> None:
         """Begin a part of a step, or a stream."""
@@ -154,7 +132,7 @@ class RankState:
             frame, given = tail.begin_step(batch_slice), inputs[self.own[index][0]]
             self._fill(frame, self._inputs_of[index] & given.keys(), given, scale)
             frame.update(self.sizes_with(self.sizes[-1]), device=self.device)
-            frame.update(batch_fraction=batch_fraction(1, 1), first_row=torch.tensor(0))
+            frame.update(batch_fraction=torch.ones((), dtype=torch.float64), first_row=torch.tensor(0))
             frame["rng"] = OperatorGenerators(self.device, (seed, -1))
         for number, weight in enumerate(batch_slice.loss_weights):
             key = seed, batch_slice.first + number
@@ -180,7 +158,8 @@ class RankState:
         for name in names:
             frame[name] = on_device(inputs[name], self.device)
         if self._loss:
-            frame["grad_loss"] = _loss_gradient(loss_weight, self._loss.dtype, self.device)
+            dtype = getattr(torch, self._loss.dtype)
+            frame["grad_loss"] = torch.full((), loss_weight, dtype=dtype, device=self.device)
 
     def use(self, values: Sizes) -> None:
         """Let names in shapes, other than that of the rows, stand for ``values``."""
@@ -203,16 +182,3 @@ class RankState:
         self.step_results.forget()
         self.inputs = ()
         clear_block_cache()
-
-
-def loss_of(plan: Plan) -> Value | None:
-    """The result that training differentiates."""
-    if plan.mode is not Mode.TRAIN:
-        return None
-    return next((value for value in result_values(plan) if value.name == "loss"), None)
-
-
-@functools.lru_cache(maxsize=64)
-def _loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
-    """The initial gradient of a microbatch's backward: its weight times the loss scale."""
-    return torch.full((), weight, dtype=getattr(torch, dtype), device=device)

@@ -78,13 +78,13 @@ class StepResults:
             parts, own = self.parts[name], self.batch_slice
             self.parts[name] = {}
             order = sorted(parts)
-            in_order, value = [parts[each] for each in order], self._values[name]
+            sizes, weights = [own.sizes[each] for each in order], None
             if name == "loss" and own.custom_loss_weights is not None:
                 weights = [own.custom_loss_weights[each] for each in order]
-                self._merged[name] = weighted_sum(in_order, weights)
-            else:
-                sizes, is_sum = [own.sizes[each] for each in order], name in self._plan.summed_outputs
-                self._merged[name] = merge(value, in_order, sizes, sum(own.sizes), own.values, is_sum)
+            elif name not in self._plan.summed_outputs:
+                weights = [size / own.num_rows for size in sizes]
+            joined = {**own.values, "b": sum(sizes)}
+            self._merged[name] = merge(self._values[name], [parts[k] for k in order], weights, joined)
         return self._merged[name]
 
     @property
@@ -114,72 +114,65 @@ class StepResults:
                 if len(ranks) == 1 or value.name in self._of_tail:
                     found[value.name] = self._made_by(ranks[0], value.name)
                     continue
-                parts = [self._part(rank, value.name, made.source) for rank in ranks]
-                if own.is_local and has_rows(value):
-                    nothing = zeros_of(value, {**own.values, "b": 0}, device)
-                    part = parts[own.replica]
-                    found[value.name] = nothing if part is None else part
-                else:
+                mine = ranks[own.replica : own.replica + 1] if own.is_local and has_rows(value) else ranks
+                parts = [
+                    self._made_by(rank, value.name)
+                    for rank in mine
+                    if any(own.sizes[each] for each in self._plan.microbatches_on(made.source, rank))
+                ]
+                if parts:
                     is_sum = value.name in self._plan.summed_outputs
-                    found[value.name] = merge_replicas(value, parts, own.sizes, own.values, is_sum)
+                    found[value.name] = merge_replicas(value, parts, own, is_sum)
+                else:
+                    found[value.name] = zeros_of(value, {**own.values, "b": 0}, device)
         return found
-
-    def _part(self, rank: int, name: str, stage: int) -> Tensor | None:
-        """A rank's part of a result; None if its microbatches have no rows."""
-        has_any = any(self.batch_slice.sizes[each] for each in self._plan.microbatches_on(stage, rank))
-        return self._made_by(rank, name) if has_any else None
 
     def _made_by(self, rank: int, name: str) -> Tensor:
         return self.merged(name) if rank == self._rank else self._received[name, rank]
 
 
-def merge(
-    value: Value,
-    parts: Sequence[Tensor],
-    sizes: Sequence[int],
-    batch: int,
-    values: Sizes,
-    is_sum: bool = False,
-) -> Tensor:
-    """Join the parts of microbatches that hold ``sizes`` of the samples of a batch into a new tensor.
+def merge(value: Value, parts: Sequence[Tensor], weights: Sequence[float] | None, sizes: Sizes) -> Tensor:
+    """Join the parts that microbatches make of a value, which has these ``sizes``, into a new tensor.
 
     Parts with a batch dimension are concatenated along it. Floating-point parts without one, such as mean
-    losses, become the mean over samples: each is weighted with its fraction of the batch. Parts that
-    ``is_sum`` says are terms become their sum. Any other value must be the same for every microbatch.
+    losses, are added up with their ``weights``. Parts without weights are terms of a sum. Any other value
+    must be the same for every microbatch.
 
     Raises:
         InputError: the parts cannot stand for the whole batch.
     """
     if dims := _batch_dims(value):
-        return _concatenate(value, parts, dims[0], {**values, "b": sum(sizes)})
-    if is_sum:
+        return _concatenate(value, parts, dims[0], sizes)
+    if weights is None:
         return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
     if parts[0].is_floating_point() or parts[0].is_complex():
-        return weighted_sum(parts, [size / batch for size in sizes])
-    return _the_same(value, parts).clone()
+        terms = (part * weight for part, weight in zip(parts, weights, strict=True))
+        return functools.reduce(torch.add, terms)
+    if not all(torch.equal(part, parts[0]) for part in parts):
+        raise InputError(
+            f"the result {format_value(value)} differs between microbatches, and whole numbers have no "
+            "mean; return it per sample, or as floating point, or use one microbatch"
+        )
+    return parts[0].clone()
 
 
-def merge_replicas(
-    value: Value, made: Sequence[Tensor | None], sizes: Sequence[int], values: Sizes, is_sum: bool = False
-) -> Tensor:
-    """The result of the batch from the merged results of each replica.
+def merge_replicas(value: Value, parts: Sequence[Tensor], own: BatchSlice, is_sum: bool) -> Tensor:
+    """The result of the batch from the merged results of the replicas that have rows.
 
     A replica whose microbatches have no rows made nothing. Of three microbatches, the first of two replicas
     has the rows of the first and the last::
 
         parts [a a c], [b b]    sizes [2, 2, 1]    ->    [a a b b c]
     """
-    parts = [part for part in made if part is not None]
     count = len(parts)
     if count == 1:
         return parts[0]
     if dims := _batch_dims(value):
-        along = [evaluate_dim(value.shape[dims[0]], {**values, "b": size}) for size in sizes]
+        along = [evaluate_dim(value.shape[dims[0]], {**own.values, "b": size}) for size in own.sizes]
         rows = [iter(part.split(along[k::count], dims[0])) for k, part in enumerate(parts)]
-        return torch.cat([next(rows[microbatch % count]) for microbatch in range(len(sizes))], dims[0])
-    if is_sum or parts[0].is_floating_point() or parts[0].is_complex():
-        return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
-    return _the_same(value, parts)
+        return torch.cat([next(rows[microbatch % count]) for microbatch in range(len(own.sizes))], dims[0])
+    is_term = is_sum or parts[0].is_floating_point() or parts[0].is_complex()
+    return merge(value, parts, None if is_term else (), own.values)
 
 
 def result_values(plan: Plan) -> list[Value]:
@@ -187,32 +180,18 @@ def result_values(plan: Plan) -> list[Value]:
     return list(dict.fromkeys(v for link in plan.links if link.payload.is_result for v in link.values))
 
 
-def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
-    if not all(torch.equal(part, parts[0]) for part in parts):
-        raise InputError(
-            f"the result {format_value(value)} differs between microbatches, and whole numbers have no "
-            "mean; return it per sample, or as floating point, or use one microbatch"
-        )
-    return parts[0]
-
-
 def merge_slices(
     plan: Plan, parts: Sequence[Mapping[str, Tensor]], batch_slices: Sequence[BatchSlice]
 ) -> dict[str, Tensor]:
     """The results of a batch from those of the slices that make it up."""
-    values = result_values(plan)
-    sizes, batch = [batch_slice.num_rows for batch_slice in batch_slices], batch_slices[0].batch
-    sums = {*plan.summed_outputs, "loss"} if batch_slices[0].custom_loss_weights else plan.summed_outputs
+    first, sizes = batch_slices[0], [batch_slice.num_rows for batch_slice in batch_slices]
+    sums = {*plan.summed_outputs, "loss"} if first.custom_loss_weights else plan.summed_outputs
+    weights, joined = [size / first.batch for size in sizes], {**first.values, "b": sum(sizes)}
     return {
         value.name: merge(
-            value,
-            [part[value.name] for part in parts],
-            sizes,
-            batch,
-            batch_slices[0].values,
-            value.name in sums,
+            value, [part[value.name] for part in parts], None if value.name in sums else weights, joined
         )
-        for value in values
+        for value in result_values(plan)
     }
 
 
@@ -241,8 +220,3 @@ def _concatenate(value: Value, parts: Sequence[Tensor], dim: int, sizes: Sizes) 
             "proportional to the batch, or use one microbatch"
         )
     return joined
-
-
-def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    terms = (part * weight for part, weight in zip(parts, weights, strict=True))
-    return functools.reduce(torch.add, terms)

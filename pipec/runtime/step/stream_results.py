@@ -43,24 +43,14 @@ class StreamResults:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan, self._rank = plan, rank
-        self._checks_losses = plan.sync_spec.on_nan is not None
-        self._unused: list[StepResults] = []
         self.begin(lambda number, results: None)
 
     def begin(self, emit: Callable[[int, Mapping[str, Tensor]], None]) -> None:
         """Start with a stream."""
         self._emit = emit
         self._batches: dict[int, StepResults] = {}
-        self._num_microbatches: dict[int, int] = {}
-        self._losses_left: dict[int, int] = {}
         self.microbatch = 0
         self.first_nan: float = math.inf
-
-    def is_finite(self, number: int) -> bool:
-        """Whether a mini-batch is trained on, not skipped; read before the update that it is for."""
-        if self._checks_losses:
-            assert self._losses_left.pop(number) == 0, "losses come before updates"
-        return number < self.num_finite
 
     def forget(self) -> None:
         """Drop the results of a stream that is over."""
@@ -74,25 +64,19 @@ class StreamResults:
 
     def expect(self, number: int, batch: StreamBatch) -> None:
         """Note that a mini-batch will follow."""
-        self._batches[number] = self._unused.pop() if self._unused else StepResults(self._plan, self._rank)
+        self._batches[number] = StepResults(self._plan, self._rank)
         self._batches[number].batch_slice = batch.batch_slice
-        self._num_microbatches[number] = sum(size > 0 for size in batch.batch_slice.sizes)
-        if self._checks_losses:
-            self._losses_left[number] = self._num_microbatches[number]
 
     def collect(self, frame: int, sent: dict[str, Tensor]) -> None:
         """Keep the results of the microbatch that is in this frame now."""
         number, place = divmod(self.microbatch, self._plan.num_microbatches)
-        if self._checks_losses and "loss" in sent:
-            self._losses_left[number] -= 1
-            if sent["loss"].isnan().any():
-                self.first_nan = min(self.first_nan, self.microbatch)
+        if self._plan.sync_spec.on_nan is not None and "loss" in sent and sent["loss"].isnan().any():
+            self.first_nan = min(self.first_nan, self.microbatch)
         results = self._batches.get(number)
         if results is None:
             return
         results.collect(place, sent)
-        if all(len(parts) == self._num_microbatches[number] for parts in results.parts.values()):
-            del self._batches[number], self._num_microbatches[number]
+        num_with_rows = sum(size > 0 for size in results.batch_slice.sizes)
+        if all(len(parts) == num_with_rows for parts in results.parts.values()):
+            del self._batches[number]
             self._emit(number, {name: results.merged(name) for name in results.parts})
-            results.forget()
-            self._unused.append(results)

@@ -81,7 +81,7 @@ class StageTail:
         returned, updates, gradients = self._stage.code.tail(self.frame)
         self._stage.update_buffers(updates)
         if self._index == 0:
-            self._stage.gradients.keep([*gradients])
+            self._stage.gradients.kept = [*gradients]
             self._stage.gradients.accumulate()
         results.set_whole({name: returned[name] for name in self._tail.results}, self._index)
         for value in self._tail.gradients:
