@@ -23,7 +23,6 @@ from pipec.graph.nodes import (
     BatchCount,
     BatchFraction,
     Buffer,
-    FirstRow,
     Gradient,
     InputRole,
     LossGradient,

@@ -86,11 +86,6 @@ class BatchFraction:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstRow:
-    """The number of the microbatch's first row in the mini-batch: a 0-dim int64 tensor."""
-
-
-@dataclass(frozen=True, slots=True)
 class BatchCount:
     """A value of the whole mini-batch, such as how many labels count: output ``index`` of ``batch_counts``.
 
@@ -143,7 +138,7 @@ class Gradient:
     fqn: str
 
 
-InputRole = ModelInput | LossGradient | BatchFraction | FirstRow | BatchCount | TailInput | TailGradient
+InputRole = ModelInput | LossGradient | BatchFraction | BatchCount | TailInput | TailGradient
 """The arguments of a graph that a step brings, or that another function of it makes."""
 
 ArgumentRole = Parameter | Precomputed | Buffer | InputRole
@@ -339,7 +334,7 @@ def depends_on_inputs_only(node: fx.Node) -> bool:
     """
     if "depends_on_inputs_only" not in node.meta:
         if node.op == "placeholder":
-            answer = isinstance(node.meta["role"], ModelInput | BatchFraction | FirstRow | BatchCount)
+            answer = isinstance(node.meta["role"], ModelInput | BatchFraction | BatchCount)
         else:
             answer = (
                 is_forward(node)

@@ -131,9 +131,6 @@ class Execution:
         if "batch_fraction" in self._read_here:
             for microbatch, size in zip(microbatches, batch_slice.sizes, strict=True):
                 microbatch["batch_fraction"] = batch_fraction(size, batch_slice.batch)
-        if "first_row" in self._read_here:
-            for microbatch, first in zip(microbatches, batch_slice.first_rows, strict=True):
-                microbatch["first_row"] = torch.tensor(first)
         return microbatches
 
     def run(

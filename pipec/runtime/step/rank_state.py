@@ -104,7 +104,7 @@ class RankState:
         self.begin_part(StepPart.WHOLE)
 
     def _require_inputs(self) -> None:
-        known = {"batch_fraction", "first_row", *(entry.value.name for entry in self.plan.inputs)}
+        known = {"batch_fraction", *(entry.value.name for entry in self.plan.inputs)}
         known |= {name for stage in self.plan.stages for name in stage.batch_counts}
         for index, stage in self.stages.items():
             if unknown := sorted(stage.inputs - known):
@@ -154,7 +154,7 @@ class RankState:
             frame, given = tail.begin_step(batch_slice), inputs[self.own[index][0]]
             self._fill(frame, self._inputs_of[index] & given.keys(), given, scale)
             frame.update(self.sizes_with(self.sizes[-1]), device=self.device)
-            frame.update(batch_fraction=batch_fraction(1, 1), first_row=torch.tensor(0))
+            frame["batch_fraction"] = batch_fraction(1, 1)
             frame["rng"] = OperatorGenerators(self.device, (seed, -1))
         for number, weight in enumerate(batch_slice.loss_weights):
             key = seed, batch_slice.first + number
