@@ -17,6 +17,7 @@ from pipec.graph import (
     is_check,
     is_collective,
     is_random,
+    leading_to,
 )
 
 
@@ -108,13 +109,7 @@ def _adds_up(graph: fx.Graph, marked: fx.Node) -> bool:
 
 def _closure(graph: fx.Graph, sources: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes that lead to ``sources``, in order."""
-    needed: set[fx.Node] = set()
-    pending = list(sources)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
+    needed = leading_to(sources)
     return [node for node in graph.nodes if node in needed]
 
 

@@ -11,7 +11,6 @@ from pipec.codegen.expressions import expression, free_names, output_argument
 from pipec.codegen.formatting import (
     LINE_LENGTH,
     break_lines,
-    fold_tuple,
     format_statement,
     tuple_source,
     with_note,
@@ -268,10 +267,7 @@ class StageSource:
         for node in statements:
             source = expression(node, lambda n: views.get(n) or name(n), self.graph.symbols)
             lines += self.assignment(node, source, body)
-        returned = tuple_source(map(name, results))
-        if len(returned) + 11 <= LINE_LENGTH:
-            return [*lines, f"    return {returned}"]
-        return [*lines, "    return (", *fold_tuple(returned), "    )"]
+        return [*lines, *break_lines(f"return {tuple_source(map(name, results))}", 4)]
 
 
 @dataclass(frozen=True)
@@ -381,13 +377,9 @@ class _FunctionSource:
             ),
         }
         returned = [parts[key] for key in return_values(function)]
-        if sum(map(len, returned)) + 15 <= LINE_LENGTH:
-            yield f"    return {', '.join(returned)}"
-        else:
-            yield "    return ("
-            for part in returned:
-                yield from fold_tuple(part + ("," if len(returned) > 1 else ""))
-            yield "    )"
+        code = ", ".join(returned)
+        is_long = len(code) + len("    return ") > LINE_LENGTH
+        yield from break_lines(f"return ({code})" if is_long and len(returned) > 1 else f"return {code}", 4)
 
     def _title(self, node: fx.Node) -> str:
         operators = self.module.graph.operators

@@ -47,6 +47,7 @@ from pipec.graph.nodes import (
     is_row_sparse,
     is_tensor,
     is_view,
+    leading_to,
     recv,
     reuses_memory,
     segment_of,

@@ -24,7 +24,7 @@ key          set by    meaning
 
 import functools
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -325,6 +325,17 @@ def _reads_unknown(node: fx.Node, known: Collection[sympy.Basic]) -> bool:
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     numbers = (sympy.sympify(each) for each in leaves if isinstance(each, sympy.Basic | torch.SymInt))
     return any(not number.free_symbols.issubset(known) for number in numbers)
+
+
+def leading_to(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they depend on."""
+    found, pending = set[fx.Node](), [*nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def depends_on_inputs_only(node: fx.Node) -> bool:

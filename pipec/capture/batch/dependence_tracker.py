@@ -145,7 +145,6 @@ class DependenceTracker(TorchDispatchMode):
             self.rows,
             self.symbolic,
             self.degrees,
-            lambda tensor: self.fact(tensor).from_arguments,
         )
         is_drawn = _RANDOM in func.tags
         given = all(self.fact(tensor).from_arguments for tensor in call.tensors) and not is_drawn

@@ -193,11 +193,10 @@ def create(call: OperatorCall) -> Dependence:
         return PerRow(tagged[0], call.shape[tagged[0]] // call.rows, degree=degree)
     if call.symbolic and tagged:
         return call.mixed("makes something for every pair of rows")
-    return Whole(degree, None if degree or call.name in _DRAWN else _fill(call))
+    return Whole(degree, None if degree else _fill(call))
 
 
 _FILLED = {"full", "full_like", "new_full", "scalar_tensor", "fill"}
-_DRAWN = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal"}
 
 
 def _fill(call: OperatorCall) -> float | None:

@@ -35,8 +35,7 @@ class OperatorCall:
     """A call of ``op`` whose result, on the meta device, is ``result``.
 
     ``rows`` is the number that stands for the rows of a microbatch. ``degrees`` has the powers of it in
-    numbers that are no multiples of it, such as 1 / rows. ``is_from_arguments`` tells what follows from the
-    arguments of ``step`` alone.
+    numbers that are no multiples of it, such as 1 / rows.
     """
 
     op: OpOverload
@@ -47,7 +46,6 @@ class OperatorCall:
     rows: int
     symbolic: bool
     degrees: Mapping[float, int] = field(default_factory=dict)
-    is_from_arguments: Callable[[Tensor], bool] = lambda tensor: False
     is_assumed: bool = False
     """The results were taken to have rows, without a proof."""
 
