@@ -185,7 +185,10 @@ def index_put(call: OperatorCall) -> Dependence:
         return Whole()
     has_mask = any(map(_is_mask, at))
     if isinstance(target, Whole) and target.fill == 0 and call.arguments.get("accumulate") and not has_mask:
-        return SumOverRows() if len(at.rows) == 1 and at.fits(new, value, *at.rows) else call.unproven()
+        if call.has_row_numbers:
+            return call.with_row_numbers()
+        is_plain = len(at.rows) == 1 and not any(map(power_of, at.values))
+        return SumOverRows() if is_plain and at.fits(new, value, *at.rows) else call.unproven()
     if not isinstance(target, PerRow) or target.degree or target.is_row_number:
         return call.unproven()
     if has_mask:

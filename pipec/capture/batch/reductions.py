@@ -223,11 +223,10 @@ def recurrence(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
 def histogram(call: OperatorCall) -> Dependence:
     """``histc`` and ``bincount``: counts by value, between given limits."""
     value = call.dependence_of(call.first)
-    if call.name == "histc" and call["min"] == call["max"] and not isinstance(value, Whole):
-        return call.mixed("takes the smallest and the largest value of rows")
-    if call.name == "bincount" and not call["minlength"] and not isinstance(value, Whole):
-        return call.mixed("has as many counts as the largest value of a microbatch says; give minlength")
-    if set(map(type, call.values)) == {Whole}:
+    if all(isinstance(each, Whole) for each in call.values):
         return Whole()
+    has_limits = call["minlength"] > 0 if call.name == "bincount" else call["min"] != call["max"]
+    if not has_limits:
+        return call.mixed("counts between limits that follow from its rows; give minlength, or min and max")
     is_plain = isinstance(value, PerRow) or value == SelectedRows()
     return SumOverRows() if is_plain and set(call.values) == {value} else call.unproven()
