@@ -234,19 +234,6 @@ class SortedExperts(nn.Module):
 FAULTS = ("other rows", "places")
 
 
-class Capacity(nn.Module):
-    """Experts that take at most three rows each, the first ones: a row depends on those before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.expert = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = F.one_hot(self.gate(x).argmax(-1), 2)
-        place = (chosen.cumsum(0) * chosen).sum(-1)
-        return torch.where((place <= 3).unsqueeze(-1), self.expert(x), x)
-
-
 class Rows(torch.autograd.Function):
     """A row-wise function with a backward of its own."""
 
@@ -367,18 +354,6 @@ class Averaged(nn.Module):
         with torch.no_grad():
             self.mean.lerp_(x.mean(0), 0.1)
         return x - self.mean if self.subtract else x
-
-
-class Counting(nn.Module):
-    """Counts its calls in a buffer, and weighs with the count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x / self.calls
 
 
 class Queue(nn.Module):
@@ -573,9 +548,6 @@ ROW_WISE: dict[str, BatchCase] = {
     "quantized": flat(lambda h, a: a(h), Quantizer),
     "sparse experts": flat(lambda h, a: a(h), lambda: Experts(sparse=True)),
     "sorted experts": quick(flat(lambda h, a: a(h), SortedExperts)),
-    "sorted experts of tokens": sequential(
-        lambda h, a: a(h.flatten(0, 1)).view(h.shape), lambda: SortedExperts(adds=True)
-    ),
     "LSTM, batch first": quick(
         sequential(lambda h, a: a(h)[0], lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))
     ),
@@ -726,7 +698,6 @@ MIXING: dict[str, BatchCase] = {
     "einsum bi,ci->bc": flat(lambda h: torch.einsum("bi,ci->bc", h, h).sum(1)),
     "tensordot over rows": flat(lambda h: h @ torch.tensordot(h, h, ([0], [0]))),
     "vmap with the sum of all": flat(lambda h: torch.vmap(lambda row: row * h.sum())(h)),
-    "capacity of experts": flat(lambda h, a: a(h), Capacity),
     "custom forward that mixes": flat(MixingForward.apply),
     "custom backward that mixes": quick(flat(MixingBackward.apply)),
     "custom gradient that is a mean": flat(lambda h, a: a(h), lambda: Weighing(SummingBackward)),
@@ -753,10 +724,7 @@ MIXING: dict[str, BatchCase] = {
     "the number of a row by linspace": flat(
         lambda h: h * torch.linspace(0, 1, h.shape[0], dtype=h.dtype)[:, None]
     ),
-    "the number of a row by cumsum": flat(lambda h: h * torch.ones(h.shape[0]).cumsum(0)[:, None]),
     "the number of a row by nonzero": flat(lambda h: h * torch.ones(h.shape[0]).nonzero()),
-    "the number of a row plus one": flat(lambda h: h[(torch.arange(h.shape[0]) + 1) % h.shape[0]]),
-    "rows by half their number": flat(lambda h: h[torch.arange(h.shape[0]) // 2]),
     "rows added at their number": flat(lambda h: h.index_add(0, torch.arange(h.shape[0]), h)),
     "half the number of rows": flat(lambda h: h * (h.new_zeros(h.shape[0] // 2) + 1).sum()),
     "one row more": flat(lambda h: h * (h.new_zeros(h.shape[0] + 1) + 1).sum()),
@@ -767,9 +735,6 @@ MIXING: dict[str, BatchCase] = {
     "all rows by their number": quick(flat(lambda h: h[torch.arange(h.shape[0])])),
     "an identity": quick(flat(lambda h: h + torch.eye(*h.shape, dtype=h.dtype))),
     "an identity of the batch": flat(lambda h: h + torch.eye(h.shape[0], dtype=h.dtype).sum(1, keepdim=True)),
-    "positional table from rows": sequential(lambda h: h + torch.arange(h.shape[0])[:, None, None] / 10),
-    "a buffer of means": flat(lambda h, a: a(h), lambda: Averaged(subtract=True)),
-    "a buffer of calls": flat(lambda h, a: a(h), Counting),
     "a queue of keys": flat(lambda h, a: a(h), Queue),
     "packed sequences": sequential(
         packed, lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), others=(lengths,)
@@ -816,16 +781,6 @@ DRAWN: dict[str, BatchCase] = {
 # Losses.
 
 
-def focal(y: Tensor, target: Tensor) -> Tensor:
-    each = F.cross_entropy(y, target, reduction="none")
-    return (0.25 * (1 - (-each).exp()) ** 2 * each).mean()
-
-
-def dice_of_rows(y: Tensor, target: Tensor) -> Tensor:
-    p, t = y.softmax(1), F.one_hot(target, CLASSES)
-    return (1 - (2 * (p * t).sum(1) + 1) / (p.sum(1) + t.sum(1) + 1)).mean()
-
-
 def dice_of_batch(y: Tensor, target: Tensor) -> Tensor:
     p, t = y.sigmoid(), F.one_hot(target, CLASSES)
     return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
@@ -834,12 +789,6 @@ def dice_of_batch(y: Tensor, target: Tensor) -> Tensor:
 def masked_mean(y: Tensor, target: Tensor) -> Tensor:
     mask = (target != 0).to(y.dtype)
     return (F.cross_entropy(y, target, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
-
-
-def confident(y: Tensor, target: Tensor) -> Tensor:
-    """The mean over the rows that the model is sure of."""
-    each, sure = F.cross_entropy(y, target, reduction="none"), (y.softmax(1).amax(1) > 0.3).to(y.dtype)
-    return (each * sure).sum() / sure.sum().clamp(min=1)
 
 
 def by_own_weights(y: Tensor, target: Tensor) -> Tensor:
@@ -875,19 +824,6 @@ def hardest_triplet(y: Tensor, target: Tensor) -> Tensor:
     return F.relu(far - near + 1).mean()
 
 
-def ranking(y: Tensor, target: Tensor) -> Tensor:
-    score, value = y[:, 0], target.to(y.dtype)
-    return F.softplus(-(score[:, None] - score[None]) * (value[:, None] - value[None]).sign()).mean()
-
-
-def list_net(y: Tensor, target: Tensor) -> Tensor:
-    return -(target.to(y.dtype).softmax(0) * y[:, 0].log_softmax(0)).sum()
-
-
-def cox(y: Tensor, target: Tensor) -> Tensor:
-    return -(y[:, 0] - y[:, 0].logcumsumexp(0)).mean()
-
-
 def barlow(y: Tensor, target: Tensor) -> Tensor:
     c = y.T @ y.sin() / len(y)
     return (c - torch.eye(CLASSES, dtype=y.dtype)).square().sum()
@@ -905,11 +841,6 @@ def concordance(y: Tensor, target: Tensor) -> Tensor:
     a, b = y[:, 0], target.to(y.dtype)
     covariance = ((a - a.mean()) * (b - b.mean())).mean()
     return 1 - 2 * covariance / (a.var() + b.var() + (a.mean() - b.mean()) ** 2)
-
-
-def explained(y: Tensor, target: Tensor) -> Tensor:
-    a, b = y[:, 0], target.to(y.dtype)
-    return (a - b).square().sum() / (b - b.mean()).square().sum()
 
 
 def balanced(y: Tensor, target: Tensor) -> Tensor:
@@ -971,23 +902,8 @@ def policy_target(rows: int) -> tuple[Tensor, ...]:
     return classes(rows), torch.randn(rows), -torch.rand(rows)
 
 
-def normal(y: Tensor, target: Tensor) -> Tensor:
-    return -torch.distributions.Normal(y[:, 0], y[:, 1].exp()).log_prob(target).mean()
-
-
-def categorical(y: Tensor, target: Tensor) -> Tensor:
-    choice = torch.distributions.Categorical(logits=y)
-    return -(choice.log_prob(target) + 0.01 * choice.entropy()).mean()
-
-
 def logged(y: Tensor, target: Tensor) -> Any:
     return F.cross_entropy(y, target), {"accuracy": (y.argmax(1) == target).double().mean()}
-
-
-def r_drop(y: Tensor, target: Tensor) -> Tensor:
-    """Both halves of the batch should be alike."""
-    first, second = y.chunk(2)
-    return F.kl_div(first.log_softmax(1), second.softmax(1), reduction="batchmean")
 
 
 def distilled(y: Tensor, target: Tensor) -> Tensor:
@@ -1002,74 +918,26 @@ LOSSES: dict[str, BatchCase] = {
         )
     ),
     "cross entropy, ignored": quick(loss(lambda y, t: F.cross_entropy(y, t, ignore_index=1))),
-    "cross entropy, summed": loss(lambda y, t: F.cross_entropy(y, t, reduction="sum")),
-    "cross entropy of tokens": sequential(
-        lambda h: h,
-        target=lambda rows: torch.randint(WIDTH, (rows, TIME)),
-        loss_fn=lambda y, t: F.cross_entropy(y.view(-1, WIDTH), t.view(-1), ignore_index=1),
-    ),
-    "cross entropy of permuted tokens": sequential(
-        lambda h: h,
-        target=lambda rows: torch.randint(WIDTH, (rows, TIME)),
-        loss_fn=lambda y, t: F.cross_entropy(y.permute(0, 2, 1), t),
-    ),
     "cross entropy of shifted tokens": sequential(
         lambda h: h,
         target=lambda rows: torch.randint(WIDTH, (rows, TIME)),
         loss_fn=lambda y, t: F.cross_entropy(y[:, :-1].flatten(0, 1), t[:, 1:].flatten()),
     ),
-    "cross entropy of transposed tokens": sequential(
-        lambda h: h.transpose(0, 1),
-        target=lambda rows: torch.randint(WIDTH, (rows, TIME)),
-        loss_fn=lambda y, t: F.cross_entropy(y.reshape(-1, WIDTH), t.t().reshape(-1)),
-    ),
-    "likelihood by gather": loss(lambda y, t: -y.log_softmax(1).gather(1, t[:, None]).mean()),
     "likelihood by arange": quick(loss(lambda y, t: -y.log_softmax(1)[torch.arange(len(t)), t].mean())),
-    "nll": loss(lambda y, t: F.nll_loss(y.log_softmax(1), t)),
-    "binary, weighted": loss(
-        lambda y, t: F.binary_cross_entropy_with_logits(
-            y, F.one_hot(t, CLASSES).to(y.dtype), pos_weight=torch.arange(1, 5, dtype=y.dtype)
-        )
-    ),
-    "mse": loss(F.mse_loss, values(CLASSES)),
-    "mse, a weight for each row": loss(lambda y, w: (w * y.square().mean(1)).mean(), row_weights),
     "mse, summed over the rows": loss(
         lambda y, t: F.mse_loss(y, t, reduction="sum") / y.shape[0], values(CLASSES)
     ),
-    "mse, summed over the elements": loss(lambda y, t: (y - t).square().sum() / t.numel(), values(CLASSES)),
-    "l1, smooth l1, huber": loss(
-        lambda y, t: F.l1_loss(y, t) + F.smooth_l1_loss(y, t) + F.huber_loss(y, t), values(CLASSES)
-    ),
     "kl, batchmean": quick(loss(distilled, values(CLASSES))),
-    "poisson": loss(lambda y, t: F.poisson_nll_loss(y, t.abs()), values(CLASSES)),
-    "focal": loss(focal),
-    "dice of each row": loss(dice_of_rows),
     "masked mean": quick(loss(masked_mean)),
     "cosine embedding": loss(lambda y, t: F.cosine_embedding_loss(y, y.cos(), (t > 1) * 2 - 1)),
-    "triplet": loss(lambda y, t: F.triplet_margin_loss(y, y.sin(), y.cos())),
-    "margin ranking": loss(
-        lambda y, t: F.margin_ranking_loss(y[:, 0], y[:, 1], (t > 1) * 2.0 - 1, margin=0.1)
-    ),
-    "multi margin": loss(F.multi_margin_loss),
-    "hinge": loss(lambda y, t: F.relu(1 - y * (F.one_hot(t, CLASSES) * 2 - 1)).mean()),
-    "soft margin": loss(lambda y, t: F.soft_margin_loss(y, t.sign()), values(CLASSES)),
     "evidence": loss(evidence, values(2)),
-    "quantile": loss(lambda y, t: torch.max(0.9 * (t - y), -0.1 * (t - y)).mean(), values(CLASSES)),
     "policy gradient": loss(clipped_policy, policy_target),
-    "normal": loss(normal, values()),
-    "categorical": loss(categorical),
     "several terms": loss(
         lambda y, t: F.cross_entropy(y, t) + 0.1 * y.abs().mean() + 0.01 * y.square().sum()
     ),
     "logs": loss(logged),
-    "penalty of the model": flat(lambda h: h),
-    "label smoothing by hand": loss(
-        lambda y, t: -((F.one_hot(t, CLASSES) * 0.9 + 0.1 / CLASSES) * y.log_softmax(1)).sum(1).mean()
-    ),
-    "ratio of sums over the target": loss(lambda y, t: (y - t).abs().sum() / t.abs().sum(), values(CLASSES)),
     "advantage, normalised": loss(normalised_advantage, policy_target),
     "in-place terms": loss(lambda y, t: F.cross_entropy(y, t).add_(y.mean()).mul_(2)),
-    "mean of means": loss(lambda y, t: y.mean(1).mean(0)),
 }
 """Sums and means over rows: the mini-batch's loss can be had from microbatches."""
 
@@ -1078,7 +946,6 @@ LOSSES_THAT_MIX: dict[str, BatchCase] = {
     "mean by masked_select": loss(lambda y, t: y.sum(1).masked_select(t != 0).mean()),
     "ctc": loss(ctc, ctc_target),
     "dice of the batch": quick(loss(dice_of_batch)),
-    "mean of the confident": loss(confident),
     "mean by own weights": quick(loss(by_own_weights)),
     "mean of positive elements": loss(lambda y, t: y[y > 0].mean()),
     "contrastive": quick(loss(contrastive)),
@@ -1086,38 +953,22 @@ LOSSES_THAT_MIX: dict[str, BatchCase] = {
     "nt-xent": loss(nt_xent),
     "supervised contrastive": loss(supervised_contrastive),
     "hardest triplet": loss(hardest_triplet),
-    "ranking": loss(ranking),
-    "list net": loss(list_net),
-    "cox": loss(cox),
     "barlow": loss(barlow),
-    "vicreg": loss(variance),
     "maximum mean discrepancy": loss(discrepancy),
     "concordance": loss(concordance),
-    "explained": loss(explained),
     "balanced": loss(balanced),
     "divided by the count of its class": loss(by_class_of_row),
     "mean of the means of classes": loss(mean_of_classes),
     "centres": loss(centres),
     "load balancing": loss(load_balancing),
-    "halves alike": loss(r_drop),
     "weights by arange": quick(loss(lambda y, t: (y.square().mean(1) * torch.arange(len(y))).mean())),
-    "discounted by arange": loss(lambda y, t: (y.square().mean(1) * 0.9 ** torch.arange(len(y))).sum()),
     "total variation": loss(lambda y, t: (y[1:] - y[:-1]).abs().mean()),
     "the first row": quick(loss(lambda y, t: y[0].square().sum())),
-    "the last row": loss(lambda y, t: y[-1].square().sum()),
-    "the first rows": loss(lambda y, t: y[:4].square().mean()),
-    "every other row": loss(lambda y, t: y[::2].square().mean() - y[1::2].mean()),
-    "an element": loss(lambda y, t: y[2, 1] ** 2),
     "times the rows": loss(lambda y, t: F.cross_entropy(y, t) * len(y)),
     "over the root of the rows": loss(lambda y, t: F.cross_entropy(y, t, reduction="sum") / len(y) ** 0.5),
     "over the rows less one": quick(loss(lambda y, t: y.square().sum() / (len(y) - 1))),
-    "summed over all but one": loss(
-        lambda y, t: F.mse_loss(y, t, reduction="sum") / (t.numel() - 1), values(CLASSES)
-    ),
     "if more than four rows": loss(lambda y, t: F.cross_entropy(y, t) if len(y) > 4 else y.square().mean()),
     "rows by a permutation": loss(lambda y, p: (y * y[p].detach()).sum(1).mean(), chosen_rows),
-    "a diagonal": loss(lambda y, t: (y @ y.T).diagonal().mean() - (y @ y.T).mean()),
-    "a trace": loss(lambda y, t: (y @ y.T).trace()),
     "a table in the target": quick(
         loss(
             lambda y, t: F.cross_entropy(y, t[0], t[1][:CLASSES]),
@@ -1172,18 +1023,9 @@ NORMS["a buffer of means that nothing reads"] = flat(lambda h, a: a(h), lambda: 
 
 OUTPUTS: dict[str, BatchCase] = {
     "rows": quick(output(lambda y: y.exp())),
-    "a dict of rows": output(lambda y: {"a": y.exp(), "b": (y[:, 0], [y.sum(1)])}),
     "rows and a table": output(lambda y, a: (y, a.weight * 2), lambda: nn.Linear(WIDTH, 2)),
-    "whole numbers": output(lambda y: y.argmax(1)),
-    "truth values": output(lambda y: y > 0),
-    "softmax of features": output(lambda y: y.softmax(-1).topk(2, -1)),
     "sum": quick(output(lambda y: y.sum(0))),
-    "mean": output(lambda y: y.mean()),
     "count": output(lambda y: (y > 0).sum()),
-    "sum over rows, by hand": output(lambda y: y.sum(0) / len(y)),
-    "a constant": output(lambda y: (y, torch.arange(3))),
-    "the input": output(lambda y, x: (y, x), others=(values(3),)),
-    "reconstruction": output(lambda y: (y, y.tanh(), y.square().mean(1))),
 }
 
 OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
@@ -1203,7 +1045,6 @@ OUTPUTS_THAT_MIX: dict[str, BatchCase] = {
     "the number of rows": quick(output(lambda y: (y, y.shape[0]))),
     "the number of rows, as a tensor": output(lambda y: torch.tensor(y.shape[0])),
     "numbers of rows": quick(output(lambda y: torch.arange(y.shape[0]))),
-    "numbers of rows, as weights": output(lambda y: y * torch.arange(y.shape[0])[:, None]),
     "an identity": output(lambda y: torch.eye(y.shape[0], dtype=y.dtype)),
     "variance": output(lambda y: y.var(0)),
     "root of a mean": output(lambda y: y.square().mean().sqrt()),
@@ -1288,7 +1129,6 @@ CUSTOM_OPERATORS = {
 """Nobody can know that they do not mix rows: they may be warned of, but then they are right."""
 
 ONLY_TOLD = (
-    "mixing: a buffer of calls",
     "mixing: a queue of keys",
     "mixing: the number of a row by linspace",
     "mixing: the number of a row by nonzero",
