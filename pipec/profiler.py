@@ -27,7 +27,6 @@ from pipec.graph import (
     BatchCount,
     BatchFraction,
     Buffer,
-    FirstRow,
     LossGradient,
     ModelInput,
     Parameter,
@@ -235,7 +234,7 @@ def _arguments(
             case ModelInput(position=position):
                 leaf = call.leaves[position]
                 yield _on(leaf, device) if isinstance(leaf, Tensor) else leaf
-            case LossGradient() | BatchFraction() | FirstRow() | BatchCount():
+            case LossGradient() | BatchFraction() | BatchCount():
                 val = node.meta["val"]  # fake, so tensors made like it are fake, too
                 yield torch.ones([int(size) for size in val.shape], dtype=val.dtype, device=device)
 

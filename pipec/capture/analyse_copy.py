@@ -8,7 +8,7 @@ from torch import fx
 
 from pipec.capture.batch import analyse_batch
 from pipec.capture.graph_calls import describe_call
-from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, ROW_NUMBERS
+from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE
 from pipec.graph import BatchFindings
 from pipec.torch_compat import pytree
 from pipec.torch_compat.captured_graph import CapturedGraph
@@ -65,9 +65,7 @@ def analyse_outputs(
     made = [x for x in pytree.tree_leaves(copied.graph.output_node().args) if isinstance(x, fx.Node)]
     marks: dict[fx.Node, fx.Node] = {}
     for result, marked in [*zip(results, made, strict=True)][1:]:
-        rewritten = [
-            node for node in _leading_to(marked) if node.target in (BATCH_COUNT, BATCH_FRACTION, ROW_NUMBERS)
-        ]
+        rewritten = [node for node in _leading_to(marked) if node.target in (BATCH_COUNT, BATCH_FRACTION)]
         if marked.target is OUTPUT_MERGE or rewritten:
             why = f"{describe_call(rewritten[0])} needs a value of the whole batch" if rewritten else None
             rest = [why, []] if why else marked.args[1:]

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import fx
 
-from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, ROW_NUMBERS
+from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION
 from pipec.errors import CaptureError
 from pipec.graph import (
     CHECK_BRANCH,
@@ -13,12 +12,12 @@ from pipec.graph import (
     BatchCount,
     BatchFraction,
     Buffer,
-    FirstRow,
     InputBranches,
     ModelInput,
     is_check,
     is_collective,
     is_random,
+    leading_to,
 )
 
 
@@ -35,13 +34,12 @@ def extract_batch_counts(graph: fx.Graph) -> fx.Graph | None:
     marked = [node for node in graph.nodes if node.target is BATCH_COUNT and node.users]
     if shares:
         _argument(graph, shares, "batch_fraction", BatchFraction())
-    numbers = [node for node in graph.nodes if node.target is ROW_NUMBERS and node.users]
     lifted = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     sources = [node.all_input_nodes[0] for node in marked]
     for node in _closure(graph, sources):
         _check(node)
-        if node.target in (BATCH_COUNT, ROW_NUMBERS):
+        if node.target is BATCH_COUNT:
             copies[node] = copies[node.all_input_nodes[0]]
         else:
             copies[node] = lifted.node_copy(node, copies.__getitem__)
@@ -49,7 +47,6 @@ def extract_batch_counts(graph: fx.Graph) -> fx.Graph | None:
     roles = [BatchCount(index, _adds_up(graph, node)) for index, node in enumerate(marked)]
     for role, node in zip(roles, marked, strict=True):
         _argument(graph, [node], f"batch_count_{role.index}", role)
-    _count_from_first(graph, numbers)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op == "call_function" and not is_check(node):
             graph.erase_node(node)
@@ -103,19 +100,6 @@ def _argument(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, role: Argume
         node.replace_all_uses_with(argument)
 
 
-def _count_from_first(graph: fx.Graph, numbers: Sequence[fx.Node]) -> None:
-    """Let row numbers count from the microbatch's first row in the batch."""
-    if not numbers:
-        return
-    with graph.inserting_before(next(iter(graph.nodes))):
-        first = graph.placeholder("first_row")
-    val = numbers[0].meta["val"]
-    first.meta.update(val=val.new_empty((), dtype=torch.int64), role=FirstRow())
-    for node in numbers:
-        node.target = torch.ops.aten.add.Tensor
-        node.args = (node.args[0], first)
-
-
 def _adds_up(graph: fx.Graph, marked: fx.Node) -> bool:
     """Whether a value is a sum over rows, and none of its terms needs another value of the whole batch."""
     source, is_sum = marked.args
@@ -125,13 +109,7 @@ def _adds_up(graph: fx.Graph, marked: fx.Node) -> bool:
 
 def _closure(graph: fx.Graph, sources: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes that lead to ``sources``, in order."""
-    needed: set[fx.Node] = set()
-    pending = list(sources)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
+    needed = leading_to(sources)
     return [node for node in graph.nodes if node in needed]
 
 

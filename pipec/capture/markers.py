@@ -11,8 +11,6 @@ from torch import Tensor, fx
 _library = torch.library.Library("pipec", "DEF")
 _library.define("batch_counts(Tensor of_microbatch, bool is_sum) -> Tensor")
 _library.define("batch_fraction(Device device) -> Tensor")
-_library.define("row_numbers(Tensor of_microbatch) -> Tensor")
-
 _library.define("output_merge(Tensor result, str unproven, int[] axis=[]) -> Tensor")
 _library.define("require(Tensor condition, str what) -> ()")
 _library.define("tail_input(Tensor rows) -> Tensor")
@@ -26,9 +24,6 @@ If it ``is_sum``, that is the sum of what they compute from its parts, however t
 
 BATCH_FRACTION = torch.ops.pipec.batch_fraction.default
 """The rows of the microbatch as a share of those of the mini-batch."""
-
-ROW_NUMBERS = torch.ops.pipec.row_numbers.default
-"""The numbers of rows, counted from the first row of the mini-batch instead of the microbatch's."""
 
 REQUIRE = torch.ops.pipec.require.default
 """Fails unless the condition holds of the microbatch. Stages have ``primitives.require`` in its place."""
@@ -57,11 +52,6 @@ _library.impl("tail_gradient", torch.clone, "CompositeExplicitAutograd")
 @torch.library.register_fake("pipec::batch_counts", lib=_library)  # type: ignore[untyped-decorator]
 def _like(value: Tensor, is_sum: bool) -> Tensor:
     return torch.empty_like(value)
-
-
-@torch.library.register_fake("pipec::row_numbers", lib=_library)  # type: ignore[untyped-decorator]
-def _numbers(numbers: Tensor) -> Tensor:
-    return torch.empty_like(numbers)
 
 
 @torch.library.register_fake("pipec::batch_fraction", lib=_library)  # type: ignore[untyped-decorator]

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from pipec.capture.captured_collectives import MODEL_COLLECTIVES, sync_batch_norm
 from pipec.capture.graph_calls import HOLDING_NUMBERS, operator_name
-from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, REQUIRE, ROW_NUMBERS
+from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, REQUIRE
 from pipec.capture.node_insertion import fake_value, inputs_of
 from pipec.capture.number_operators import OPERATOR_ID
 from pipec.graph import CHECK_BRANCH
@@ -46,7 +46,6 @@ _UNEQUAL = {
     CHECK_BRANCH,
     OUTPUT_MERGE,
     REQUIRE,
-    ROW_NUMBERS,
 }
 """Nodes that are numbered or checked one by one over the whole graph, and so belong to no block."""
 

@@ -31,105 +31,45 @@ from pipec.torch_compat.operators import OpOverload, schema
 
 aten = torch.ops.aten
 
+
+def _operator(name: str) -> OpOverload:
+    """``aten.sum.dim_IntList`` for ``sum.dim_IntList``, and ``aten.mm.default`` for ``mm``."""
+    packet, _, overload = name.partition(".")
+    found: OpOverload = getattr(getattr(aten, packet), overload or "default")
+    return found
+
+
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "bitwise_and": "&", "bitwise_or": "|"}
+
 INFIX = {
-    aten.add.Tensor: "+",
-    aten.sub.Tensor: "-",
-    aten.mul.Tensor: "*",
-    aten.div.Tensor: "/",
-    aten.eq.Tensor: "==",
-    aten.ne.Tensor: "!=",
-    aten.lt.Tensor: "<",
-    aten.le.Tensor: "<=",
-    aten.gt.Tensor: ">",
-    aten.ge.Tensor: ">=",
-    aten.eq.Scalar: "==",
-    aten.ne.Scalar: "!=",
-    aten.lt.Scalar: "<",
-    aten.le.Scalar: "<=",
-    aten.gt.Scalar: ">",
-    aten.ge.Scalar: ">=",
-    aten.bitwise_and.Tensor: "&",
-    aten.bitwise_or.Tensor: "|",
+    **{_operator(f"{name}.Tensor"): sign for name, sign in {**_ARITHMETIC, **_COMPARISONS}.items()},
+    **{_operator(f"{name}.Scalar"): sign for name, sign in _COMPARISONS.items()},
 }
+
+_METHODS = (
+    *("expand", "permute", "transpose.int", "t", "unsqueeze", "squeeze.dim", "squeeze.dims"),
+    *("masked_fill.Scalar", "split.Tensor", "new_zeros", "new_ones", "new_full", "new_empty"),
+)
 
 METHODS = {
-    aten.view.default: "reshape",
-    aten.expand.default: "expand",
-    aten.permute.default: "permute",
-    aten.transpose.int: "transpose",
-    aten.t.default: "t",
-    aten.unsqueeze.default: "unsqueeze",
-    aten.squeeze.dim: "squeeze",
-    aten.squeeze.dims: "squeeze",
-    aten.masked_fill.Scalar: "masked_fill",
-    aten.split.Tensor: "split",
-    aten.split_with_sizes.default: "split",
-    aten.new_zeros.default: "new_zeros",
-    aten.new_ones.default: "new_ones",
-    aten.new_full.default: "new_full",
-    aten.new_empty.default: "new_empty",
+    **{_operator(name): name.partition(".")[0] for name in _METHODS},
+    _operator("view"): "reshape",
+    _operator("split_with_sizes"): "split",
 }
 
-FUNCTIONS = {
-    aten.mm.default: "mm",
-    aten.bmm.default: "bmm",
-    aten.addmm.default: "addmm",
-    aten.baddbmm.default: "baddbmm",
-    aten.convolution.default: "convolution",
-    aten.native_layer_norm.default: "native_layer_norm",
-    aten.native_group_norm.default: "native_group_norm",
-    aten.sum.dim_IntList: "sum",
-    aten.sum.default: "sum",
-    aten.mean.dim: "mean",
-    aten.mean.default: "mean",
-    aten.pow.Tensor_Scalar: "pow",
-    aten.rsqrt.default: "rsqrt",
-    aten.sqrt.default: "sqrt",
-    aten.exp.default: "exp",
-    aten.log.default: "log",
-    aten.neg.default: "neg",
-    aten.abs.default: "abs",
-    aten.sin.default: "sin",
-    aten.cos.default: "cos",
-    aten.tanh.default: "tanh",
-    aten.sigmoid.default: "sigmoid",
-    aten.relu.default: "relu",
-    aten.cat.default: "cat",
-    aten.stack.default: "stack",
-    aten.where.self: "where",
-    aten.arange.default: "arange",
-    aten.arange.start: "arange",
-    aten.arange.start_step: "arange",
-    aten.full.default: "full",
-    aten.ones.default: "ones",
-    aten.zeros.default: "zeros",
-    aten.empty.memory_format: "empty",
-    aten.full_like.default: "full_like",
-    aten.ones_like.default: "ones_like",
-    aten.zeros_like.default: "zeros_like",
-    aten.empty_like.default: "empty_like",
-    aten.clone.default: "clone",
-    aten.select.int: "select",
-    aten.index_select.default: "index_select",
-    aten.gather.default: "gather",
-    aten.embedding.default: "embedding",
-    aten.logical_not.default: "logical_not",
-    aten.logical_and.default: "logical_and",
-    aten.minimum.default: "minimum",
-    aten.maximum.default: "maximum",
-    aten.clamp.default: "clamp",
-    aten.clamp_min.default: "clamp_min",
-    aten.amax.default: "amax",
-    aten.argmax.default: "argmax",
-    aten.cumsum.default: "cumsum",
-    aten.tril.default: "tril",
-    aten.triu.default: "triu",
-    aten.rsub.Scalar: "rsub",
-    aten.scalar_tensor.default: "scalar_tensor",
-    aten.constant_pad_nd.default: "constant_pad_nd",
-    aten.reciprocal.default: "reciprocal",
-    aten.erf.default: "erf",
-}
+_FUNCTIONS = (
+    *("mm", "bmm", "addmm", "baddbmm", "convolution", "native_layer_norm", "native_group_norm"),
+    *("sum.dim_IntList", "sum", "mean.dim", "mean", "pow.Tensor_Scalar", "rsqrt", "sqrt", "exp"),
+    *("log", "neg", "abs", "sin", "cos", "tanh", "sigmoid", "relu", "cat", "stack", "where.self"),
+    *("arange", "arange.start", "arange.start_step", "full", "ones", "zeros"),
+    *("empty.memory_format", "full_like", "ones_like", "zeros_like", "empty_like", "clone"),
+    *("select.int", "index_select", "gather", "embedding", "logical_not", "logical_and", "minimum"),
+    *("maximum", "clamp", "clamp_min", "amax", "argmax", "cumsum", "tril", "triu", "rsub.Scalar"),
+    *("scalar_tensor", "constant_pad_nd", "reciprocal", "erf"),
+)
+
+FUNCTIONS = {_operator(name): name.partition(".")[0] for name in _FUNCTIONS}
 
 PRIMITIVES = {
     primitives.cross_entropy_gradient: "cross_entropy_gradient",

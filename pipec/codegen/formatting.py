@@ -1,6 +1,5 @@
 """Formats lines of generated code, with comments in a column beside them."""
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 LINE_LENGTH = 100
@@ -74,12 +73,6 @@ def tuple_source(items: Iterable[str]) -> str:
     """A tuple of these items."""
     every = list(items)
     return "(" + ", ".join(every) + ("," if len(every) == 1 else "") + ")"
-
-
-def fold_tuple(code: str) -> list[str]:
-    """Bracketed code over as many lines as it needs."""
-    lines = textwrap.wrap(code, LINE_LENGTH - 9, break_long_words=False, break_on_hyphens=False)
-    return [f"        {lines[0]}", *(f"         {line}" for line in lines[1:])]
 
 
 def wrap_items(head: str, items: Sequence[str], tail: str) -> list[str]:

@@ -17,7 +17,6 @@ from pipec import primitives
 from pipec.graph import (
     BatchCount,
     BatchFraction,
-    FirstRow,
     LossGradient,
     ModelInput,
     TailGradient,
@@ -34,27 +33,23 @@ from pipec.ir import Mode
 from pipec.torch_compat.operators import OpOverload
 
 RESERVED = frozenset(
-    [
-        "math",
-        "torch",
-        "frame",
-        "w",
-        "buffers",
-        "constants",
-        "precomputed",
-        "rng",
-        "saved",
-        "b",
-        "device",
-        "dropout",
-        "call_with_generator",
-        "primitives",
-        "check_branch",
-        "loss",
-        "grad_loss",
-        "batch_fraction",
-        "first_row",
-    ]
+    (
+        *(
+            "math",
+            "torch",
+            "frame",
+            "w",
+            "buffers",
+            "constants",
+            "precomputed",
+            "rng",
+            "saved",
+            "b",
+            "device",
+        ),
+        *("dropout", "call_with_generator", "primitives", "check_branch"),
+        *("loss", "grad_loss", "batch_fraction"),
+    )
 )
 
 ITEM_NAMES = {
@@ -106,8 +101,6 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
             names[node] = "grad_loss"
         elif node.op == "placeholder" and isinstance(node.meta["role"], BatchFraction):
             names[node] = "batch_fraction"
-        elif node.op == "placeholder" and isinstance(node.meta["role"], FirstRow):
-            names[node] = "first_row"
         elif node in losses:
             names[node] = "loss"
         elif node in tail_inputs:

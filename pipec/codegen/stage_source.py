@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -11,7 +11,6 @@ from pipec.codegen.expressions import expression, free_names, output_argument
 from pipec.codegen.formatting import (
     LINE_LENGTH,
     break_lines,
-    fold_tuple,
     format_statement,
     tuple_source,
     with_note,
@@ -23,7 +22,6 @@ from pipec.codegen.tensor_names import name_tensors
 from pipec.graph import (
     BatchCount,
     BatchFraction,
-    FirstRow,
     ModelInput,
     TailGradient,
     TailInput,
@@ -64,7 +62,7 @@ RETURN_VALUES = {
 }
 """The values that the function of each phase returns, as the interpreter unpacks them."""
 
-OF_THE_BATCH = ModelInput | BatchFraction | FirstRow | BatchCount
+OF_THE_BATCH = ModelInput | BatchFraction | BatchCount
 """The roles of what a step brings, and no function makes."""
 
 
@@ -115,12 +113,25 @@ class StageSource:
 
     def _functions(self) -> Iterator[str]:
         """The lines of each function, ``constants``, ``batch_counts`` and ``precompute`` among them."""
-        if self.stage.constants:
-            yield from ("", "", *self._constants())
-        if self.stage.batch_counts:
-            yield from ("", "", *self._batch_counts())
-        if self.stage.precomputed:
-            yield from ("", "", *self._precompute())
+        graph, stage = self.graph, self.stage
+        if stage.constants:
+            about = "Values that depend on nothing but sizes."
+            read = self.used_constants()
+            yield from ("", "", *self._apart("constants", about, stage.constants, read, ["device"]))
+        if graph.batch_counts is not None and stage.batch_counts:
+            about = "Values of the whole mini-batch, which has b rows: computed once a step."
+            nodes, made = (
+                batch_count_nodes(graph, stage.batch_counts),
+                _values(graph.batch_counts, stage.batch_counts),
+            )
+            yield from ("", "", *self._apart("batch_counts", about, nodes, made, []))
+        if graph.precomputed is not None and stage.precomputed:
+            about = "What depends on nothing but these: computed once for each version of the weights."
+            nodes, made = (
+                precomputed_nodes(graph, stage.precomputed),
+                _values(graph.precomputed, stage.precomputed),
+            )
+            yield from ("", "", *self._apart("precompute", about, nodes, made, []))
         for function in self.stage.all_functions:
             yield from ("", "", *_FunctionSource(self, function).lines())
 
@@ -220,88 +231,43 @@ class StageSource:
             return wrap_items("    ", names, f" = {variable}[:{len(names)}]")
         return wrap_items("    ", [*names, "*_"], f" = {variable}")
 
-    def _constants(self) -> list[str]:
-        body, name = self.stage.constants, self.names.__getitem__
-        views = inlined_views(body, self.used_constants(), name, self.graph.symbols)
-        statements = [node for node in body if is_statement(node) and node not in views]
-        named = self.free_names(self.stage.constants)
-        sizes = [name for name in self.graph.symbol_names if name in named]
-        return [
-            f"def constants({', '.join([*sizes, 'device'])}):",
-            '    """Values that depend on nothing but sizes."""',
-            *(
-                line
-                for node in statements
-                for line in self.assignment(
-                    node, expression(node, lambda n: views.get(n) or name(n), self.graph.symbols), body
-                )
-            ),
-            f"    return {tuple_source(self.names[node] for node in self.used_constants())}",
-        ]
-
-    def _batch_counts(self) -> list[str]:
-        nodes = batch_count_nodes(self.graph, self.stage.batch_counts)
-        assert self.graph.batch_counts is not None
-        buffers = {node.meta["role"]: node for node in self.stage.buffers}
-        held = {
-            n: buffers[n.meta["role"]] for n in nodes if n.op == "placeholder" and n.meta["role"] in buffers
-        }
-        body = [node for node in nodes if node.op != "placeholder"]
-        named = self.free_names(body)
-        parameters = [
-            *(["buffers"] if held else []),
-            *(self.names[node] for node in nodes if node.op == "placeholder" and node not in held),
-            *(name for name in (*self.graph.symbol_names, "device") if name in named),
-        ]
-
-        def name(node: fx.Node) -> str:
-            return self.names[held.get(node, node)]
-
-        return [
-            f"def batch_counts({', '.join(parameters)}):",
-            '    """Values of the whole mini-batch, which has b rows: computed once a step."""',
-            *self.unpack("buffers", self.stage.buffers, {*held.values()}),
-            *self._separate_function(self.graph.batch_counts, body, self.stage.batch_counts, name),
-        ]
-
-    def _precompute(self) -> list[str]:
-        nodes = precomputed_nodes(self.graph, self.stage.precomputed)
-        tensors = {node.meta["role"]: node for node in (*self.stage.parameters, *self.stage.buffers)}
-        held = {node: tensors[node.meta["role"]] for node in nodes if node.op == "placeholder"}
-        body = [node for node in nodes if node.op != "placeholder"]
-
-        def name(node: fx.Node) -> str:
-            return self.names[held.get(node, node)]
-
-        assert self.graph.precomputed is not None
-        read = {*held.values()}
-        tables = {"w": self.stage.parameters, "buffers": self.stage.buffers}
-        parameters = [name for name, table in tables.items() if read.intersection(table)]
-        named = self.free_names(body)
-        parameters += [name for name in (*self.graph.symbol_names, "device") if name in named]
-        return [
-            f"def precompute({', '.join(parameters)}):",
-            '    """What depends on nothing but these: computed once for each version of the weights."""',
-            *(line for name, table in tables.items() for line in self.unpack(name, table, read)),
-            *self._separate_function(self.graph.precomputed, body, self.stage.precomputed, name),
-        ]
-
-    def _separate_function(
+    def _apart(
         self,
-        apart: fx.Graph,
-        body: Sequence[fx.Node],
-        read: Sequence[fx.Node],
-        name: Callable[[fx.Node], str],
-    ) -> Iterator[str]:
-        """The lines that compute the values of the arguments ``read``, and return them."""
-        for node in filter(is_statement, body):
-            yield from self.assignment(node, expression(node, name, self.graph.symbols), body)
-        made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
-        returned = tuple_source(name(made[node.meta["role"].index]) for node in read)
-        if len(returned) + 11 <= LINE_LENGTH:
-            yield f"    return {returned}"
-        else:
-            yield from ("    return (", *fold_tuple(returned), "    )")
+        head: str,
+        about: str,
+        nodes: Sequence[fx.Node],
+        results: Sequence[fx.Node],
+        needed: Collection[str],
+    ) -> list[str]:
+        """The lines of a function apart from the phases, whose ``nodes`` compute ``results``.
+
+        It takes the stage's tensors that it reads, as ``w`` and ``buffers``, then its other arguments, sizes,
+        and the device. It takes what is ``needed`` in any case.
+        """
+        tables = {"w": self.stage.parameters, "buffers": self.stage.buffers}
+        tensors = {node.meta["role"]: node for table in tables.values() for node in table}
+        arguments = [node for node in nodes if node.op == "placeholder"]
+        held = {node: tensors[node.meta["role"]] for node in arguments if node.meta["role"] in tensors}
+        body, read = [node for node in nodes if node.op != "placeholder"], {*held.values()}
+        named = self.free_names(body) | {*needed}
+
+        def name(node: fx.Node) -> str:
+            return self.names[held.get(node, node)]
+
+        views = inlined_views(body, results, name, self.graph.symbols)
+        statements = [node for node in body if is_statement(node) and node not in views]
+        parameters = [
+            *(key for key, table in tables.items() if read.intersection(table)),
+            *(self.names[node] for node in arguments if node not in held),
+            *(each for each in (*self.graph.symbol_names, "device") if each in named),
+        ]
+        lines = [f"def {head}({', '.join(parameters)}):", f'    """{about}"""']
+        for key, table in tables.items():
+            lines += self.unpack(key, table, read)
+        for node in statements:
+            source = expression(node, lambda n: views.get(n) or name(n), self.graph.symbols)
+            lines += self.assignment(node, source, body)
+        return [*lines, *break_lines(f"return {tuple_source(map(name, results))}", 4)]
 
 
 @dataclass(frozen=True)
@@ -411,13 +377,9 @@ class _FunctionSource:
             ),
         }
         returned = [parts[key] for key in return_values(function)]
-        if sum(map(len, returned)) + 15 <= LINE_LENGTH:
-            yield f"    return {', '.join(returned)}"
-        else:
-            yield "    return ("
-            for part in returned:
-                yield from fold_tuple(part + ("," if len(returned) > 1 else ""))
-            yield "    )"
+        code = ", ".join(returned)
+        is_long = len(code) + len("    return ") > LINE_LENGTH
+        yield from break_lines(f"return ({code})" if is_long and len(returned) > 1 else f"return {code}", 4)
 
     def _title(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
@@ -429,6 +391,12 @@ class _FunctionSource:
     def _source_line(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
         return safe_comment(operators[node.meta["operator"]].source) if operators else ""
+
+
+def _values(apart: fx.Graph, read: Sequence[fx.Node]) -> list[fx.Node]:
+    """The results of a graph apart that the arguments ``read`` are."""
+    made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
+    return [made[node.meta["role"].index] for node in read]
 
 
 def _assignments(names: Sequence[str], sources: Sequence[str]) -> list[str]:

@@ -77,7 +77,7 @@ def make_passes(
         cut,
         UntieGradients(),
         MakeRowSparseGradients(),  # of tied tables, whose gradients are separate now
-        InsertCommunication(options.topology.slowest_link),
+        InsertCommunication(),
         MarkRecompute(None) if options.recompute == "full" else recompute,
         offload,
         SplitAtCollectives(),

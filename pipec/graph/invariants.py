@@ -1,6 +1,5 @@
 """The rules that a training graph must meet after every pass, by the level that it has reached."""
 
-import operator
 from collections.abc import Callable, Iterator
 
 import torch
@@ -134,14 +133,6 @@ def _gradients_have_owners(graph: TrainingGraph) -> Iterator[Violation]:
             )
 
 
-def _tuples_stay_whole(graph: TrainingGraph) -> Iterator[Violation]:
-    for node in graph.nodes:
-        if node.target is operator.getitem and not is_constant(node):
-            (source,) = node.all_input_nodes
-            if _place(node) != _place(source):
-                yield node, f"is an item of {source.name} but runs elsewhere: only tensors are sent or saved"
-
-
 def _only_messages_cross_stages(graph: TrainingGraph) -> Iterator[Violation]:
     for source, user in _stage_edges(graph):
         if stage_of(source) != stage_of(user) and user.target is not recv:
@@ -153,15 +144,6 @@ def _messages_have_known_sizes(graph: TrainingGraph) -> Iterator[Violation]:
         if node.target is send and has_data_dependent_size(node.all_input_nodes[0]):
             value = node.all_input_nodes[0].name
             yield node, f"sends {value}, whose size depends on values: no stage could receive it"
-
-
-def _values_are_not_relayed(graph: TrainingGraph) -> Iterator[Violation]:
-    for node in graph.nodes:
-        if node.target is send and node.all_input_nodes[0].target is recv:
-            yield (
-                node,
-                f"relays {node.all_input_nodes[0].name}; the stage that computes a value sends it itself",
-            )
 
 
 def _messages_match(graph: TrainingGraph) -> Iterator[Violation]:
@@ -178,19 +160,6 @@ def _messages_match(graph: TrainingGraph) -> Iterator[Violation]:
                 yield node, "receives something that was not sent"
             elif not _same_type(source, node):
                 yield node, f"expects {_type(node)} but {source.name} carries {_type(source)}"
-
-
-def _weight_gradients_come_last(graph: TrainingGraph) -> Iterator[Violation]:
-    for node in graph.nodes:
-        if node.meta["phase"] is Phase.BACKWARD_INPUT:
-            for source in node.all_input_nodes:
-                if source.meta["phase"] is Phase.BACKWARD_WEIGHT:
-                    yield (
-                        node,
-                        f"is part of the input gradient but reads {source.name} of the weight gradient",
-                    )
-        elif node.meta["phase"] is Phase.BACKWARD:
-            yield node, "is neither part of the input gradient nor of the weight gradient"
 
 
 def _segments_are_ordered(graph: TrainingGraph) -> Iterator[Violation]:
@@ -246,16 +215,13 @@ RULES: dict[LoweringLevel, tuple[Rule, ...]] = {
         _changed_buffers_have_one_stage,
         _gradients_have_one_stage_each,
         _gradients_have_owners,
-        _tuples_stay_whole,
     ),
     LoweringLevel.COMMUNICATION_INSERTED: (
         _only_messages_cross_stages,
         _messages_have_known_sizes,
-        _values_are_not_relayed,
         _messages_match,
     ),
     LoweringLevel.BACKWARD_SPLIT: (
-        _weight_gradients_come_last,
         _segments_are_ordered,
         _collectives_begin_segments,
     ),

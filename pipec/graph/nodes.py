@@ -24,7 +24,7 @@ key          set by    meaning
 
 import functools
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +86,6 @@ class BatchFraction:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstRow:
-    """The number of the microbatch's first row in the mini-batch: a 0-dim int64 tensor."""
-
-
-@dataclass(frozen=True, slots=True)
 class BatchCount:
     """A value of the whole mini-batch, such as how many labels count: output ``index`` of ``batch_counts``.
 
@@ -143,7 +138,7 @@ class Gradient:
     fqn: str
 
 
-InputRole = ModelInput | LossGradient | BatchFraction | FirstRow | BatchCount | TailInput | TailGradient
+InputRole = ModelInput | LossGradient | BatchFraction | BatchCount | TailInput | TailGradient
 """The arguments of a graph that a step brings, or that another function of it makes."""
 
 ArgumentRole = Parameter | Precomputed | Buffer | InputRole
@@ -332,6 +327,17 @@ def _reads_unknown(node: fx.Node, known: Collection[sympy.Basic]) -> bool:
     return any(not number.free_symbols.issubset(known) for number in numbers)
 
 
+def leading_to(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they depend on."""
+    found, pending = set[fx.Node](), [*nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
 def depends_on_inputs_only(node: fx.Node) -> bool:
     """Whether a forward node depends on the model's inputs and constants alone.
 
@@ -339,7 +345,7 @@ def depends_on_inputs_only(node: fx.Node) -> bool:
     """
     if "depends_on_inputs_only" not in node.meta:
         if node.op == "placeholder":
-            answer = isinstance(node.meta["role"], ModelInput | BatchFraction | FirstRow | BatchCount)
+            answer = isinstance(node.meta["role"], ModelInput | BatchFraction | BatchCount)
         else:
             answer = (
                 is_forward(node)

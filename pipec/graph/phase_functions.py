@@ -43,6 +43,7 @@ from pipec.graph import (
     is_collective,
     is_constant,
     is_view,
+    leading_to,
     recv,
     send,
     stage_of,
@@ -110,7 +111,7 @@ class PhaseFunction:
     @property
     def reads_precomputed(self) -> bool:
         """Whether it reads what is computed once of the weights."""
-        return bool(_arguments([self], Precomputed))
+        return any(isinstance(node.meta.get("role"), Precomputed) for node in self.read_nodes)
 
     @property
     def result_nodes(self) -> tuple[fx.Node, ...]:
@@ -181,13 +182,14 @@ def stage_functions(
             needed = function.saved_in
     assert not needed, f"stage {stage} reads saved values {needed} that no function computes"
     tail = _tail(graph, stage) if any(function.tail_values for function in functions) else None
+    held = _tensors(graph, functions, tail)
     return StageFunctions(
         stage,
         tuple(functions),
-        parameters=_parameters(graph, functions, tail),
-        buffers=_buffers(graph, functions, tail),
-        precomputed=_arguments(functions, Precomputed),
-        batch_counts=_batch_counts(graph, functions, tail),
+        parameters=held[Parameter],
+        buffers=held[Buffer],
+        precomputed=held[Precomputed],
+        batch_counts=held[BatchCount],
         tail=tail,
         constants=_constants(graph, functions),
     )
@@ -390,86 +392,51 @@ def _is_input(node: fx.Node) -> bool:
     return node.op == "placeholder" and isinstance(node.meta["role"], InputRole)
 
 
-def _arguments(functions: Sequence[PhaseFunction], kind: type) -> tuple[fx.Node, ...]:
-    nodes = (node for function in functions for node in function.read_nodes)
-    arguments = [n for n in nodes if n.op == "placeholder" and isinstance(n.meta["role"], kind)]
-    return tuple(dict.fromkeys(arguments))
-
-
-def _parameters(
+def _tensors(
     graph: TrainingGraph, functions: Sequence[PhaseFunction], tail: PhaseFunction | None
-) -> tuple[fx.Node, ...]:
-    """The parameters that functions read, then those that precomputed values or the tail are made of."""
-    precomputed = {fqn for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].fqns}
-    others = {Parameter(fqn) for fqn in precomputed} | _roles_read_by(tail)
-    named = [n for n in graph.arguments if n.meta["role"] in others and isinstance(n.meta["role"], Parameter)]
-    return tuple(dict.fromkeys([*_arguments(functions, Parameter), *named]))
+) -> dict[type, tuple[fx.Node, ...]]:
+    """The arguments of the graph that a stage holds, by the type of their role.
 
-
-def _roles_read_by(tail: PhaseFunction | None) -> set[Any]:
-    """The roles of what the tail reads and updates."""
-    if tail is None:
-        return set()
-    updated = {Buffer(fqn) for fqn, _ in tail.buffer_updates}
-    return updated | {node.meta["role"] for node in tail.read_nodes if node.op == "placeholder"}
-
-
-def _buffers(
-    graph: TrainingGraph, functions: Sequence[PhaseFunction], tail: PhaseFunction | None
-) -> tuple[fx.Node, ...]:
-    """The buffers that functions read, update, or read through precomputed values and batch counts."""
-    others: set[Any] = {Buffer(fqn) for function in functions for fqn, _ in function.buffer_updates}
-    others |= _roles_read_by(tail)
-    others |= {
-        Buffer(fqn) for node in _arguments(functions, Precomputed) for fqn in node.meta["role"].buffers
+    They are those that functions read, in this order, then what the tail reads, what is updated, and what
+    precomputed values and batch counts are made of.
+    """
+    read = [n for function in functions for n in function.read_nodes if n.op == "placeholder"]
+    roles: set[Any] = {
+        node.meta["role"] for node in (tail.read_nodes if tail else ()) if node.op == "placeholder"
     }
-    counts = _batch_counts(graph, functions, tail)
-    others |= {n.meta.get("role") for n in batch_count_nodes(graph, counts)}
-    named = [n for n in graph.arguments if n.meta["role"] in others and isinstance(n.meta["role"], Buffer)]
-    return tuple(dict.fromkeys([*_arguments(functions, Buffer), *named]))
+    for function in (*functions, *([tail] if tail else [])):
+        roles |= {Buffer(fqn) for fqn, _ in function.buffer_updates}
+    for node in read:
+        if isinstance(role := node.meta["role"], Precomputed):
+            roles |= {*map(Parameter, role.fqns), *map(Buffer, role.buffers)}
 
+    def held(kind: type) -> tuple[fx.Node, ...]:
+        others = [node for node in graph.arguments if node.meta["role"] in roles]
+        return tuple(dict.fromkeys(n for n in read + others if isinstance(n.meta["role"], kind)))
 
-def _batch_counts(
-    graph: TrainingGraph, functions: Sequence[PhaseFunction], tail: PhaseFunction | None
-) -> tuple[fx.Node, ...]:
-    """The arguments of the graph that some function reads, and that are values of the whole mini-batch."""
-    of_tail = _roles_read_by(tail)
-    counts = [node for node in graph.arguments if isinstance(node.meta["role"], BatchCount)]
-    others = [node for node in counts if node.meta["role"] in of_tail]
-    return tuple(dict.fromkeys([*_arguments(functions, BatchCount), *others]))
+    roles |= {node.meta.get("role") for node in batch_count_nodes(graph, held(BatchCount))}
+    return {kind: held(kind) for kind in (Parameter, Buffer, Precomputed, BatchCount)}
 
 
 def batch_count_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes of ``graph.batch_counts`` that compute the values ``read``, arguments included."""
-    return _leading_to(graph.batch_counts, read)
+    return _computing(graph.batch_counts, read)
 
 
 def precomputed_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes of ``graph.precomputed`` that compute the values ``read``, parameters included."""
-    return _leading_to(graph.precomputed, read)
+    return _computing(graph.precomputed, read)
 
 
-def _leading_to(side_graph: fx.Graph | None, read: Iterable[fx.Node]) -> list[fx.Node]:
+def _computing(side_graph: fx.Graph | None, read: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes of a side graph that compute the values of the arguments ``read``."""
     if side_graph is None:
         return []
     outputs: tuple[fx.Node, ...] = side_graph.output_node().args[0]  # type: ignore[assignment]
-    needed: set[fx.Node] = set()
-    pending = [outputs[node.meta["role"].index] for node in read]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
+    needed = leading_to(outputs[node.meta["role"].index] for node in read)
     return [node for node in side_graph.nodes if node in needed]
 
 
 def _constants(graph: TrainingGraph, functions: Sequence[PhaseFunction]) -> tuple[fx.Node, ...]:
-    needed: set[fx.Node] = set()
-    pending = [node for function in functions for node in function.read_nodes if is_constant(node)]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
+    needed = leading_to(x for function in functions for x in function.read_nodes if is_constant(x))
     return tuple(node for node in graph.nodes if node in needed)

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pipec.errors import PlanError, VerifyError
+from pipec.errors import PlanError
 from pipec.graph import (
     Assignment,
     Gradient,
@@ -37,7 +37,6 @@ class AssignStages:
 
     Raises:
         PlanError: a sparse gradient has terms on several stages, or the function finds no assignment.
-        VerifyError: the assignment is of another graph.
     """
 
     assignment: Assignment | Assign
@@ -50,7 +49,6 @@ class AssignStages:
             ranks = tuple(replica for rank in pipeline_ranks for replica in self.replica_ranks[rank])
             assignment = replace(assignment, ranks=permuted_ranks(ranks))
         graph = split_operators(graph, operator_steps(graph, assignment.split))
-        _check_assignment(graph, assignment)
         for node in graph.nodes:
             if node.target is operator.getitem:
                 node.meta["operator"] = node.all_input_nodes[0].meta["operator"]
@@ -58,19 +56,6 @@ class AssignStages:
                 node.meta["stage"] = assignment.stages[node.meta["operator"]]
         _check_sparse_gradients(graph)
         return replace(graph, level=LoweringLevel.CUT, assignment=assignment)
-
-
-def _check_assignment(graph: TrainingGraph, assignment: Assignment) -> None:
-    if len(assignment.stages) != len(graph.operators):
-        raise VerifyError(
-            f"the assignment is for {len(assignment.stages)} operators, but the graph has "
-            f"{len(graph.operators)}"
-        )
-    unknown = {*assignment.stages}.difference(range(assignment.num_stages))
-    if unknown:
-        raise VerifyError(
-            f"an operator is on stage {min(unknown)}, but the assignment has {assignment.num_stages} stages"
-        )
 
 
 def _check_sparse_gradients(graph: TrainingGraph) -> None:

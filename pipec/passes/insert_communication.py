@@ -1,4 +1,4 @@
-"""Put a send and a recv on every edge between stages, or recompute the value where that is cheaper.
+"""Put a send and a recv on every edge between stages, or recompute what follows from inputs alone.
 
 ::
 
@@ -11,22 +11,20 @@
 A value is sent once, directly from the stage that makes it to each stage that reads it. So skip connections
 need no relay. Where several stages on one rank read it, the plan lets the first hand it on to the others.
 
-Every rank has the model's inputs. So values that need no parameter, such as masks and positions, are computed
-again on the reading stage if that costs less than the message.
+Every rank has the model's inputs. So values that need nothing else, such as masks and positions, are computed
+again on the reading stage.
 """
 
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from pipec.cost.formulas import OperatorCost
-from pipec.cost.symbolic_sizes import evaluate_cost
+from pipec.cost.formulas import node_bytes
 from pipec.graph import (
     LoweringLevel,
     TrainingGraph,
     depends_on_inputs_only,
     depends_on_strides,
-    has_data_dependent_size,
     is_constant,
     is_forward,
     is_tensor,
@@ -35,17 +33,14 @@ from pipec.graph import (
     send,
     stage_of,
 )
-from pipec.hardware.devices import LinkModel
 
 
 @dataclass(frozen=True)
 class InsertCommunication:
-    """``link`` gives the cost of a message, to compare with computing the value on the reading stage."""
-
-    link: LinkModel
+    """Nodes of one stage read no node of another, besides the ``send`` that belongs to a ``recv``."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        crossings = _Crossings(graph, self.link)
+        crossings = _Crossings(graph)
         for user in list(graph.nodes):
             if is_constant(user):
                 continue
@@ -68,7 +63,6 @@ class _Crossings:
     """
 
     graph: TrainingGraph
-    link: LinkModel
     copies: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     originals: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -77,7 +71,7 @@ class _Crossings:
         if is_constant(source) or stage_of(source) == stage:
             return source
         if (source, stage) not in self.copies:
-            if depends_on_inputs_only(source) and self.should_recompute(source, stage):
+            if depends_on_inputs_only(source):
                 self.recompute(source, stage)
             elif self.should_send_base(source, user):
                 self.view_on_stage_of(source, user)
@@ -85,12 +79,8 @@ class _Crossings:
                 self.receive(source, user)
         return self.copies[source, stage]
 
-    def should_recompute(self, node: fx.Node, stage: int) -> bool:
-        """Whether computing the value on ``stage`` costs less than a message, or a message is impossible."""
-        return has_data_dependent_size(node) or self.cost_to_recompute(node, stage) < self.cost_to_send(node)
-
     def should_send_base(self, node: fx.Node, user: fx.Node) -> bool:
-        """Whether the node is a view whose base costs no more to send: the base may be sent already."""
+        """Whether the node is a view whose base is no larger: the base may be sent already."""
         if (
             not is_view(node)
             or depends_on_strides(node)
@@ -102,7 +92,7 @@ class _Crossings:
             is_tensor(base)
             and len(node.all_input_nodes) == 1
             and base.op == "call_function"
-            and self.cost_to_send(base) <= self.cost_to_send(node)
+            and node_bytes(base, self.graph.batch_size) <= node_bytes(node, self.graph.batch_size)
         )
 
     def view_on_stage_of(self, node: fx.Node, user: fx.Node) -> None:
@@ -115,29 +105,6 @@ class _Crossings:
     def add(self, original: fx.Node, copy: fx.Node) -> None:
         self.copies[original, stage_of(copy)] = copy
         self.originals[copy] = original
-
-    def cost_to_recompute(self, node: fx.Node, stage: int) -> float:
-        """Seconds to compute the node on ``stage``, with every node it needs and the stage lacks."""
-        pending, seen, seconds = [node], set(), 0.0
-        while pending:
-            current = pending.pop()
-            current = self.originals.get(current, current)
-            if current in seen or current.op == "placeholder" or is_constant(current):
-                continue
-            seen.add(current)
-            if (current, stage) not in self.copies and stage_of(current) != stage:
-                seconds += self.seconds(current)
-                pending.extend(current.all_input_nodes)
-        return seconds
-
-    def cost_to_send(self, node: fx.Node) -> float:
-        cost: OperatorCost = node.meta["cost"]
-        size = evaluate_cost(cost.output_bytes, self.graph.batch_size)
-        return self.link.latency_seconds + size / self.link.bytes_per_second
-
-    def seconds(self, node: fx.Node) -> float:
-        cost: OperatorCost = node.meta["cost"]
-        return cost.seconds(self.graph.batch_size)
 
     def recompute(self, node: fx.Node, stage: int) -> fx.Node:
         node = self.originals.get(node, node)

@@ -14,7 +14,7 @@ one made of buffers alone.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -33,6 +33,7 @@ from pipec.graph import (
     is_random,
     is_tensor,
     is_view,
+    leading_to,
 )
 from pipec.torch_compat import pytree
 
@@ -183,7 +184,8 @@ def _lifted_graph(graph: TrainingGraph, read: Sequence[fx.Node]) -> tuple[fx.Gra
     Equal calls have one copy.
     """
     lifted, copies, by_call = fx.Graph(), dict[fx.Node, fx.Node](), dict[object, fx.Node]()
-    for node in _ancestors(graph, read):
+    needed = leading_to(read)
+    for node in (each for each in graph.module.graph.nodes if each in needed):
         key = node if node.op == "placeholder" else _call_key(node, copies)
         if key not in by_call:
             by_call[key] = lifted.node_copy(node, copies.__getitem__)
@@ -194,14 +196,3 @@ def _lifted_graph(graph: TrainingGraph, read: Sequence[fx.Node]) -> tuple[fx.Gra
 def _call_key(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> object:
     args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
     return node.target, repr(args), repr(sorted(kwargs.items()))
-
-
-def _ancestors(graph: TrainingGraph, read: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes in ``read`` and all that they depend on, in order."""
-    needed, pending = set[fx.Node](), [*read]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
-    return (node for node in graph.module.graph.nodes if node in needed)

@@ -3,7 +3,7 @@
 ::
 
     a = t(w)                         i = arange(12)                        x = mm(a, b)
-    b = t(a)                         j = i + 0                             y = view(x, [b, 12, 8])
+    b = t(a)                         j = arange(12)                        y = view(x, [b, 12, 8])
     y = mm(x, b)                     k = expand(j, [-1])                   z = view(y, [-1, 8])
 
     y = mm(x, w)                     i = arange(12)                        z = view(x, [12*b, 8])
@@ -11,8 +11,7 @@
     s = sum(dy, [0], True)
     g = view(s, [8])          ->     g = sum(dy, [0])
 
-Models have such code for other cases: an offset that is zero here, a mask that hides nothing here, a shape
-that is known here. Every value keeps its bits.
+Every value keeps its bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +45,6 @@ SCALAR_OVERLOADS: Mapping[Any, Any] = {
     aten.sub.Scalar: aten.sub.Tensor,
 }
 """Operators that only call another one, with that other."""
-
-ONES = {aten.ones.default, aten.new_ones.default, aten.ones_like.default}
 
 Rewrite = Callable[[fx.Node], fx.Node | None]
 """Returns a node that already has the value of the argument, or None."""
@@ -157,31 +154,14 @@ def _copy(node: fx.Node) -> fx.Node | None:
 
 
 def _neutral_element(node: fx.Node) -> fx.Node | None:
-    """``i + 0``, ``x * 1``, ``x ** 1`` and padding by nothing.
-
-    ``i`` is an integer: with floating point, -0.0 + 0 is 0.0.
-    """
-    if node.target is aten.constant_pad_nd.default and not any(node.args[1]):  # type: ignore[arg-type]
-        return _if_same_type(node.args[0], node, strides=True)
-    if node.kwargs or len(node.args) != 2 or isinstance(node.args[1], fx.Node | bool | complex):
+    """``x * 1`` and ``x ** 1``, as in the gradient of a square."""
+    is_product = node.target in (aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar)
+    if not is_product or node.kwargs or node.args[1:] != (1,):
         return None
-    sums = node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.meta["val"].dtype.is_floating_point
-    product = node.target in (aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar)
-    neutral = (sums and node.args[1] == 0) or (product and node.args[1] == 1)
-    return _if_same_type(node.args[0], node, strides=True) if neutral else None
+    return _if_same_type(node.args[0], node, strides=True)
 
 
-def _mask_of_ones(node: fx.Node) -> fx.Node | None:
-    """``mask & True``"""
-    if node.target not in (aten.bitwise_and.Tensor, aten.logical_and.default):
-        return None
-    for mask, other in (node.args, node.args[::-1]):
-        if isinstance(mask, fx.Node) and mask.target in ONES and mask.meta["val"].dtype is torch.bool:
-            return _if_same_type(other, node, strides=False)
-    return None
-
-
-REWRITES: Sequence[Rewrite] = (_double_transpose, _whole_view, _copy, _neutral_element, _mask_of_ones)
+REWRITES: Sequence[Rewrite] = (_double_transpose, _whole_view, _copy, _neutral_element)
 
 
 def _equal_constant(node: fx.Node, constants: dict[str, fx.Node]) -> fx.Node | None:

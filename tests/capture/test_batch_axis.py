@@ -51,29 +51,6 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.embed(x) + self.places[: x.shape[0]], mask))
 
 
-class Translator(nn.Module):
-    """``nn.Transformer`` as PyTorch's tutorial calls it: everything time first, but masks of padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.Transformer(WIDTH, 2, 1, 1, 12, dropout=0.0)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(
-        self, src: Tensor, tgt: Tensor, src_mask: Tensor, tgt_mask: Tensor, padding: Tensor
-    ) -> Tensor:
-        hidden = self.layers(
-            self.embed(src),
-            self.embed(tgt),
-            src_mask=src_mask,
-            tgt_mask=tgt_mask,
-            src_key_padding_mask=padding,
-            memory_key_padding_mask=padding,
-        )
-        return self.head(hidden)
-
-
 def flat_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.reshape(-1, WORDS), target)
 
@@ -138,32 +115,6 @@ def test_outputs_are_joined_along_their_own_dimension() -> None:
     assert relative_error(output, model(tokens(TIME, ROWS)).detach()) < 1e-12
 
 
-def translation() -> tuple[tuple[Tensor, ...], Tensor]:
-    src, tgt = tokens(6, ROWS), tokens(TIME, ROWS, seed=2)
-    causal = torch.full((TIME, TIME), float("-inf"), dtype=torch.float64).triu(1)
-    padding = torch.arange(6) >= torch.tensor([6, 5, 3, 6, 4])[:, None]
-    none = torch.zeros(6, 6, dtype=torch.float64)
-    padding = torch.zeros(ROWS, 6, dtype=torch.float64).masked_fill(padding, float("-inf"))
-    return (src, tgt, none, causal, padding), tokens(TIME * ROWS, seed=4)
-
-
-TRANSLATION = {"src": 1, "tgt": 1, "padding": 0, "target": "(t b)"}
-
-
-@pytest.mark.slow
-def test_a_transformer_trains_with_targets_flattened_time_first() -> None:
-    trained = Trained(made(Translator), flat_loss, microbatches=2, batched=TRANSLATION)
-    args, target = translation()
-    trained.step(*args, target=target, outputs=True)
-    split, whole = str(trained.pipe.plan).splitlines()[-2:]
-    assert whole == "whole in every microbatch: args[2] f64[6, 6], args[3] f64[7, 7]"
-    assert sorted(split.removeprefix("split into microbatches: ").split(", args")) == [
-        "[1] i64[7, b] by dimension 1",
-        "[4] f64[b, 6], target i64[7*b] by dimension 0",
-        "args[0] i64[6, b] by dimension 1",
-    ]
-
-
 def test_replicas_train_on_rows_of_another_dimension() -> None:
     trained = Trained(made(Recurrent), flat_loss, stages=1, microbatches=3, batched=BY_TIME)
     trained.step(tokens(TIME, ROWS), target=tokens(TIME * ROWS, seed=2), outputs=True)
@@ -206,18 +157,6 @@ def test_another_length_of_sequences_becomes_a_variable() -> None:
     ]
     assert "args[0] i64[t, b] by dimension 1" in str(trained.pipe.plan)
     assert "target i64[t*b] by dimension 0" in str(trained.pipe.plan)
-
-
-def test_an_argument_may_be_viewed_as_its_user_passes_it() -> None:
-    class Viewing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x.view(-1, 3)).view(x.shape).square().mean()
-
-    Trained(made(Viewing), None, microbatches=2, batched={"x": 1}).step(torch.randn(4, ROWS, 3).double())
 
 
 def test_weights_of_microbatches_are_told_by_what_the_user_passes() -> None:
@@ -341,7 +280,6 @@ def test_outputs_have_their_rows_in_order(options: dict[str, Any]) -> None:
             assert relative_error(found, expected.detach()) < 1e-12
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.usefixtures("constant_batch")
 def test_outputs_are_refused_where_nothing_shows_their_rows() -> None:

@@ -26,6 +26,9 @@ F.embedding(k, z[:, None]) | z[k] | z.index_select(0, k) | z.expand(6, -1).gathe
 z.index_put((torch.tensor([0, 1]),), torch.ones(2).double()) | h.index_put((m,), z)
 z.index_fill(0, torch.tensor([1]), 2) | z.scatter(0, torch.tensor([0]), torch.ones(1).double())
 z.index_add(0, torch.tensor([0]), torch.ones(1).double())
+h.new_zeros(9).index_add(0, n, h.sum(1)) | h.new_zeros(9).index_add(0, n % 2, h.sum(1))
+h.new_zeros(9).index_put((k,), h.sum(1), accumulate=True) | h.T @ h | (h.T @ h).sum() + h.mean() | h @ h.T
+h.new_zeros(9).index_put((k,), h.sum(1)) | h.new_zeros(9).scatter_add(0, n, w[n])
 z.scatter_reduce(0, torch.tensor([0]), torch.ones(1).double(), 'amax') | F.pad(z, (1, 0), value=1.0)
 torch.select_scatter(t, z, 0, 0) | torch.select_scatter(t, h.sum(0), 0, 0) | torch.histc(z, 3, 0, 1)
 torch.bincount(torch.arange(6), weights=h.sum(0)) | torch.bincount(torch.arange(6), weights=z)

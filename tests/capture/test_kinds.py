@@ -9,24 +9,18 @@ import pytest
 import torch
 from awkward_modules import WIDTH, Between, batch
 from slow_params import slow
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_step
 
 import pipec
-from pipec.capture.classify import classify
 from pipec.capture.model_call import ModelCall
-from pipec.capture.number_operators import OPERATOR_ID
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import CaptureError, InputError, PlanError
-from pipec.graph import LossGradient
 from pipec.ir import Mode
 from pipec.passes.assignments.follow_placement import FollowPlacement
 from pipec.pipeline import Pipeline
-from pipec.runtime.random_operators import call_with_generator
 
 mse = nn.functional.mse_loss
-
-Model = Callable[..., Tensor]
 
 
 def trained(
@@ -66,34 +60,7 @@ def test_an_argument_with_as_many_rows_as_a_microbatch_is_not_split(rows: int) -
     assert_equal(found, expected)
 
 
-# where nodes belong
-
-
-def test_a_backward_node_that_reads_nothing_belongs_to_its_reader() -> None:
-    """Operator 0 would drag what reads it, here ``sum``, to the first stage."""
-    graph = fx.Graph()
-    tangent = graph.placeholder("tangent")
-    tangent.meta["role"] = LossGradient()
-    ones = graph.call_function(torch.ops.aten.ones.default, ([4],))
-    wide = graph.call_function(torch.ops.aten.expand.default, (ones, [2, 4]))
-    product = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, tangent))
-    product.meta["custom"] = {OPERATOR_ID: 5}
-    total = graph.call_function(torch.ops.aten.add.Tensor, (product, wide))
-    graph.output((total,))
-    for node in (ones, wide):
-        node.meta["partitioner_tag"] = "is_backward"
-    classify(graph)
-    assert [node.meta["operator"] for node in (ones, wide, product, total)] == [5, 5, 5, 5]
-
-
 # random numbers
-
-
-def test_a_draw_may_name_the_default_generator() -> None:
-    """``torch.randn(shape, generator=None)`` is an overload of its own, whose ``generator`` must be given."""
-    seeded = [torch.Generator().manual_seed(1) for _ in range(2)]
-    found = call_with_generator(seeded[0], torch.ops.aten.randn.generator, [3], generator=None)
-    assert torch.equal(found, torch.randn(3, generator=seeded[1]))
 
 
 def test_a_generator_of_the_models_own_is_refused() -> None:
@@ -237,7 +204,7 @@ def test_an_operator_that_calls_a_graph_is_refused_with_a_remedy() -> None:
         trained(Between(Conditional), batch(), 2)
 
 
-# what torch.library and torch.distributions do on the way
+# what torch.library does on the way
 
 
 @torch.library.custom_op("pipec_tests::thrice", mutates_args=())
@@ -271,26 +238,6 @@ class Locked(nn.Module):
 def test_an_operator_of_torch_library_keeps_its_backward_in_an_export() -> None:
     found, expected, _ = trained(Between(Locked), batch(), 1)
     assert_equal(found, expected)
-
-
-class Densities(nn.Module):
-    """The likelihood of a mixture and of a normal distribution, whose arguments torch would look at."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = torch.distributions.Normal(x, x.square() + 1)
-        weights = torch.distributions.Categorical(logits=x)
-        mixture = torch.distributions.MixtureSameFamily(weights, parts)
-        return torch.distributions.Independent(parts, 1).log_prob(x)[..., None] + mixture.log_prob(
-            x[..., 0]
-        ).unsqueeze(-1).expand(x.shape)
-
-
-@pytest.mark.slow
-def test_distributions_are_not_validated_at_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile clears it
-    found, expected, _ = trained(Between(Densities), batch(), 1)
-    assert_equal(found, expected)
-    assert torch.distributions.Distribution._validate_args
 
 
 # kernels that stay whole
@@ -409,29 +356,6 @@ def test_what_the_first_call_sets_up_is_captured_and_undone() -> None:
     assert_equal(StepResult.of(loss, model), StepResult.of(expected, unsplit))
 
 
-class ReadOnly(dict[str, int]):
-    """As a configuration of diffusers is."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("this never changes")
-
-    clear = update = _refuse  # type: ignore[assignment]
-
-
-class Configured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = ReadOnly(factor=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.config["factor"]
-
-
-def test_an_attribute_may_be_a_dict_that_refuses_to_change() -> None:
-    found, expected, _ = trained(Between(Configured), batch(), 1)
-    assert_equal(found, expected)
-
-
 class FailsTraced(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -453,68 +377,6 @@ def test_a_model_that_fails_on_its_arguments_is_told_so() -> None:
     message = r"fails on these arguments\n  at test_.*\n  ValueError: no mask\nSizes are"
     with pytest.raises(InputError, match=message):
         trained(Between(Fails), batch(), 2)
-
-
-# architectures
-
-
-def qwen2_moe() -> tuple[nn.Module, dict[str, Any]]:
-    """A mixture of experts, with the loss of its router: hooks, a lock, and an operator of torch.library."""
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-    config = Qwen2MoeConfig(
-        vocab_size=48,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
-        output_router_logits=True,
-    )
-    ids = torch.randint(48, (4, 6))
-    return Qwen2MoeForCausalLM(config), {"input_ids": ids, "labels": ids}
-
-
-def patchtst() -> tuple[nn.Module, dict[str, Any]]:
-    """A forecast as a distribution."""
-    from transformers import PatchTSTConfig, PatchTSTForPrediction
-
-    config = PatchTSTConfig(
-        num_input_channels=2,
-        context_length=16,
-        patch_length=4,
-        patch_stride=4,
-        prediction_length=4,
-        d_model=16,
-        num_hidden_layers=1,
-        ffn_dim=16,
-        num_attention_heads=2,
-        loss="nll",
-        **dict.fromkeys(("attention_dropout", "positional_dropout", "ff_dropout", "head_dropout"), 0.0),
-    )
-    return PatchTSTForPrediction(config), {
-        "past_values": torch.randn(4, 16, 2),
-        "future_values": torch.randn(4, 4, 2),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [qwen2_moe, patchtst])
-def test_an_architecture_trains_with_the_bits_of_the_unsplit_model(
-    make: Callable[[], tuple[nn.Module, dict[str, Any]]],
-) -> None:
-    torch.manual_seed(0)
-    model, inputs = make()
-    unsplit = copy.deepcopy(model.train())
-    # the loss that balances experts is a product of two means over the batch: each microbatch has its own
-    options: dict[str, Any] = {"microbatch_weight": "rows"} if make is qwen2_moe else {}
-    loss = pipec.compile(model, 2, microbatches=2, **options).step(**inputs)
-    expected = unsplit_step(unsplit, inputs, (2, 2))
-    assert_equal(StepResult.of(loss, model), StepResult.of(expected, unsplit))
 
 
 # buffers that a forward changes

@@ -3,7 +3,6 @@
 import inspect
 import logging
 import random
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -154,7 +153,6 @@ class CheckedInverse(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_operators_that_check_values_are_refused_and_their_others_are_not() -> None:
     with pytest.raises(CaptureError, match="with_effects") as caught:
         step(Between(Inverse))
@@ -209,25 +207,6 @@ def test_draws_that_are_not_torchs_are_refused(make: Callable[[], nn.Module], ge
     assert str(caught.value).startswith(f"the model draws from {generator}. ")
     assert "torch.where" in str(caught.value)
     assert states == (random.getstate(), np.random.get_state()[2])
-
-
-@pytest.mark.slow
-def test_draws_outside_of_the_model_are_none_of_its_business() -> None:
-    """A generator that the model has but does not use, and a thread that draws all the time."""
-    model, done = Between(nn.Identity), threading.Event()
-    model.generator = random.Random(0)
-
-    def draw() -> None:
-        while not done.is_set():
-            random.random()
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        assert step(model).isfinite()
-    finally:
-        done.set()
-        thread.join()
 
 
 def place(owner: type, text: str) -> str:

@@ -14,9 +14,7 @@ from huggingface_models import encoder
 from torch import Tensor, nn
 
 import pipec
-from pipec.codegen.formatting import LINE_LENGTH, format_statement
 from pipec.codegen.stage_source import StageSource
-from pipec.codegen.tensor_names import shortest_suffixes
 from pipec.pipeline import Pipeline
 
 HOSTILE = (
@@ -124,34 +122,6 @@ def test_no_path_of_the_machine_is_written(artifacts: list[dict[str, bytes]]) ->
         assert found == [], name
 
 
-@pytest.mark.slow
-def test_operators_stand_under_the_module_they_come_from(artifacts: list[dict[str, bytes]]) -> None:
-    sources = [content.decode() for name, content in sorted(artifacts[0].items()) if name.endswith(".py")]
-    assert len(sources) == 2
-    assert "# layers.0.self_attn · MultiheadAttention" in sources[0]
-    assert "# layers.1.linear2 · Linear" in sources[1]
-    assert "f32[2*b, " in sources[0] or "f32[b, " in sources[0]
-
-
-def test_a_parameter_is_called_after_the_end_of_its_name() -> None:
-    names = [
-        "h.0.mlp.fc.weight",
-        "h.0.attn.proj.weight",
-        "h.1.attn.proj.weight",
-        "ln.weight",
-        "2.bias",
-        "bias",
-    ]
-    assert list(shortest_suffixes(names).values()) == [
-        "fc.weight",
-        "h.0.attn.proj.weight",
-        "h.1.attn.proj.weight",
-        "ln.weight",
-        "2.bias",
-        "bias",
-    ]
-
-
 def test_hundreds_of_names_are_unpacked_of_more() -> None:
     """Python takes up to 255 of them before a star."""
     held = [f"scale_{index}" for index in range(300)]
@@ -161,14 +131,3 @@ def test_hundreds_of_names_are_unpacked_of_more() -> None:
         found = {"w": tuple(range(300))}
         exec(textwrap.dedent("\n".join(lines)), found)
         assert [found[name] for name in held[: last + 1]] == list(range(last + 1))
-
-
-def test_no_line_is_long_that_can_be_broken() -> None:
-    """Targets, arguments, and lists among them."""
-    items = ", ".join(f"torch.select(scan, 2, {k})" for k in range(6))
-    targets = ", ".join(f"batch_norm_new_mean_{k}" for k in range(5))
-    lines = format_statement(targets, f"torch.stack([{items}], -1)", "f32[b]")
-    assert max(len(line.split("  #")[0].rstrip()) for line in lines) <= LINE_LENGTH
-    assert ast.dump(ast.parse(textwrap.dedent("\n".join(lines)))) == ast.dump(
-        ast.parse(f"{targets} = torch.stack([{items}], -1)")
-    )

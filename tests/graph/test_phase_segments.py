@@ -1,24 +1,20 @@
 """Phases that consist of several functions: the same bits as whole ones, however programs run them."""
 
 import functools
-import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from compile_variants import OPTIONS, SIZES, Captured, TrainingRun, captured, save_with_tensors
+from compile_variants import OPTIONS, SIZES, Captured, TrainingRun, captured
 from huggingface_models import Factory, gpt2_with_dropout, perceptron, resnet, t5
 from phase_segments import apart, artifact_with_segments, staged_with_segments
 from slow_params import slow, slow_but
 from torch import Tensor, fx
-from unsplit_reference import StepResult, relative_error
-from worker_processes import read_outcome, run_ranks, train
+from unsplit_reference import StepResult
 
 import pipec
 from pipec.artifact.artifact import Artifact
-from pipec.codegen.stage_source import StageSource
 from pipec.compiler.staged_graph import NO_RECOMPUTE, StagedGraph
 from pipec.errors import VerifyError
 from pipec.graph import send
@@ -120,31 +116,6 @@ def test_sums_that_overlap_the_backward_change_no_bit(factory: Factory, name: st
     assert same_bits(outcome(divided, model), outcome(whole, model))
 
 
-@pytest.mark.slow
-def test_processes_sum_while_their_backward_runs(tmp_path: Path) -> None:
-    """One process per rank, over gloo."""
-    model = captured(resnet)
-    artifact = in_buckets(model, "1x2", DIVIDED)
-    assert artifact.plan.segments
-    directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
-    assert train([directory] * 2, model.inputs, tmp_path) == [""] * 2
-    found = read_outcome(tmp_path, 2, replicated=True)
-    run = TrainingRun(artifact, model.model)
-    wanted = StepResult.of(run.step(model.inputs, SIZES), run.model)
-    assert found.gradients.keys() == wanted.gradients.keys()
-    for fqn, gradient in found.gradients.items():
-        assert relative_error(gradient, wanted.gradients[fqn]) < 1e-6
-
-
-@pytest.mark.slow
-def test_parameters_in_shares_are_there_for_parts_that_do_not_read_them(tmp_path: Path) -> None:
-    """The gradients that a part makes lie in memory as the parameters do."""
-    script = Path(__file__).parents[1] / "helpers" / "phase_segments_script.py"
-    texts = run_ranks(script, 2, tmp_path)
-    assert "6 are equal" in texts[0]
-    assert "are equal" in texts[1]
-
-
 @pytest.mark.parametrize("shard", slow_but([None, *ShardingLevel], ShardingLevel.PARAMETERS))
 def test_updates_of_shares_are_the_same_in_parts(
     shard: ShardingLevel | None, monkeypatch: pytest.MonkeyPatch
@@ -179,59 +150,6 @@ def test_a_backward_is_divided_where_groups_of_gradients_are_complete() -> None:
         *groups,
         ["layers.0.weight", "layers.0.bias"],
     ]
-    source = StageSource.of(staged.graph, stage, staged.names, "A stage in parts.").write()
-    bodies = source[source.index("def backward_0") :]
-    assert re.sub(r" {2,}# .*|\n    # .*", "", bodies) == BACKWARDS
-
-
-BACKWARDS = """\
-def backward_0(frame):
-    y, grad_loss = frame["y"], frame["grad_loss"]
-    input_2, input_4, input_5 = frame.pop("saved")
-    grad_input_5 = torch.ops.aten.mse_loss_backward.default(grad_loss, input_5, y, 1)
-    del input_5
-    grad_layers_4_weight = torch.mm(grad_input_5.t(), input_4)
-    grad_layers_4_bias = torch.sum(grad_input_5, [0])
-    return (
-        {},
-        [input_2, input_4, grad_input_5],
-        (None, None, None, None, grad_layers_4_weight, grad_layers_4_bias),
-    )
-
-
-def backward_1(frame):
-    layers_0_weight, layers_0_bias, layers_2_weight, layers_2_bias, layers_4_weight, *_ = frame["w"]
-    input_2, input_4, grad_input_5 = frame.pop("saved")
-    grad_input_4 = torch.mm(grad_input_5, layers_4_weight)
-    del grad_input_5
-    grad_input_3 = torch.ops.aten.tanh_backward.grad_input(
-        grad_input_4, input_4, grad_input=grad_input_4
-    )
-    del input_4
-    grad_layers_2_weight = torch.mm(grad_input_3.t(), input_2)
-    grad_layers_2_bias = torch.sum(grad_input_3, [0])
-    return (
-        {},
-        [input_2, grad_input_3],
-        (None, None, grad_layers_2_weight, grad_layers_2_bias, None, None),
-    )
-
-
-def backward_2(frame):
-    x = frame["x"]
-    layers_0_weight, layers_0_bias, layers_2_weight, *_ = frame["w"]
-    input_2, grad_input_3 = frame.pop("saved")
-    grad_input_2 = torch.mm(grad_input_3, layers_2_weight)
-    del grad_input_3
-    grad_input_1 = torch.ops.aten.tanh_backward.grad_input(
-        grad_input_2, input_2, grad_input=grad_input_2
-    )
-    del input_2
-    grad_layers_0_weight = torch.mm(grad_input_1.t(), x)
-    grad_layers_0_bias = torch.sum(grad_input_1, [0])
-    del grad_input_2, grad_input_1
-    return {}, (grad_layers_0_weight, grad_layers_0_bias, None, None, None, None)
-"""
 
 
 def test_a_backward_may_send_what_the_forward_made() -> None:

@@ -24,7 +24,7 @@ from pipec.capture.batch.dependence import (
     Unproven,
     Whole,
 )
-from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, ROW_NUMBERS
+from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE
 from pipec.errors import PipecError
 from pipec.torch_compat import pytree
 
@@ -201,8 +201,6 @@ class Run(fx.Interpreter):
             result = self.fetch_args_kwargs_from_env(node)[0][0].clone()
         elif node.target is BATCH_FRACTION:
             result = torch.tensor(self.rows / self.total, dtype=torch.float64)
-        elif node.target is ROW_NUMBERS:
-            result = self.fetch_args_kwargs_from_env(node)[0][0] + self.first
         else:
             try:
                 result = super().run_node(node)

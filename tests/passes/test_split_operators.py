@@ -75,15 +75,6 @@ def test_stages_are_even_and_gradients_have_the_bits_of_eager(
     require_bits(pipe, eager)
 
 
-@pytest.mark.slow
-def test_a_graph_that_was_kept_on_disk_is_taken_apart_as_well(
-    trained: tuple[pipec.Pipeline, nn.Module, Tensor],
-) -> None:
-    pipe, eager, _ = step_beside_eager(8)
-    assert len(pipe.plan.stages) == 8
-    require_bits(pipe, eager)
-
-
 def test_a_transposed_weight_is_where_it_is_read() -> None:
     """The verifier says so: the gradient of the weight is made where that is."""
     model = captured(encoder)

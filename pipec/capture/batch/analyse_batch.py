@@ -10,7 +10,6 @@ made right, nodes are inserted, and the analysis goes on with them::
 * A value without rows that follows from the arguments of ``step`` alone, such as a count, is computed once of
   the whole batch.
 * A sum over rows that is used as a mean is divided by the microbatch's fraction of the rows.
-* The numbers of the rows, ``arange(rows)``, count from the first row of the batch.
 """
 
 import operator
@@ -35,12 +34,7 @@ from pipec.capture.batch.dependence import (
     is_whole,
 )
 from pipec.capture.batch.dependence_tracker import NUM_SELECTED, DependenceTracker, TensorFact, tracking
-from pipec.capture.batch.operator_call import (
-    ROW_COUNT_PRIME,
-    NeedsMeanError,
-    NeedsRowNumbersError,
-    tensors_in,
-)
+from pipec.capture.batch.operator_call import ROW_COUNT_PRIME, NeedsMeanError, tensors_in
 from pipec.capture.batch.tail import TailNodes, find_tail, insert_tail_inputs, writes
 from pipec.capture.captured_collectives import (
     ALL_GATHERS,
@@ -57,7 +51,7 @@ from pipec.capture.graph_calls import (
     operator_name,
     reduction_of,
 )
-from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, ROW_NUMBERS
+from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION
 from pipec.capture.microbatch_checks import nodes_for_checks, require_equal_counts
 from pipec.capture.model_call import plain_name
 from pipec.capture.node_insertion import INHERITED_META, NodeInserter, fake_value, insert_after
@@ -260,14 +254,10 @@ class _BatchAnalysis:
                     )
                 break
             except NeedsMeanError as needed:
-                if not self._replace(node, needed.tensors, self._mean_of):
+                if not self._divide(node, needed.tensors):
                     result = self._stand_in(
                         node, MixedRows("adds sums over the rows of a microbatch to means")
                     )
-                    break
-            except NeedsRowNumbersError as needed:
-                if not self._replace(node, needed.tensors, self._numbers_of):
-                    result = self._stand_in(node, Unproven("computes with the numbers of rows"))
                     break
             except Exception as error:
                 result = self._stand_in(
@@ -474,11 +464,11 @@ class _BatchAnalysis:
     _drawn: list[fx.Node] = field(default_factory=list)
     _assumed: list[str] = field(default_factory=list)
 
-    def _replace(self, node: fx.Node, tensors: Sequence[Tensor], made: Any) -> bool:
-        """Replace those inputs of a node that are ``tensors``. Returns whether that is possible."""
-        wanted = {id(tensor) for tensor in tensors}
+    def _divide(self, node: fx.Node, sums: Sequence[Tensor]) -> bool:
+        """Let a node read means in place of the ``sums``. Returns whether that is possible."""
+        wanted = {id(tensor) for tensor in sums}
         found = [x for x in node.all_input_nodes if id(self.values.get(x)) in wanted]
-        replaced = [made(source, node) for source in found]
+        replaced = [self._mean_of(source, node) for source in found]
         return bool(found) and all(replaced)
 
     def _mean_of(self, total: fx.Node, reader: fx.Node) -> bool:
@@ -509,21 +499,10 @@ class _BatchAnalysis:
         node.meta = {key: source.meta[key] for key in INHERITED_META if key in source.meta}
         return node
 
-    def _numbers_of(self, numbers: fx.Node, reader: fx.Node) -> bool:
-        """Let ``reader`` read row numbers that count from the first row of the batch."""
-        made = self._before(reader, numbers, ROW_NUMBERS, numbers)
-        made.meta["example_value"] = fake_value(numbers)
-        self.visit(made)
-        reader.replace_input_with(numbers, made)
-        made.args = (numbers,)
-        return True
-
     def _take_of_batch(self, node: fx.Node, result: Any) -> None:
         """Let the users of a node read its value of the whole batch, if it follows from the arguments."""
         if not isinstance(result, Tensor) or node in self._leading or node.target is BATCH_COUNT:
             return
-        if any(user.target is BATCH_COUNT for user in node.users):
-            return  # as the count of a cross entropy
         known = self.tracker.fact(result)
         seen = fake_value(node)
         fixed = seen is None or not any(map(unbacked_symbols, seen.shape))
@@ -549,7 +528,7 @@ class _BatchAnalysis:
         return memory_id(result) in map(memory_id, shown) and node in self._written
 
     def _make_count(self, node: fx.Node) -> bool:
-        """Replace a mean over counted targets by their sum divided by the count of the whole batch.
+        """Write a mean over targets that count as their sum divided by their number.
 
         Returns whether it was done; the inserted nodes are visited next.
         """
@@ -559,28 +538,20 @@ class _BatchAnalysis:
         target, weight = arguments.get("target"), arguments.get("weight")
         if not isinstance(target, fx.Node) or fake_value(target).is_floating_point():
             return False
-        if reduction_of(arguments) != "mean" or not isinstance(
-            self.dependence_of(target), PerRow | SelectedRows
-        ):
-            return False
-        tensors = [self.values[x] for x in (target, weight) if isinstance(x, fx.Node)]
-        if not all(self.tracker.fact(x).from_arguments for x in tensors):
-            return False
-        if isinstance(weight, fx.Node) and not is_whole(self.dependence_of(weight)):
+        read = [self.tracker.fact(self.values[x]) for x in (target, weight) if isinstance(x, fx.Node)]
+        if reduction_of(arguments) != "mean" or not all(known.from_arguments for known in read):
             return False
         chain = NodeInserter(node)
-        valid = chain("valid", torch.ne, target, arguments["ignore_index"])
-        counted = valid
+        counted = valid = chain("valid", torch.ne, target, arguments["ignore_index"])
         if weight is not None:
             invalid = chain("invalid", torch.logical_not, valid)
             index = chain("index", torch.flatten, chain("index", torch.masked_fill, target, invalid, 0))
             weights = chain("weights", torch.gather, weight, 0, index)
             counted = chain("weights", torch.masked_fill, weights, chain("flat", torch.flatten, invalid), 0)
         count = chain("count", torch.sum, counted)
-        share = chain.scale_by_batch_fraction(chain("count", BATCH_COUNT, count, True), node)
         total = chain.repeat_call(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
-        mean = chain(node.name, operator.truediv, total, share)
-        mean.meta["example_value"] = fake_value(node)
+        mean = chain(node.name, operator.truediv, total, count)
+        total.meta["example_value"] = mean.meta["example_value"] = fake_value(node)
         node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
         return True
 

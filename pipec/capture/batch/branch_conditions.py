@@ -8,32 +8,28 @@ latter.
 
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from pipec.capture.batch.dependence import MEAN, Dependence, PerRow, is_whole
 from pipec.capture.graph_calls import at_line, operator_name
 from pipec.capture.markers import BATCH_COUNT
+from pipec.capture.node_insertion import fake_value
 from pipec.errors import CaptureError
 
 
 class ConditionReduction(Enum):
-    """How the one-element values of microbatches make that of the batch."""
+    """What the values of microbatches tell of that of the batch."""
 
     SAME = auto()
     """All are that of the batch."""
-    ANY = auto()
-    """It is true if one of them is."""
-    ALL = auto()
-    """It is true if all of them are."""
-    ONE = auto()
-    """It is one of them, such as the largest."""
-    BETWEEN = auto()
-    """It is a number between them."""
-    EITHER = auto()
-    """It is their truth value, if they have the same."""
+    TRUTH = auto()
+    """A truth value: if all microbatches have the same, so has the batch."""
+    COUNT = auto()
+    """How many are true: it is zero for the batch if it is zero for all microbatches."""
+    NUMBER = auto()
+    """The batch's is between the smallest and the largest, such as a mean or an extreme."""
 
 
 DependenceOf = Callable[[fx.Node], Dependence]
@@ -42,30 +38,9 @@ _KEEPING = {
     *("clone", "contiguous", "detach", "double", "float", "item", "long", "reshape", "squeeze", "view"),
 }
 _NOT = {"invert", "logical_not", "bitwise_not", "not"}
-_NEGATED = {
-    ConditionReduction.ANY: ConditionReduction.ALL,
-    ConditionReduction.ALL: ConditionReduction.ANY,
-    ConditionReduction.ONE: ConditionReduction.EITHER,
-    ConditionReduction.EITHER: ConditionReduction.EITHER,
-}
-_REDUCED = {
-    **{"any": ConditionReduction.ANY, "all": ConditionReduction.ALL},
-    **dict.fromkeys(("amax", "amin", "max", "min"), ConditionReduction.ONE),
-}
+_JOINING = {"or", "bitwise_or", "logical_or", "and", "bitwise_and", "logical_and"}
 _ORDERED = {"gt", "lt", "ge", "le"}
-_EQUAL = {"eq", "ne"}
-_ABOVE_ZERO = {"gt", "ne"}
-_KINDS = {"isfinite", "isinf", "isnan"}
-_OF_ONE = {"all", "any", "count_nonzero", "sum"}
-"""Operators that keep the truth of what has one element, if it is a truth value or a count."""
-
-_BOOLEAN = {ConditionReduction.ANY, ConditionReduction.ALL, ConditionReduction.EITHER}
-"""What is a truth value, or a count of those that are true."""
-
-_JOINED = {
-    **dict.fromkeys(("or", "bitwise_or", "logical_or"), ConditionReduction.ANY),
-    **dict.fromkeys(("and", "bitwise_and", "logical_and"), ConditionReduction.ALL),
-}
+_EXTREMES = {"amax", "amin", "max", "min"}
 
 
 def refuse_ambiguous_branch(assumed: fx.Node, dependence_of: DependenceOf, rows: int | None) -> None:
@@ -76,112 +51,73 @@ def refuse_ambiguous_branch(assumed: fx.Node, dependence_of: DependenceOf, rows:
     """
     condition = assumed.all_input_nodes[0]
     if rows is not None and (number := _number_of_rows(condition, rows)) is not None:
-        raise CaptureError(
-            f"the model cannot be captured as one graph{at_line(assumed)}\n"
-            f"  A branch compares what the whole mini-batch has with the number {number}, which may come "
-            f"from the {rows} rows of a microbatch:\nthis model is compiled for that many alone. Compare a "
-            "share, such as the mean, or choose with torch.where."
+        why = (
+            f"compares what the whole mini-batch has with the number {number}, which may come from the "
+            f"{rows} rows of a microbatch:\nthis model is compiled for that many alone. Compare a share, "
+            "such as the mean,"
         )
-    if rows is None and not is_batch_condition(condition, dependence_of):
-        raise CaptureError(
-            f"the model cannot be captured as one graph{at_line(assumed)}\n"
-            "  A branch asks for a value that microbatches do not tell: all could go one way there, and the "
-            "whole mini-batch the other.\nAsk for any(), all(), the maximum, the minimum or the mean of what "
-            "each row has by itself, or\nchoose with torch.where."
+    elif rows is None and not is_batch_condition(condition, dependence_of):
+        why = (
+            "asks for a value that microbatches do not tell: all could go one way there, and the whole "
+            "mini-batch the other.\nAsk for any(), all(), or compare the maximum, the minimum or the mean of "
+            "what each row has by itself,\n"
         )
+    else:
+        return
+    raise CaptureError(
+        f"the model cannot be captured as one graph{at_line(assumed)}\n  A branch {why} or choose with "
+        "torch.where."
+    )
 
 
 def _number_of_rows(condition: fx.Node, rows: int) -> int | None:
-    """A multiple of ``rows`` that enters the condition; None if there is none."""
+    """A multiple of ``rows`` that a condition on a count of the batch reads; None if there is none."""
     reached, pending, numbers = set[fx.Node](), [condition], list[int]()
     while pending:
         node = pending.pop()
-        if node not in reached:
-            reached.add(node)
-            numbers += [x for x in node.args if type(x) is int and x and x % rows == 0]
-            pending += [] if node.target is BATCH_COUNT else node.all_input_nodes
+        reached.add(node)
+        numbers += [x for x in node.args if type(x) is int and x and x % rows == 0]
+        pending += [] if node.target is BATCH_COUNT else {*node.all_input_nodes} - reached
     return next(iter(numbers), None) if any(node.target is BATCH_COUNT for node in reached) else None
 
 
 def is_batch_condition(condition: fx.Node, dependence_of: DependenceOf) -> bool:
     """Whether the condition is that of the batch where it is the same for all of its microbatches."""
-    return _truth(condition, dependence_of) not in (None, ConditionReduction.BETWEEN)
+    return _reduction(condition, dependence_of) not in (None, ConditionReduction.NUMBER)
 
 
-def _truth(node: fx.Node, dependence_of: DependenceOf) -> ConditionReduction | None:
-    """How a value of one element is reduced over microbatches; None if unknown."""
-    if is_whole(dependence_of(node)):
+def _reduction(node: fx.Node, dependence_of: DependenceOf) -> ConditionReduction | None:
+    """How a value of one element follows from those of microbatches; None if unknown."""
+    value, name = dependence_of(node), operator_name(node)
+    if is_whole(value):
         return ConditionReduction.SAME
-    value = dependence_of(node)
     if value == MEAN or isinstance(value, PerRow):
-        return ConditionReduction.BETWEEN if value == MEAN and _is_real(node) else None
+        return ConditionReduction.NUMBER if value == MEAN else None
     operands = [x for x in node.args if isinstance(x, fx.Node)]
     if len(operands) == 1 and isinstance(dependence_of(operands[0]), PerRow):
-        return _of_rows(operator_name(node), operands[0])
-    known = {_truth(operand, dependence_of) for operand in operands}
-    truth = next(iter(known - {ConditionReduction.SAME}), None)
-    if truth is None or not known <= {truth, ConditionReduction.SAME}:
+        return _of_rows(name, fake_value(operands[0]).dtype is torch.bool)
+    kinds = [_reduction(operand, dependence_of) for operand in operands]
+    reduced = [kind for kind in kinds if kind is not ConditionReduction.SAME]
+    if len(reduced) != 1 or reduced[0] is None:
         return None
-    is_beside_same = ConditionReduction.SAME in known | _of_numbers(node) and len(operands) <= 2
-    return _made_of(node, truth, operands, is_beside_same)
-
-
-def _of_rows(name: str, rows: fx.Node) -> ConditionReduction | None:
-    """How a call reduces rows to one element. The number of true elements counts as ``ANY``."""
-    if name == "count_nonzero" or (name == "sum" and _dtype(rows) is torch.bool):
-        return ConditionReduction.ANY
-    return _REDUCED.get(name)
-
-
-def _made_of(
-    node: fx.Node, truth: ConditionReduction, operands: list[fx.Node], is_beside_same: bool
-) -> ConditionReduction | None:
-    """How a call combines operands whose reduction is known with operands that are the same for all."""
-    name = operator_name(node)
-    if len(operands) == 1 and (name in _KEEPING or (name in _OF_ONE and truth in _BOOLEAN)):
-        return truth if name in _KEEPING or _has_one(operands[0]) else None
-    if name in _NOT or (name == "eq" and truth in _BOOLEAN and _is_with_zero(node)):
-        return _NEGATED.get(truth)
-    if name in _ABOVE_ZERO and truth in _BOOLEAN:
-        return truth if _is_with_zero(node) else None
-    if name in _JOINED:
-        return truth if truth is _JOINED[name] else None
-    if name in _KINDS and truth is ConditionReduction.ONE:
-        return ConditionReduction.EITHER
-    if is_beside_same and (name in _ORDERED or (name in _EQUAL and truth is ConditionReduction.ONE)):
-        return (
-            ConditionReduction.EITHER
-            if truth in (ConditionReduction.ONE, ConditionReduction.BETWEEN)
-            else None
-        )
-    return None
-
-
-def _is_with_zero(comparison: fx.Node) -> bool:
-    return (
-        len(comparison.args) == 2 and isinstance(comparison.args[1], int | float) and comparison.args[1] == 0
+    kind, is_number, is_alone = reduced[0], reduced[0] is ConditionReduction.NUMBER, len(node.args) == 1
+    if name in _KEEPING:
+        return kind
+    with_zero = node.args[1:] == (0,)
+    is_truth = (
+        (name in _ORDERED and is_number)
+        or (name in _NOT and is_alone and not is_number)
+        or (name in _JOINING and kind is ConditionReduction.TRUTH)
+        or (name == "eq" and with_zero and not is_number)
+        or (name in ("ne", "gt") and with_zero and kind is ConditionReduction.COUNT)
     )
+    return ConditionReduction.TRUTH if is_truth else None
 
 
-def _has_one(node: fx.Node) -> bool:
-    value = _value(node)
-    return isinstance(value, Tensor) and value.ndim == 0
-
-
-def _is_real(node: fx.Node) -> bool:
-    dtype = _dtype(node)
-    return dtype is not None and dtype.is_floating_point
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = _value(node)
-    return value.dtype if isinstance(value, Tensor) else None
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
-def _of_numbers(node: fx.Node) -> set[ConditionReduction]:
-    """The reductions of operands that are Python numbers."""
-    return {ConditionReduction.SAME for x in node.args if isinstance(x, int | float)}
+def _of_rows(name: str, are_truths: bool) -> ConditionReduction | None:
+    """How a call reduces rows to one element."""
+    if name in ("any", "all") or (name in _EXTREMES and are_truths):
+        return ConditionReduction.TRUTH
+    if name == "count_nonzero" or (name == "sum" and are_truths):
+        return ConditionReduction.COUNT
+    return ConditionReduction.NUMBER if name in _EXTREMES else None

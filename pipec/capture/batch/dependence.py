@@ -36,7 +36,7 @@ class PerRow:
     """Row by row along dimension ``dim``, whose size is ``outer`` * rows * ``inner``.
 
     Index i along it belongs to row (i // ``inner``) % rows. ``is_row_number``: the values are themselves the
-    numbers of the rows, counted from the first of the microbatch.
+    numbers of the rows, counted from the first of the microbatch, by which each row is looked up in itself.
     """
 
     dim: int

@@ -17,6 +17,7 @@ from pipec.capture.batch.dependence import Dependence, PerRow, SumOverRows, Whol
 from pipec.capture.batch.movement import as_view_of
 from pipec.capture.batch.operator_call import (
     OperatorCall,
+    functional_of,
     is_pointwise,
     mixed_or_unproven,
     plain_name_of,
@@ -144,7 +145,6 @@ class DependenceTracker(TorchDispatchMode):
             self.rows,
             self.symbolic,
             self.degrees,
-            lambda tensor: self.fact(tensor).from_arguments,
         )
         is_drawn = _RANDOM in func.tags
         given = all(self.fact(tensor).from_arguments for tensor in call.tensors) and not is_drawn
@@ -199,6 +199,8 @@ class DependenceTracker(TorchDispatchMode):
         rule = rule_of(name, is_pointwise(call.op))
         if rule is None and call.values and (parts := self._decomposed(call)):
             return parts
+        if call.has_row_numbers and name not in KEEP_ROW_NUMBERS:
+            return call.with_row_numbers()
         if grows and name not in READS_ROW_COUNT:
             return call.mixed("computes with the number of rows, which is another one in a microbatch")
         if "batch_norm" in name and "no_" not in name:
@@ -207,8 +209,6 @@ class DependenceTracker(TorchDispatchMode):
             is_power = any(power_of(value) for value in call.values if not isinstance(value, SumOverRows))
             if is_power and name not in KEEP_POWERS and not is_pointwise(call.op):
                 return call.mixed("computes with the number of rows, which is another one in a microbatch")
-            if name not in KEEP_ROW_NUMBERS and not is_pointwise(call.op):
-                call.require_no_row_numbers()
             return rule(call)
         return call.assumed() if call.values else Whole()
 
@@ -222,7 +222,7 @@ class DependenceTracker(TorchDispatchMode):
 
     def _decomposed(self, call: OperatorCall) -> tuple[Dependence, ...] | None:
         """The dependence of the results by torch's decomposition of the operator; None without one."""
-        decompose = _DECOMPOSITIONS.get(call.name) or decompositions().get(call.op)
+        decompose = _DECOMPOSITIONS.get(call.name) or decompositions().get(functional_of(call.op))
         if decompose is None or self._depth > 3:
             return None
         self._depth += 1
@@ -396,6 +396,14 @@ def _trilinear(one: Tensor, two: Tensor, three: Tensor, *dims: Sequence[int], un
     return (factors[0] * factors[1] * factors[2]).sum(list(summed))
 
 
+def _repeated(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """The decomposition of ``x.repeat(2, 1)``: all rows follow once more after the rows."""
+    sizes = [1] * (len(repeats) - x.ndim) + list(x.shape)
+    pairs = list(zip(repeats, sizes, strict=True))
+    parted = x.reshape([part for size in sizes for part in (1, size)])
+    return parted.expand([part for pair in pairs for part in pair]).reshape([n * size for n, size in pairs])
+
+
 def _written(view: OpOverload) -> Callable[..., Tensor]:
     """The decomposition of ``slice_scatter`` and its kin, which return a copy with a part overwritten."""
 
@@ -409,6 +417,7 @@ def _written(view: OpOverload) -> Callable[..., Tensor]:
 
 _DECOMPOSITIONS: Mapping[str, Callable[..., Any]] = {
     "_trilinear": _trilinear,
+    "repeat": _repeated,
     "select_scatter": _written(torch.ops.aten.select.int),
     "slice_scatter": _written(torch.ops.aten.slice.Tensor),
     "diagonal_scatter": _written(torch.ops.aten.diagonal.default),

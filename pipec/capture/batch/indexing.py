@@ -1,6 +1,6 @@
 """Rules for lookups by index and for writes to indices."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,44 +15,7 @@ from pipec.capture.batch.dependence import (
     is_whole,
     power_of,
 )
-from pipec.capture.batch.operator_call import (
-    NeedsRowNumbersError,
-    OperatorCall,
-    per_row_among,
-)
-
-
-def embedding(call: OperatorCall) -> Dependence:
-    """``embedding``: a whole table, looked up by rows."""
-    table, index = call.dependence_of(call["weight"]), call.dependence_of(call["indices"])
-    if power_of(index) or (power_of(table) and isinstance(index, SelectedRows)):
-        return call.unproven()
-    if isinstance(table, Whole) and isinstance(index, PerRow | Whole):
-        return replace(index, degree=table.degree)
-    if isinstance(table, Whole) and isinstance(index, SelectedRows):
-        return index
-    return call.mixed("looks up in rows by numbers of other rows")
-
-
-def index_select(call: OperatorCall) -> Dependence:
-    source, index = call.dependence_of(call["self"]), call.dependence_of(call["index"])
-    dim = call["dim"] % max(call["self"].ndim, 1)
-    if power_of(index):
-        return call.unproven()
-    if isinstance(source, PerRow):
-        if dim != source.dim and isinstance(index, Whole):
-            return source
-        if index == PerRow(0, is_row_number=True) and source == PerRow(dim):
-            return source
-        return call.mixed("looks up rows by numbers")
-    if isinstance(index, PerRow):
-        call.require_no_row_numbers()
-        if not isinstance(source, Whole):
-            return call.mixed("looks up in a sum over rows, by rows")
-        return replace(index, dim=dim, degree=source.degree)
-    if isinstance(index, Whole) and not isinstance(source, SelectedRows):
-        return source
-    return call.unproven()
+from pipec.capture.batch.operator_call import OperatorCall, per_row_among
 
 
 @dataclass(frozen=True)
@@ -90,21 +53,24 @@ class _Indices:
         before = sum(x is None for x in self.given[:dim])
         return before if before < self.front or not self.values else before + self.width
 
+    def fits(self, new: Tensor, value: Dependence, rows: PerRow) -> bool:
+        """Whether a new value has the ``rows`` of the result, or is the same for all."""
+        from_end = self.width + sum(x is None for x in self.given) - rows.dim
+        if isinstance(value, Whole):
+            return value.fill is not None or new.ndim < from_end or new.shape[-from_end] == 1
+        return isinstance(value, PerRow) and value.at(value.dim - new.ndim) == rows.at(-from_end)
+
     def is_own_row(self, call: OperatorCall, rows: PerRow) -> bool:
         """Whether each row is looked up in itself: by row numbers, and other rows beside them."""
         own = self.given[rows.dim]
         value = call.dependence_of(own) if own is not None else None
-        is_number = isinstance(value, PerRow) and value.is_row_number
-        return is_number and (rows.outer, rows.inner) == (1, 1) and len(self.rows) == 1
+        numbers = [v for v in self.values if isinstance(v, PerRow) and v.is_row_number]
+        is_alone = numbers == [value] and len(self.rows) == 1 and not rows.is_row_number
+        return is_alone and (rows.outer, rows.inner) == (1, 1)
 
 
 def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def _numbers(call: OperatorCall, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those of the tensors that number rows from the first one of the microbatch."""
-    return [x for x in tensors if getattr(call.dependence_of(x), "is_row_number", False)]
 
 
 def index(call: OperatorCall) -> Dependence:
@@ -126,14 +92,10 @@ def index(call: OperatorCall) -> Dependence:
             return call.mixed("looks up in each row by numbers of other rows")
         if own is None:
             return source.at(at.after(source.dim))
-        if source.is_row_number:
-            raise NeedsRowNumbersError([x])
         if not at.is_own_row(call, source):
             return call.mixed("looks up rows by numbers")
-        if len(numbers := _numbers(call, at)) > 1:
-            raise NeedsRowNumbersError([each for each in numbers if each is not own])
-    else:
-        call.require_no_row_numbers()
+    elif call.has_row_numbers:
+        return call.with_row_numbers()
     if len(at.rows) > 1:
         return call.mixed("combines each row with other rows")
     return next((replace(rows, degree=power_of(source)) for rows in at.rows), Whole(power_of(source)))
@@ -178,6 +140,8 @@ def gather(call: OperatorCall) -> Dependence:
     dim = call["dim"] % max(x.ndim, 1)
     if isinstance(source, PerRow) and source.dim == dim:
         return call.mixed("looks up rows by numbers")
+    if source == index == SelectedRows() and dim:
+        return source
     if power_of(index) or any(isinstance(v, SumOverRows | SelectedRows) for v in (source, index)):
         return call.unproven()
     rows = {(v.dim, v.outer, v.inner) for v in (source, index) if isinstance(v, PerRow)}
@@ -187,6 +151,8 @@ def gather(call: OperatorCall) -> Dependence:
     one = source if isinstance(source, PerRow) else index
     if isinstance(one, PerRow) and len(rows) == 1 and (all(fills) or one.dim == dim):
         return replace(one, degree=power_of(source))
+    if len(rows) > 1:
+        return call.mixed("looks up in each row by numbers of other rows")
     return call.unproven("looks up in rows by numbers that stand in another order")
 
 
@@ -196,33 +162,19 @@ def scatter(call: OperatorCall) -> Dependence:
     dim = call["dim"] % max(call["self"].ndim, 1)
     others = [call.dependence_of(t) for t in call.tensors[1:]]
     rows = per_row_among([target, *others])
-    if isinstance(target, PerRow) and target.dim == dim == 0 and _puts_back(others):
-        return target
     if any(isinstance(v, SumOverRows | SelectedRows) for v in (target, *others)) or any(map(power_of, rows)):
         return call.unproven()
     if not rows:
         return Whole()
-    by_one = call.name in ("index_add", "index_copy", "index_fill")
-    if isinstance(target, Whole) and target.fill == 0 and isinstance(index, PerRow):
-        adds = call.name in ("scatter_add", "index_add") or call.arguments.get("reduce") in ("add", "sum")
-        of_rows = index.at(dim) if by_one and index.dim == 0 else index
-        source = call.arguments.get("src", call.arguments.get("source"))
-        value = call.dependence_of(source) if isinstance(source, Tensor) else of_rows
-        fits = value == of_rows or (isinstance(value, Whole) and value.fill is not None)
-        if adds and fits and of_rows.dim == dim:
+    is_beside = len({(v.dim, v.outer, v.inner) for v in rows}) == 1
+    if isinstance(target, Whole) and target.fill == 0 and is_beside and rows[0] == index == rows[0].at(dim):
+        adds = call.name == "scatter_add" or call.arguments.get("reduce") in ("add", "sum")
+        fits = all(isinstance(v, PerRow) or (isinstance(v, Whole) and v.fill is not None) for v in others)
+        if adds and fits:
             return SumOverRows()
-    is_beside = all((v.dim, v.outer, v.inner) == (rows[0].dim, rows[0].outer, rows[0].inner) for v in rows)
     if isinstance(target, PerRow) and target.dim != dim and is_beside:
-        if by_one and not isinstance(index, Whole):
-            return call.mixed("writes into each row what belongs to another one")
-        return target if by_one or any(isinstance(v, PerRow) for v in others) else call.unproven()
+        return target if len(rows) > 1 else call.unproven()
     return call.mixed("writes rows to places that are another row's")
-
-
-def _puts_back(others: list[Dependence]) -> bool:
-    """Whether selected rows are written back to where they come from."""
-    places = SelectedRows(are_indices=True)
-    return places in others and all(v in (places, SelectedRows()) for v in others)
 
 
 def index_put(call: OperatorCall) -> Dependence:
@@ -231,21 +183,23 @@ def index_put(call: OperatorCall) -> Dependence:
     target, value = call.dependence_of(call["self"]), call.dependence_of(new)
     if all(isinstance(v, Whole) for v in (target, value, *at.values)):
         return Whole()
+    has_mask = any(map(_is_mask, at))
+    if isinstance(target, Whole) and target.fill == 0 and call.arguments.get("accumulate") and not has_mask:
+        if call.has_row_numbers:
+            return call.with_row_numbers()
+        is_plain = len(at.rows) == 1 and not any(map(power_of, at.values))
+        return SumOverRows() if is_plain and at.fits(new, value, *at.rows) else call.unproven()
     if not isinstance(target, PerRow) or target.degree or target.is_row_number:
         return call.unproven()
-    if len(at.values) == 1 and at.given[0] is not None and not target.dim and _puts_back([*at.values, value]):
-        return target
-    if any(map(_is_mask, at)):
+    if has_mask:
         return target if _fits_mask(call, target, at) else call.unproven()
+    if any(isinstance(v, SelectedRows) for v in (value, *at.values)):
+        return call.unproven("writes to rows that values choose")
     own = at.given[target.dim]
-    if own is not None and not (at.is_own_row(call, target) and len(_numbers(call, at)) == 1):
+    if own is not None and not at.is_own_row(call, target):
         return call.mixed("writes to rows by their numbers")
     rows = next(iter(at.rows)) if own is not None else target.at(at.after(target.dim))
-    from_end = at.width + sum(x is None for x in at.given) - rows.dim
-    fits = isinstance(value, PerRow) and value.at(value.dim - new.ndim) == rows.at(-from_end)
-    if isinstance(value, Whole):
-        fits = value.fill is not None or new.ndim < from_end or new.shape[-from_end] == 1
-    return target if fits and (own is not None or not at.rows) else call.unproven()
+    return target if at.fits(new, value, rows) and (own is not None or not at.rows) else call.unproven()
 
 
 def _fits_mask(call: OperatorCall, target: PerRow, at: _Indices) -> bool:

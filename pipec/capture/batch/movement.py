@@ -56,7 +56,8 @@ def _integers(call: OperatorCall) -> list[int]:
 
 def _reinterpreted(call: OperatorCall, value: Dependence) -> Dependence:
     """``x.view(torch.int32)``: the bits of each element as another type."""
-    call.require_no_row_numbers()
+    if call.has_row_numbers:
+        return call.with_row_numbers()
     if isinstance(value, SumOverRows) or power_of(value):
         return call.mixed("reads the bits of what is computed of all rows of a microbatch")
     if isinstance(value, PerRow) and value.dim == call.first.ndim - 1 and call.shape != call.first.shape:
@@ -124,28 +125,13 @@ def expand(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
     return move(call)
 
 
-def repeat(call: OperatorCall) -> Dependence:
-    """``x.repeat(2, 1)``: all rows follow once more after the rows."""
-    value, first = call.dependence_of(call.first), call.first
-    shift = len(call.shape) - first.ndim
-    sizes = [1] * shift + list(first.shape)
-    if isinstance(value, PerRow):
-        dim = value.dim + shift
-        return replace(value, dim=dim, outer=value.outer * call["repeats"][dim])
-    tagged = [dim for dim, n in enumerate(call["repeats"]) if call.is_row_multiple(n)]
-    if isinstance(value, Whole) and len(tagged) == 1:
-        dim = tagged[0]
-        return PerRow(dim, call["repeats"][dim] // call.rows, sizes[dim], value.degree)
-    return value
-
-
 def concatenate(call: OperatorCall) -> Dependence:
-    """``cat`` and ``stack``."""
-    parts = [x for x in call.tensors if x.numel() or x.ndim > 1 or call.name == "stack"]
+    """``cat``."""
+    parts = [x for x in call.tensors if x.numel() or x.ndim > 1]
     values = [call.dependence_of(x) for x in parts]
     rows = [value for value in values if isinstance(value, PerRow)]
     if any(isinstance(value, SelectedRows) for value in values):
-        keeps = call.name == "cat" and call["dim"] % len(call.shape) != 0
+        keeps = call["dim"] % len(call.shape) != 0
         return SelectedRows() if keeps and set(values) == {SelectedRows()} else call.unproven()
     if rows and any(isinstance(value, SumOverRows) for value in values):
         return call.mixed("joins rows with what is computed of all rows of a microbatch")
@@ -165,16 +151,15 @@ def concatenate(call: OperatorCall) -> Dependence:
 def _joined_rows(
     call: OperatorCall, parts: Sequence[Tensor], values: Sequence[Dependence], rows: Sequence[PerRow]
 ) -> Dependence:
-    dim = call["dim"] % len(call.shape)
-    first, is_stack = rows[0], call.name == "stack"
+    dim, first = call["dim"] % len(call.shape), rows[0]
     if len({(x.dim, x.inner, x.degree, x.is_row_number) for x in rows}) > 1:
         return call.mixed("joins each row with other rows")
-    if is_stack or dim != first.dim:
+    if dim != first.dim:
         fills = [x.fill if isinstance(x, Whole) else None for x in values if not isinstance(x, PerRow)]
         fits = None not in fills and (not first.degree or not any(fills))
         if len({x.outer for x in rows}) > 1 or not fits:
             return call.unproven("joins rows with what has no rows")
-        return first.at(first.dim + (is_stack and dim <= first.dim))
+        return first
     if len(rows) < len(values):
         return call.mixed("puts something before or behind the rows of a microbatch")
     return replace(first, outer=sum(x.outer for x in rows))
@@ -208,11 +193,10 @@ def create(call: OperatorCall) -> Dependence:
         return PerRow(tagged[0], call.shape[tagged[0]] // call.rows, degree=degree)
     if call.symbolic and tagged:
         return call.mixed("makes something for every pair of rows")
-    return Whole(degree, None if degree or call.name in _DRAWN else _fill(call))
+    return Whole(degree, None if degree else _fill(call))
 
 
 _FILLED = {"full", "full_like", "new_full", "scalar_tensor", "fill"}
-_DRAWN = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal"}
 
 
 def _fill(call: OperatorCall) -> float | None:
@@ -244,6 +228,3 @@ def as_view_of(base: Tensor, view: Tensor, rows: PerRow, batch: int) -> int | No
     stride, size = view.stride(rows.dim), view.shape[rows.dim]
     dims = [d for d in range(base.ndim) if base.stride(d) == stride and base.shape[d] == size]
     return dims[0] if len(dims) == 1 and size % batch == 0 else None
-
-
-__all__ = ["arange", "as_view_of", "concatenate", "create", "expand", "move", "pad", "repeat"]

@@ -30,20 +30,12 @@ class NeedsMeanError(Exception):
         self.tensors = tensors
 
 
-class NeedsRowNumbersError(Exception):
-    """Row numbers must first count from the first row of the batch."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-
-
 @dataclass
 class OperatorCall:
     """A call of ``op`` whose result, on the meta device, is ``result``.
 
     ``rows`` is the number that stands for the rows of a microbatch. ``degrees`` has the powers of it in
-    numbers that are no multiples of it, such as 1 / rows. ``is_from_arguments`` tells what follows from the
-    arguments of ``step`` alone.
+    numbers that are no multiples of it, such as 1 / rows.
     """
 
     op: OpOverload
@@ -54,7 +46,6 @@ class OperatorCall:
     rows: int
     symbolic: bool
     degrees: Mapping[float, int] = field(default_factory=dict)
-    is_from_arguments: Callable[[Tensor], bool] = lambda tensor: False
     is_assumed: bool = False
     """The results were taken to have rows, without a proof."""
 
@@ -115,7 +106,6 @@ class OperatorCall:
 
         Each result then has the rows along the one dimension that grows with the batch.
         """
-        self.require_no_row_numbers()
         if not self.symbolic:
             return self.unproven()
         results = tensors_in(self.result)
@@ -131,15 +121,13 @@ class OperatorCall:
             PerRow(dim, inner=x.shape[dim] // self.rows) for x, (dim,) in zip(results, dims, strict=True)
         )
 
-    def require_no_row_numbers(self) -> None:
-        """Raise NeedsRowNumbersError if an argument numbers rows from the first one of the microbatch."""
-        own = [
-            t
-            for t, v in zip(self.tensors, self.values, strict=True)
-            if isinstance(v, PerRow) and v.is_row_number
-        ]
-        if own:
-            raise NeedsRowNumbersError(own)
+    @property
+    def has_row_numbers(self) -> bool:
+        """Whether an argument numbers the rows, from the first one of the microbatch on."""
+        return any(isinstance(value, PerRow) and value.is_row_number for value in self.values)
+
+    def with_row_numbers(self) -> MixedRows:
+        return self.mixed("computes with the numbers of rows, counted from the first one of the microbatch")
 
 
 def degree_of(number: Any, rows: int, degrees: Mapping[float, int], symbolic: bool) -> int | None:
@@ -161,6 +149,13 @@ def plain_name_of(op: OpOverload) -> str:
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
     return name if namespace == "aten" else f"{namespace}::{name}"
+
+
+@functools.cache
+def functional_of(op: OpOverload) -> OpOverload:
+    """The operator itself, or the one that makes a new tensor where it writes into its first argument."""
+    packet = getattr(torch.ops.aten, plain_name_of(op), None) if schema(op).is_mutable else None
+    return getattr(packet, schema(op).overload_name or "default", op)
 
 
 @functools.cache

@@ -21,8 +21,8 @@ KEEPING = {
 
 def pointwise(call: OperatorCall) -> Dependence:
     """Each element of the result depends on the elements of the arguments at the same position."""
-    if not _keeps(call):
-        call.require_no_row_numbers()
+    if call.has_row_numbers and not _keeps(call):
+        return call.with_row_numbers()
     if any(isinstance(value, SelectedRows) for value in call.values):
         return _of_picked(call)
     if any(isinstance(value, SumOverRows) for value in call.values):
@@ -120,7 +120,7 @@ def _of_sums(call: OperatorCall) -> Dependence:
 
 def _of_picked(call: OperatorCall) -> Dependence:
     if SelectedRows(are_indices=True) in call.values and not _keeps(call):
-        return call.mixed("computes with the numbers of rows, counted from the first one of the microbatch")
+        return call.with_row_numbers()
     if all(value == SelectedRows() or isinstance(value, Whole) for value in call.values):
         return SelectedRows() if _degree_is_zero(call) else call.unproven()
     if len(call.values) == 1 and _keeps(call):

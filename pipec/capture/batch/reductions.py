@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from pipec.capture.batch.dependence import (
-    MEAN,
     Dependence,
-    MixedRows,
     PerRow,
     SelectedRows,
     SumOverRows,
-    Unproven,
     Whole,
+    is_whole,
     power_of,
 )
 from pipec.capture.batch.operator_call import OperatorCall, per_row_among
@@ -92,18 +88,6 @@ def sum_or_mean(call: OperatorCall) -> Dependence:
     return _left(call, value, dims)
 
 
-def count(call: OperatorCall) -> Dependence:
-    """``count_nonzero`` and its kin: a sum over rows; unproven of a sum."""
-    value = call.dependence_of(call.first)
-    if isinstance(value, SumOverRows):
-        return call.mixed("counts in what is a sum over the rows of a microbatch")
-    return (
-        replace(found, degree=0)
-        if isinstance(found := sum_or_mean(call), SumOverRows | PerRow | Whole)
-        else found
-    )
-
-
 def along_dims(call: OperatorCall) -> Dependence:
     """Operators that let elements along some dimensions depend on one another, or reduce these."""
     value, dims = call.dependence_of(call.first), dims_of(call)
@@ -161,93 +145,35 @@ def each_row_alone(call: OperatorCall) -> Dependence:
     return one.at(one.dim + ndim)
 
 
-def nll_loss(call: OperatorCall) -> Dependence:
-    """Cross entropy behind its softmax: classes are along dimension 1, or 0 of a single row."""
-    scores, targets = call.dependence_of(call["self"]), call.dependence_of(call["target"])
-    weight = Whole() if call["weight"] is None else call.dependence_of(call["weight"])
-    if not isinstance(weight, Whole):
-        return call.mixed("weighs classes by what is computed of rows")
-    if isinstance(scores, Whole) and isinstance(targets, Whole):
-        return Whole()
-    if SelectedRows() in (scores, targets):
-        return (
-            SumOverRows()
-            if call["reduction"] == 2 and scores == targets
-            else call.mixed("divides by the number of chosen rows, which is another one in each microbatch")
-        )
-    ndim = call["self"].ndim
-    if not isinstance(scores, PerRow) or scores.degree or (ndim > 1 and scores.dim == 1) or ndim == 1:
-        return call.mixed("takes the classes over rows")
-    own = scores.at(scores.dim - (scores.dim > 1))
-    if targets != own:
-        return call.mixed("pairs each row with the target of another one")
-    if call["reduction"] == 1:
-        why = "divides by the number of targets that count, which is another one in each microbatch"
-        return call.unproven(why) if call.is_from_arguments(call["target"]) else call.mixed(why)
-    return own if call["reduction"] == 0 else SumOverRows()
-
-
 def product(call: OperatorCall) -> Dependence:
-    """Matrix products: ``mm``, ``bmm``, ``mv``, ``dot``, and ``addmm`` and its kin."""
-    *added, left, right = call.tensors
-    made = _product(call, left, right)
-    if not added or isinstance(made, MixedRows | Unproven):
-        return made
-    return _with_added(call, call.dependence_of(added[0]), added[0], made)
-
-
-def _product(call: OperatorCall, left: Tensor, right: Tensor) -> Dependence:
-    one, other = call.dependence_of(left), call.dependence_of(right)
+    """``mm`` and ``bmm``: dimensions of both arguments stay where they are, or are summed over."""
+    (left, right), (one, other) = call.tensors, call.values
     if SelectedRows() in (one, other):
-        keeps = one == SelectedRows() and isinstance(other, Whole) and left.ndim == 2 and not other.degree
+        keeps = one == SelectedRows() and is_whole(other) and left.ndim == 2
         return SelectedRows() if keeps else call.unproven()
     degree = power_of(one) + power_of(other)
     if isinstance(one, SumOverRows) or isinstance(other, SumOverRows):
         if isinstance(one, Whole) or isinstance(other, Whole):
             return SumOverRows(degree)
         return call.mixed("multiplies a sum over the rows of a microbatch")
-    inner = left.ndim - 1
-    is_contracted = [
-        isinstance(one, PerRow) and one.dim == inner,
-        isinstance(other, PerRow) and other.dim == (right.ndim - 2 if right.ndim > 1 else 0),
-    ]
-    if any(is_contracted):
-        pairs = [(x.outer, x.inner) for x in (one, other) if isinstance(x, PerRow)]
-        fills = any(isinstance(x, Whole) and x.fill is not None for x in (one, other))
-        if fills or (all(is_contracted) and pairs[0] == pairs[1]):
-            return SumOverRows(degree)
-        return call.mixed("multiplies rows with what stands for other rows")
-    kept = []
-    if isinstance(one, PerRow):
-        kept.append(one)
-    if isinstance(other, PerRow):
-        behind = right.ndim > 1 and other.dim == right.ndim - 1
-        kept.append(other.at(len(call.shape) - 1) if behind else other)
-    if len({(x.dim, x.outer, x.inner) for x in kept}) > 1:
-        return call.mixed("multiplies each row with other rows")
-    if not kept:
+    rows = {
+        v.at(-1 if v.dim == inner else v.dim)
+        for v, inner in ((one, left.ndim - 1), (other, right.ndim - 2))
+        if isinstance(v, PerRow)
+    }
+    if not rows:
         return Whole(degree)
-    batches = [x.shape[0] for x, v in ((left, one), (right, other)) if isinstance(v, Whole) and x.ndim == 3]
-    fills = all(v.fill is not None for v in (one, other) if isinstance(v, Whole))
-    if kept[0].dim == 0 and len(call.shape) == 3 and any(size != 1 for size in batches) and not fills:
-        return call.unproven("multiplies rows with what stands for other rows")
-    return replace(kept[0], degree=degree)
-
-
-def _with_added(call: OperatorCall, value: Dependence, added: Tensor, made: Dependence) -> Dependence:
-    """``addmm`` and its kin: the added operand is whole, or has the same rows."""
-    if isinstance(made, PerRow) and isinstance(value, Whole):
-        from_end = len(call.shape) - made.dim
-        fits = added.ndim < from_end or added.shape[-from_end] == 1 or value.fill is not None
-        return made if fits and made.degree == value.degree else call.unproven()
-    if isinstance(made, PerRow) and isinstance(value, PerRow):
-        same = replace(value, dim=value.dim + len(call.shape) - added.ndim) == made
-        return made if same else call.mixed("combines each row with other rows")
-    if isinstance(made, SelectedRows):
-        return made if isinstance(value, Whole) and added.ndim < 2 else call.unproven()
-    if value == made or (made == MEAN and value == Whole()):
-        return made
-    return call.mixed("adds what is no sum over rows")
+    if len({(v.dim, v.outer, v.inner) for v in rows}) > 1:
+        return call.mixed("multiplies each row with other rows")
+    found = next(iter(rows))
+    for x, v in zip(call.tensors, call.values, strict=True):
+        if (
+            isinstance(v, Whole)
+            and v.fill is None
+            and (found.dim < 0 or (left.ndim == 3 and not found.dim and len(x) != 1))
+        ):
+            return call.unproven("multiplies rows with what stands for other rows")
+    return SumOverRows(degree) if found.dim < 0 else replace(found, degree=degree)
 
 
 def convolution(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
@@ -297,11 +223,10 @@ def recurrence(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
 def histogram(call: OperatorCall) -> Dependence:
     """``histc`` and ``bincount``: counts by value, between given limits."""
     value = call.dependence_of(call.first)
-    if call.name == "histc" and call["min"] == call["max"] and not isinstance(value, Whole):
-        return call.mixed("takes the smallest and the largest value of rows")
-    if call.name == "bincount" and not call["minlength"] and not isinstance(value, Whole):
-        return call.mixed("has as many counts as the largest value of a microbatch says; give minlength")
-    if set(map(type, call.values)) == {Whole}:
+    if all(isinstance(each, Whole) for each in call.values):
         return Whole()
+    has_limits = call["minlength"] > 0 if call.name == "bincount" else call["min"] != call["max"]
+    if not has_limits:
+        return call.mixed("counts between limits that follow from its rows; give minlength, or min and max")
     is_plain = isinstance(value, PerRow) or value == SelectedRows()
     return SumOverRows() if is_plain and set(call.values) == {value} else call.unproven()

@@ -31,12 +31,6 @@ def _batch_fraction(call: OperatorCall) -> Dependence:
     return Whole(degree=1)
 
 
-def _row_numbers(call: OperatorCall) -> Dependence:
-    """Row numbers that count from the first row of the batch, which belong to their rows."""
-    value = call.dependence_of(call.first)
-    return PerRow(value.dim) if isinstance(value, PerRow) else call.unproven()
-
-
 def _ctc_loss(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
     scores, lengths = call.values[0], call.values[1:]
     if scores == PerRow(1) and all(value in (PerRow(0), SelectedRows()) for value in lengths):
@@ -85,13 +79,11 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(KEEPING, pointwise),
     **dict.fromkeys(_ELEMENTWISE, pointwise),
     **dict.fromkeys(_MOVES, m.move),
-    **dict.fromkeys(("cat", "stack"), m.concatenate),
     **dict.fromkeys(_CREATES, m.create),
     **dict.fromkeys(_DRAWS, _drawn),
     **dict.fromkeys((*_ALONG, *r.REDUCING, *r.LAST_DIMS), r.along_dims),
     **dict.fromkeys(("sum", "mean"), r.sum_or_mean),
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm"), r.product),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), r.nll_loss),
+    **dict.fromkeys(("mm", "bmm"), r.product),
     **dict.fromkeys(
         (
             *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training"),
@@ -101,27 +93,21 @@ RULES: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(("histc", "bincount"), r.histogram),
     **dict.fromkeys(("convolution", "_convolution", "mkldnn_convolution"), r.convolution),
-    **dict.fromkeys(
-        ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"), i.scatter
-    ),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), i.scatter),
     **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), i.index_put),
     **dict.fromkeys(("index", "_unsafe_index"), i.index),
+    "cat": m.concatenate,
     "expand": m.expand,
-    "repeat": m.repeat,
     "constant_pad_nd": m.pad,
     "arange": m.arange,
     "randperm": _permutation,
-    "count_nonzero": r.count,
     "_ctc_loss": _ctc_loss,
-    "embedding": i.embedding,
-    "index_select": i.index_select,
     "gather": i.gather,
     "nonzero": i.nonzero,
     "masked_select": i.masked_select,
     "masked_scatter": i.masked_scatter,
     "pipec::batch_counts": lambda call: Whole(),
     "pipec::batch_fraction": _batch_fraction,
-    "pipec::row_numbers": _row_numbers,
     "pipec::ctc_loss": _ctc_loss,
     "pipec::recurrent_layer": r.recurrence,
     "pipec::output_merge": lambda call: call.values[0],
@@ -132,10 +118,8 @@ KEEP_POWERS = {
     *_MOVES,
     *_CREATES,
     *KEEPING,
-    *("cat", "stack", "expand", "repeat", "constant_pad_nd", "sum", "mean", "count_nonzero"),
-    *("mm", "bmm", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm"),
-    *("embedding", "index_select", "index", "_unsafe_index", "gather"),
-    *("pipec::batch_counts", "pipec::batch_fraction", "pipec::row_numbers", "pipec::output_merge"),
+    *("cat", "expand", "constant_pad_nd", "sum", "mean", "mm", "bmm", "index", "_unsafe_index", "gather"),
+    *("pipec::batch_counts", "pipec::batch_fraction", "pipec::output_merge"),
 }
 """Operators, besides elementwise ones, whose rule knows what becomes of a power of the number of rows."""
 
@@ -143,17 +127,16 @@ KEEP_ROW_NUMBERS = {
     *_MOVES,
     *_CREATES,
     *KEEPING,
-    *("cat", "stack", "expand", "repeat", "index", "_unsafe_index", "index_select"),
-    *("index_put", "_unsafe_index_put", "_index_put_impl"),
-    *("pipec::batch_counts", "pipec::row_numbers", "pipec::output_merge"),
+    *("cat", "expand", "index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl"),
+    *("pipec::batch_counts", "pipec::output_merge"),
 }
-"""Operators, besides elementwise ones, whose rule knows what becomes of the numbers of rows."""
+"""Operators whose rule knows what becomes of the numbers of rows."""
 
 READS_ROW_COUNT = {
     *_MOVES,
     *_CREATES,
     *_DRAWS,
-    *("expand", "repeat", "arange", "randperm", "constant_pad_nd", "native_group_norm", "convolution"),
+    *("expand", "arange", "randperm", "constant_pad_nd", "native_group_norm", "convolution"),
     *("affine_grid_generator", "col2im", "mul", "div", "add", "sub", "rsub"),
 }
 """Operators whose rule knows what to make of an argument that comes from the number of rows."""

@@ -27,7 +27,6 @@ from pipec.graph import (
     BatchCount,
     BatchFraction,
     Buffer,
-    FirstRow,
     Gradient,
     LossGradient,
     ModelInput,
@@ -166,8 +165,6 @@ class _Step:
             case BatchFraction():
                 share = microbatch.rows / self._rows
                 return torch.tensor(share, dtype=torch.float64, device=self._run.device)
-            case FirstRow():
-                return torch.tensor(microbatch.start, device=self._run.device)
             case BatchCount(index=index):
                 return self._counts[index]
             case TailGradient() as role:

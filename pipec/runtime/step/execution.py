@@ -136,9 +136,6 @@ class Execution:
             for microbatch, size in zip(microbatches, batch_slice.sizes, strict=True):
                 fraction = torch.tensor(size / batch_slice.batch, dtype=torch.float64)
                 microbatch["batch_fraction"] = fraction
-        if "first_row" in self._read_here:
-            for microbatch, first in zip(microbatches, batch_slice.first_rows, strict=True):
-                microbatch["first_row"] = torch.tensor(first)
         return microbatches
 
     def run(

@@ -132,7 +132,7 @@ class RankState:
             frame, given = tail.begin_step(batch_slice), inputs[self.own[index][0]]
             self._fill(frame, self._inputs_of[index] & given.keys(), given, scale)
             frame.update(self.sizes_with(self.sizes[-1]), device=self.device)
-            frame.update(batch_fraction=torch.ones((), dtype=torch.float64), first_row=torch.tensor(0))
+            frame["batch_fraction"] = torch.ones((), dtype=torch.float64)
             frame["rng"] = OperatorGenerators(self.device, (seed, -1))
         for number, weight in enumerate(batch_slice.loss_weights):
             key = seed, batch_slice.first + number
