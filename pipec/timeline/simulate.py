@@ -99,11 +99,11 @@ def simulate(programs: Sequence[Program], costs: SimulationCosts) -> Timeline:
     durations = np.append(_durations(step, costs), np.zeros(step.arrivals.size))
     if not np.isfinite(durations.sum()):
         raise InputError("a cost is no finite number; expected the time of every phase and link")
-    run = run_tasks(durations[step.order], _reads(step), step.first_tasks, step.groups)
+    run = run_tasks(durations[step.order], _reads(step), step.first_tasks)
     if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.tasks]))
     tasks = step.tasks[: len(step.events)]
-    events = Events(
+    events = Events.at(
         step.ranks, step.events, costs.start_time + run.starts[tasks], costs.start_time + run.ends[tasks]
     )
     waits = step.waits(*_wait_times(step, events.ends, costs.start_time))
@@ -130,8 +130,8 @@ class _Step(StepEvents):
 
     Each event occupies a resource while it lasts: computes and updates their rank, a message the channel from
     its rank to its peer, a collective its rank's place for collectives, a copy one direction of its rank's
-    link to the host. The tasks of ``run_tasks`` are the events resource by resource, and those of a rank form
-    one of the ``groups``. Here rank 0 has the events 0 to 4::
+    link to the host. The tasks of ``run_tasks`` are the events resource by resource. Here rank 0 has the
+    events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
         instruction       F0    send  F1    send  B0    F0    B0    send
@@ -170,10 +170,8 @@ class _Step(StepEvents):
         self.order = np.argsort(resources, kind="stable").astype(np.int32)
         self.tasks = np.empty_like(self.order)
         self.tasks[self.order] = np.arange(self.order.size, dtype=np.int32)
-        resources = resources[self.order]
-        bounds = np.flatnonzero(np.diff(resources, prepend=-1))
+        bounds = np.flatnonzero(np.diff(resources[self.order], prepend=-1))
         self.first_tasks = [*bounds.tolist(), self.order.size]
-        self.groups = np.flatnonzero(np.diff(resources[bounds] // most, prepend=-1)).tolist()
 
     def last_before(self, mask: NDArray[np.bool_], events: Ints, ranks: Ints) -> Ints:
         """The last event of ``ranks`` before each of ``events`` at which ``mask`` is true, or -1."""

@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-import pipec
 from pipec.cost import operator_tables
 from pipec.cost.formulas import OperatorCost, operator_name
 from pipec.cost.symbolic_sizes import MICROBATCH as b
@@ -28,7 +27,7 @@ from pipec.graph import Gradient, Output, TrainingGraph
 from pipec.hardware import calibration
 from pipec.hardware.calibration import FALLBACK_GPU, UNKNOWN_GPU, calibrate, default_device_model
 from pipec.hardware.devices import DEVICES, DeviceModel, LinkModel, find_device
-from pipec.ir import Mode, Phase
+from pipec.ir import Mode
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.torch_compat import pytree
 
@@ -111,12 +110,6 @@ def test_linear_takes_2mnk_forward_and_twice_that_backward() -> None:
     assert same(sum(item.flops for item in backward), 4 * b * 7 * 5)
 
 
-def test_linear_moves_its_operands_and_its_result() -> None:
-    found = cost(annotated(lambda x, w: x @ w, torch.randn(4, 7), torch.randn(7, 5)), aten.mm.default)
-    assert same(found.bytes_moved, 4 * (b * 7 + 7 * 5 + b * 5))
-    assert same(found.output_bytes, 4 * b * 5)
-
-
 def test_attention_counts_two_products_forward_and_five_backward() -> None:
     heads, length, width = 3, 8, 16
     qkv = [torch.randn(4, heads, length, width) for _ in range(3)]
@@ -133,14 +126,6 @@ def test_convolution_backward_takes_twice_its_forward(groups: int) -> None:
     function = with_gradients(lambda x, w: F.conv2d(x, w, stride=2, padding=1, groups=groups))
     graph = annotated(function, torch.randn(3, 4, 9, 9), torch.randn(8, 4 // groups, 3, 3))
     forward = 2 * b * 8 * 5 * 5 * (4 // groups) * 3 * 3
-    assert same(cost(graph, aten.convolution.default).flops, forward)
-    assert same(cost(graph, aten.convolution_backward.default).flops, 2 * forward)
-
-
-def test_transposed_convolution_counts_its_input_positions() -> None:
-    function = with_gradients(lambda x, w: F.conv_transpose2d(x, w, stride=2))
-    graph = annotated(function, torch.randn(3, 4, 5, 5), torch.randn(4, 6, 3, 3))
-    forward = 2 * b * 5 * 5 * 4 * 6 * 3 * 3
     assert same(cost(graph, aten.convolution.default).flops, forward)
     assert same(cost(graph, aten.convolution_backward.default).flops, 2 * forward)
 
@@ -267,12 +252,6 @@ def test_the_gradient_of_an_embedding_writes_the_whole_table() -> None:
     assert same(found, 4 + 8 * 6 * b + 4 * 11 * 8)
 
 
-def test_indexing_reads_what_it_picks() -> None:
-    index = torch.tensor([0, 2])
-    found = moved(lambda x, i: x[:, i], aten.index.Tensor, torch.randn(4, 100), index)
-    assert same(found, 2 * 8 + 2 * (4 * 2 * b))
-
-
 def test_writing_by_index_in_place_touches_only_those_places() -> None:
     def write(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
         return x.index_put_((index,), values)
@@ -289,14 +268,6 @@ def test_an_expanded_input_is_read_once() -> None:
 
     found = moved(function, aten.mul.Tensor, torch.randn(4, 10), torch.randn(1, 10))
     assert same(found, 4 * (2 * 10 * b + 10))
-
-
-def test_filling_reads_nothing() -> None:
-    assert same(moved(torch.zeros_like, aten.zeros_like.default, torch.randn(4, 10)), 4 * 10 * b)
-
-
-def test_a_value_used_twice_is_read_once() -> None:
-    assert same(moved(lambda x: x * x, aten.mul.Tensor, torch.randn(4, 10)), 2 * 4 * 10 * b)
 
 
 @torch.library.custom_op("pipec_test::mystery", mutates_args=())
@@ -393,25 +364,9 @@ def test_seconds_are_launch_plus_the_slower_of_arithmetic_and_memory() -> None:
     assert relu.seconds(10) == 0.5 + 2 * 4 * 10 / 100
 
 
-def test_seconds_use_the_rate_of_the_dtype() -> None:
-    device = DeviceModel("d", {"float32": 1.0, "bfloat16": 10.0}, math.inf, 0.0, 1, LinkModel(1.0, 0.0), "")
-    assert [device.seconds(100, 100, dtype) for dtype in ("float32", "bfloat16", "int64")] == [100, 10, 100]
-
-
-def test_half_precision_products_are_timed_as_such() -> None:
-    x, w = torch.randn(4, 10, dtype=torch.bfloat16), torch.randn(10, 10, dtype=torch.bfloat16)
-    found = cost(annotated(torch.mm, x, w), aten.mm.default)
-    assert found.dtype == "bfloat16"
-    assert same(found.bytes_moved, 2 * (20 * b + 100))
-
-
 def test_a_cost_that_depends_on_another_dimension_cannot_be_evaluated() -> None:
     with pytest.raises(PlanError, match=r"the cost \d\*b\*s\d+ depends on s\d+, not on .* b alone"):
         evaluate_cost(4 * b * sympy.Symbol("s7"), 2)
-
-
-def test_a_message_takes_latency_and_its_bytes() -> None:
-    assert LinkModel(bytes_per_second=8.0, latency_seconds=0.25).seconds(4) == 0.75
 
 
 @pytest.mark.parametrize(
@@ -441,14 +396,6 @@ def test_a_message_takes_latency_and_its_bytes() -> None:
 def test_devices_are_found_by_their_product_names(product: str, name: str | None) -> None:
     found = find_device(product)
     assert (found and found.name) == name
-
-
-def test_device_models_have_a_source_and_positive_figures() -> None:
-    for device in DEVICES.values():
-        assert device.source
-        figures = [*device.flops_per_second.values(), device.memory_bytes_per_second, device.launch_seconds]
-        assert min(*figures, device.memory_bytes, device.link.bytes_per_second) > 0
-        assert "float32" in device.flops_per_second
 
 
 def test_default_models_are_entries_not_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,11 +444,6 @@ def test_calibration_measures_this_machine() -> None:
     assert found.link == DEVICES["cpu"].link
 
 
-def test_there_is_nothing_to_calibrate_on_meta() -> None:
-    with pytest.raises(PlanError, match="meta device computes nothing"):
-        calibrate(torch.device("meta"))
-
-
 def test_adding_up_gradients_is_part_of_making_them() -> None:
     """Of a linear layer's weight: the product, and then two reads and a write of as many bytes."""
     plain = annotated(lambda x, y: x.t() @ y, torch.randn(8, 4), torch.randn(8, 2))
@@ -509,14 +451,3 @@ def test_adding_up_gradients_is_part_of_making_them() -> None:
     summed = AnnotateCost(DEVICE)(replace(trained, results=(Gradient("weight"),)))
     costs = [[*graph.nodes][-1].meta["cost"] for graph in (plain, summed)]
     assert costs[1].bytes_moved - costs[0].bytes_moved == 3 * costs[0].output_bytes == 3 * 4 * 2 * 4
-
-
-def test_a_measured_device_model_prices_the_plan() -> None:
-    slow = replace(DEVICES["cpu"], flops_per_second={"float32": 1e6}, launch_seconds=0.0)
-    model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
-    plans = [
-        pipec.compile(model, 1, loss_fn=F.mse_loss, microbatches=1, costs=device).prepare(x, target=x).plan
-        for device in (None, slow)
-    ]
-    seconds = [plan.stages[0].cost.seconds[Phase.FORWARD] for plan in plans]
-    assert seconds[1] > 2 * 4 * 8 * 8 / 1e6 > seconds[0]

@@ -8,9 +8,7 @@ from bare_programs import lower, verify_programs
 from symbolic_steps import make_step
 
 from pipec.ir import ModelCollective, Op, Phase, Value
-from pipec.ir.text_format import format_program, parse_program
 from pipec.programs.lower import chain_links
-from pipec.programs.rank_memory import peak_in_flight
 from pipec.schedules import SCHEDULES, make_schedule
 from pipec.schedules.replicated import replicate_schedule
 from pipec.timeline.simulate import SimulationCosts, simulate
@@ -23,19 +21,6 @@ GPIPE = make_step(replicate_schedule(functools.partial(make_schedule, "gpipe", 2
 
 def collective(op: Op, phase: Phase, segment: int) -> ModelCollective:
     return ModelCollective(op, phase, segment, Value(f"{op}_{segment}", "float32", ("b", 8)))
-
-
-def test_a_forward_in_segments_is_one_microbatch_in_flight() -> None:
-    segmented = [*map(peak_in_flight, GPIPE.programs())]
-    assert segmented == [*map(peak_in_flight, lower(GPIPE.schedule, chain_links(2)))]
-
-
-def test_programs_with_model_collectives_read_back_from_their_text() -> None:
-    program = GPIPE.programs()[3]
-    text = format_program(program)
-    line = next(line for line in text.splitlines() if "model_collective 1" in line)
-    assert line.split()[1:] == ["all_reduce", "stage", "1", "mb", "1", "model_collective", "1"]
-    assert parse_program(text, GPIPE.plan.links) == program
 
 
 def test_a_segment_begins_when_the_last_replica_has_reached_its_collective() -> None:

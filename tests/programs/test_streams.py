@@ -14,7 +14,6 @@ import pipec.ir.stream as stream_module
 import pipec.schedules.replicated as replicated_module
 from pipec.errors import InputError, VerifyError
 from pipec.ir import (
-    Instruction,
     Link,
     Op,
     Payload,
@@ -64,17 +63,6 @@ def test_a_round_reads_as_the_program_of_a_step(golden: Callable[[str, str], Non
     golden("\n".join(map(format_program, programs)), "programs/pipedream_4.txt")
     for program in programs:
         assert parse_program(format_program(program), chain_links(4)) == program
-
-
-def test_prologue_body_and_epilogue_are_the_same_round() -> None:
-    """The example of ``pipec.ir.periodic_program``: F2 B0 U0, for three microbatches."""
-    op = {"F": Op.FORWARD, "B": Op.BACKWARD, "U": Op.UPDATE}
-    numbers = [("F", 2, 0), ("B", 0, 0), ("U", 0, 1)]
-    program = Program(0, tuple(Instruction(op[x], 0, mb, version=v) for x, mb, v in numbers), 1)
-    letters = {value: key for key, value in op.items()}
-    written = unroll(program, 3).instructions
-    assert " ".join(f"{letters[x.op]}{x.microbatch}" for x in written) == "F0 F1 F2 B0 U0 B1 U1 B2 U2"
-    assert [x.version for x in written] == [0, 0, 0, 0, 1, 1, 2, 2, 3]
 
 
 @settings(max_examples=12)
@@ -193,11 +181,6 @@ def test_a_stage_holds_no_more_versions_than_it_may(
     made = microbatch // stream.microbatches_per_update(stage, replicas)
     live = made - stream.version(microbatch, stage, replicas) + 1
     assert live <= stream.max_live_versions(stage, replicas)
-
-
-def test_the_first_of_four_stages_holds_four_versions() -> None:
-    stream = Stream(VersionPolicy.STASHED)
-    assert [stream.max_live_versions(stage, (1, 1, 1, 1)) for stage in range(4)] == [4, 3, 2, 1]
 
 
 def test_what_has_no_rule_of_versions_is_refused() -> None:

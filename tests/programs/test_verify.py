@@ -1,6 +1,5 @@
 """The program verifier: what it says of faults, and those that an edit of one instruction does not show."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,6 @@ from pipec.programs.lower import chain_links
 from pipec.programs.program_index import InstructionSite
 from pipec.programs.rules.deadlock_rules import stalled_ranks, wait_cycle
 from pipec.schedules import gpipe, make_schedule
-from pipec.schedules.replicated import replicate_schedule
 
 
 def said(
@@ -49,31 +47,6 @@ rank 0, instruction 3: forward names stage 1; expected a stage of this rank: [0]
   rank 0      F0 [F1] F2  B0  B1  B2
   rank 1      F0  F1  B0  F2  B1  B2
   rank 2      F0  B0  F1  B1  F2  B2"""
-    )
-
-
-def test_the_message_shows_what_ranks_that_do_not_meet_wait_for() -> None:
-    make = functools.partial(make_schedule, "gpipe", 1)
-    step = make_step(replicate_schedule(make, 2, 2), updates=True, buffer_sync_stages=(0,))
-    programs = [*step.programs()]
-    own = [*programs[0].instructions]
-    own.insert(5, own.pop(1))  # behind the gradients that are reduced
-    programs[0] = replace(programs[0], instructions=tuple(own))
-    assert (
-        verdict(step, programs)
-        == """\
-rank 0, instruction 4: deadlock in the order of collectives:
-  rank 0 at '4 reduce_grad stage 0 bucket 0' waits for rank 1 to reach '5 reduce_grad stage 0 bucket 0'
-  rank 1 at '1 average_buffers stage 0' waits for rank 0 to reach '5 average_buffers stage 0'
-  1  backward              stage 0  mb 0
-  2  accumulate            stage 0  mb 0
-  3  free                  stage 0  mb 0
-> 4  reduce_grad           stage 0        bucket 0
-  5  average_buffers       stage 0
-  6  wait_reduce_grad      stage 0        bucket 0
-  7  update                stage 0
-  rank 0      F0 [B0]
-  rank 1      F1 [B1]"""
     )
 
 
@@ -174,9 +147,6 @@ def test_programs_and_links_fit_the_placement() -> None:
         verify_programs(programs[::-1], one_rank_per_stage((0, 1)), chain_links(2), 2)
     with pytest.raises(VerifyError, match=r"hidden_2 \(1 -> 2\) names a stage beyond the plan's 2"):
         verify_programs(programs, one_rank_per_stage((0, 1)), chain_links(3), 2)
-
-
-NOT_ADDED = "has no accumulate behind it"
 
 
 SENT_TWICE = (*shared_links(0, 1), *shared_links(0, 3))

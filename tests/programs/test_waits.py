@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from bare_programs import lower, lower_periodic, verify_periodic, verify_programs
+from bare_programs import lower_periodic, verify_periodic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic_steps import Step, steps
@@ -147,27 +147,3 @@ def test_waits_of_a_stream_serve_their_first_reader_and_are_needed(
     for each in programs:
         written = unroll(each, schedule.num_microbatches).instructions
         assert not [*misplaced(written, sync_spec)]
-
-
-@pytest.mark.parametrize("replicas", [(2, 2), (1, 2), (2, 1), (3, 2)])
-def test_results_may_come_in_another_order_than_mini_batches(replicas: tuple[int, ...]) -> None:
-    """A rank pauses for a mini-batch whose result it has early only once it has those of the ones before."""
-    how = ASYNCHRONOUS_SCHEDULES["pipedream"]
-    count = num_microbatches_to_lower(Stream(how.versions), replicas)
-    schedule = how.for_batches(replicas, 1, count)
-    loss = Link(1, -1, Payload.MICROBATCH_RESULT, (Value("loss", "float32", ()),))
-    links = (*chain_links(2), loss)
-    sync_spec = replace(chain_sync_spec(schedule.placement, 0.5), updates=True, stream=schedule.stream)
-    programs = lower(schedule, links, sync_spec=sync_spec)
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, sync_spec=sync_spec)
-
-
-def test_a_wait_in_another_place_is_found() -> None:
-    """What the tests above look for can be found."""
-    link = chain_links(2)[0]
-    receive, wait = (Instruction(op, 1, 0, link, 0) for op in (Op.RECV, Op.WAIT_RECV))
-    forward, other = (Instruction(Op.FORWARD, 1, microbatch) for microbatch in (0, 1))
-    sync_spec = SyncSpec()
-    assert not [*misplaced([receive, other, wait, forward], sync_spec)]
-    for wrong in ([wait, receive, forward], [receive, wait, other, forward], [receive, forward, wait]):
-        assert [found for _, found in misplaced(wrong, sync_spec)] == [wait]

@@ -28,7 +28,6 @@ import pipec
 from pipec.artifact.artifact import Artifact
 from pipec.compiler.schedule_policy import ScheduleSource
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE
-from pipec.errors import VerifyError
 from pipec.hardware.devices import DEVICES
 from pipec.ir import Compute, HostCost, Phase, Plan, Program, Schedule, one_rank_per_stage
 from pipec.ir.batch_split import split_sizes
@@ -138,13 +137,6 @@ def trained(schedule: ScheduleSource, **options: Any) -> tuple[pipec.Pipeline, S
     return pipe, StepResult.of(loss, model), StepResult.of(loss, unsplit)
 
 
-@pytest.mark.parametrize("name", ["auto", "dualpipe-v"])
-def test_a_schedule_by_name(name: str) -> None:
-    pipe, found, wanted = trained(name, microbatches=8)
-    assert pipe.plan.schedule == name
-    assert_equal(found, wanted)
-
-
 @pytest.mark.parametrize("name", ["interleaved-1f1b-v3", "looped-bfs-v3"])
 def test_three_stages_per_rank_by_name(name: str) -> None:
     pipe, found, wanted = trained(name, microbatches=4)
@@ -200,13 +192,6 @@ def test_a_file_of_compute_orders_sets_the_number_of_microbatches(tmp_path: Path
     assert_equal(found, wanted)
 
 
-def test_a_broken_order_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    path = tmp_path / "broken.txt"
-    path.write_text("0: F0 B0\n1: F0\n")
-    with pytest.raises(VerifyError, match="never runs backward"):
-        trained(path)
-
-
 def test_another_batch_keeps_the_placement() -> None:
     pipe = pipec.compile(layers(), devices=2, loss_fn=nn.functional.mse_loss, schedule="auto")
     pipe.step(X, target=Y)
@@ -214,11 +199,3 @@ def test_another_batch_keeps_the_placement() -> None:
     pipe.step(X[:6], target=Y[:6])
     assert pipe.plan.placement == placement
     assert pipe.plan.num_microbatches * pipe.plan.microbatch_size == 6
-
-
-def test_evaluation_under_a_searched_schedule() -> None:
-    pipe = pipec.compile(
-        layers(), devices=2, loss_fn=nn.functional.mse_loss, schedule="zb-2p", microbatches=4
-    )
-    pipe.step(X, target=Y)
-    assert pipe(X).shape == (32, 16)

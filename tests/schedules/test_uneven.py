@@ -67,15 +67,6 @@ def test_what_a_rank_holds_while_each_cell_runs() -> None:
     assert max_in_flight_of_order(()) == 0
 
 
-@pytest.mark.parametrize("backward", [[Phase.BACKWARD], [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT]])
-def test_a_microbatch_leaves_nothing_behind(backward: list[Phase]) -> None:
-    memory = StageMemory(
-        weights=1, gradients=2, saved=3, weight_gradient_saved=4, transient=dict.fromkeys(Phase, 5.0)
-    )
-    assert sum(sum(memory.growth(phase)) for phase in (Phase.FORWARD, Phase.RECOMPUTE, *backward)) == 0
-    assert memory.static == 3
-
-
 def test_the_work_of_a_rank_is_divided_equally_among_its_stages() -> None:
     work = uneven(2, 4, memory=StageMemory(weights=8, saved=2))
     divided = work.for_placement(one_rank_per_stage((0, 1, 1, 0)))
