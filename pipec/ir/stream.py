@@ -60,6 +60,23 @@ class Stream:
                 updates = microbatch // self.microbatches - 1
         return max(updates, 0)
 
+    def unsupported(self, replicas: Sequence[int]) -> str:
+        """Why stages with so many replicas cannot run such mini-batches; "" if they can."""
+        given = f"but replicas are {tuple(replicas)} and microbatches is {self.microbatches}"
+        most, ranks = max(replicas), sum(replicas)
+        match self.versions:
+            case VersionPolicy.VERTICAL if most > 1:
+                need = "uses one version on all stages, and stages with replicas update at different times"
+            case VersionPolicy.STASHED | VersionPolicy.VERTICAL if self.microbatches != 1:
+                need = "runs a mini-batch as one microbatch"
+            case VersionPolicy.DOUBLE if min(replicas) != most:
+                need = "needs the same number of replicas for every stage"
+            case VersionPolicy.DOUBLE if self.microbatches < ranks or self.microbatches % most:
+                need = f"needs a mini-batch of {ranks} microbatches or more, and a multiple of {most}"
+            case _:
+                return ""
+        return f"{need}, {given}; pipedream runs any replicas, pipedream-2bw several microbatches"
+
     def max_live_versions(self, stage: int, replicas: Sequence[int]) -> int:
         """The most versions that a replica of a stage holds at a time."""
         match self.versions:

@@ -132,17 +132,3 @@ def test_a_plan_that_may_be_missed_is_not_called_impossible(monkeypatch: pytest.
     topology = Topology((Device(memory_bytes=1.0), Device(memory_bytes=5.0)), (Level(2, 1.0),))
     with pytest.raises(InfeasibleError, match="of the plans that could be searched, none fits in the memory"):
         partition_chain(heavy, topology, CostModel(), replicas=1)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"names": [], "seconds": []}, "there are no operators to plan for"),
-        ({"seconds": [1.0, -1.0, 1.0]}, "op1 has seconds -1.0: expected a finite number, 0 or more"),
-        ({"seconds": [1.0, math.nan, 1.0]}, "op1 has seconds nan"),
-        ({"saved_bytes": [0.0, 0.0, math.inf]}, "op2 has saved_bytes inf"),
-    ],
-)
-def test_a_malformed_chain_is_refused(changed: dict[str, object], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        partition_chain(replace(chain(3), **changed), uniform_topology([2], [1.0]), CostModel(), 2)

@@ -198,16 +198,19 @@ def test_what_has_no_rule_of_versions_is_refused() -> None:
         )
     refused = {
         "3 microbatches are no whole number of mini-batches of 2": (flat, Stream(VersionPolicy.DOUBLE, 2)),
-        "a mini-batch has 3 microbatches; versions that are stashed need 1": (
+        "versions are stashed runs a mini-batch as one microbatch": (
             flat,
             Stream(VersionPolicy.STASHED, 3),
         ),
-        "a mini-batch has 1 microbatches; two versions need 2": (flat, Stream(VersionPolicy.DOUBLE, 1)),
-        "a stage has 2 replicas; vertical sync": (
+        "double needs a mini-batch of 2 microbatches or more": (
+            flat,
+            Stream(VersionPolicy.DOUBLE, 1),
+        ),
+        "versions are vertical uses one version on all stages": (
             pipedream.for_batches((2, 1), 1, 3),
             Stream(VersionPolicy.VERTICAL),
         ),
-        "two versions need as many microbatches for each replica": (
+        "versions are double needs the same number of replicas for every stage": (
             pipedream.for_batches((2, 1), 1, 3),
             Stream(VersionPolicy.DOUBLE, 3),
         ),
@@ -242,9 +245,9 @@ def test_rounds_that_are_no_rounds_are_refused() -> None:
 
 def test_schedules_without_a_flush_say_what_they_cannot_do() -> None:
     assert make_schedule("pipedream", 4, 12).num_microbatches == 12
-    with pytest.raises(InputError, match="runs a mini-batch as one microbatch, but microbatches is 4"):
+    with pytest.raises(InputError, match=r"runs a mini-batch as one microbatch, but .* microbatches is 4"):
         pipedream.for_batches((1, 1), 4, 2)
-    with pytest.raises(InputError, match="needs a mini-batch of 4 microbatches or more on 4 ranks"):
+    with pytest.raises(InputError, match="needs a mini-batch of 4 microbatches or more"):
         ASYNCHRONOUS_SCHEDULES["pipedream-2bw"].for_batches((1, 1, 1, 1), 3, 2)
     with pytest.raises(InputError, match="num_microbatches is 6; take a multiple of 4"):
         make_schedule("pipedream-2bw", 4, 6)

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from bare_programs import lower, verify_programs
 from broken_programs import Edit, golden_steps, verdict
-from example_schedules import shared_links
 from hypothesis import given
 from hypothesis import strategies as st
 from symbolic_steps import make_step
 
 from pipec.errors import VerifyError
-from pipec.ir import Compute, Instruction, Op, Phase, Schedule, one_rank_per_stage
+from pipec.ir import Instruction, Op, one_rank_per_stage
 from pipec.programs.lower import chain_links
 from pipec.programs.program_index import InstructionSite
 from pipec.programs.rules.deadlock_rules import stalled_ranks, wait_cycle
@@ -147,30 +146,6 @@ def test_programs_and_links_fit_the_placement() -> None:
         verify_programs(programs[::-1], one_rank_per_stage((0, 1)), chain_links(2), 2)
     with pytest.raises(VerifyError, match=r"hidden_2 \(1 -> 2\) names a stage beyond the plan's 2"):
         verify_programs(programs, one_rank_per_stage((0, 1)), chain_links(3), 2)
-
-
-SENT_TWICE = (*shared_links(0, 1), *shared_links(0, 3))
-
-
-def test_a_value_goes_to_a_rank_once() -> None:
-    schedule = make_schedule("interleaved-1f1b", 2, 4)
-    links, twice = ((*chain_links(4), *shared_links(0, 1, 3)), (*chain_links(4), *SENT_TWICE))
-    verify_programs(lower(schedule, links), schedule.placement, links, 4)
-    with pytest.raises(VerifyError) as caught:
-        verify_programs(lower(schedule, twice), schedule.placement, twice, 4)
-    assert (
-        "rank 1, instruction 2: shared (0 -> 3) and shared (0 -> 1) bring shared twice; "
-        "expected the first stage to hand it on"
-    ) in str(caught.value)
-
-
-def test_a_rank_that_runs_its_stages_out_of_order_may_receive_a_value_for_each() -> None:
-    orders = [[0, 2], [3, 1]]
-    cells = [[Compute(Phase.FORWARD, stage, mb) for mb in range(2) for stage in order] for order in orders]
-    schedule = Schedule("out-of-order", 2, one_rank_per_stage((0, 1, 0, 1)), cells)
-    verify_programs(lower(schedule, SENT_TWICE), schedule.placement, SENT_TWICE, 2)
-    with pytest.raises(VerifyError, match="these computes wait for each other"):
-        lower(schedule, shared_links(0, 1, 3))
 
 
 def test_receiving_just_in_time_deadlocks_when_sends_wait() -> None:
