@@ -195,7 +195,7 @@ def test_programs_stall_exactly_where_the_waits_form_a_cycle(
     for (rank, number), other in waits:
         graph.add_edge((rank, number + 1), other)
     columns = np.array([[*site, *other] for site, other in waits], np.int32).reshape(-1, 4).T
-    stalled = stalled_ranks([5] * 4, columns)
+    stalled = stalled_ranks(4, columns)
     assert bool(stalled) == (not networkx.is_directed_acyclic_graph(graph))
     if stalled:
         ring = wait_cycle(stalled)
