@@ -9,7 +9,7 @@ also overlap compute; a rank makes one at a time in each direction. An update oc
 its rank until what it is for has ended. docs/benchmarks.md compares this with measured steps.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,29 +44,6 @@ class SimulationCosts:
     model_collectives: Mapping[tuple[int, int], float] = field(default_factory=dict)
     copy_times: Mapping[int, float] = field(default_factory=dict)
     start_time: float = 0.0
-
-    @classmethod
-    def uniform(
-        cls,
-        num_stages: int,
-        *,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        links: Iterable[Link] = (),
-        message: float = 0.0,
-        unit: str = "units",
-    ) -> "SimulationCosts":
-        """The same for every stage and every one of ``links``. A fused backward is the sum of its halves."""
-        phases = {
-            Phase.FORWARD: forward,
-            Phase.RECOMPUTE: forward,
-            Phase.BACKWARD: backward_input + backward_weight,
-            Phase.BACKWARD_INPUT: backward_input,
-            Phase.BACKWARD_WEIGHT: backward_weight,
-        }
-        compute = {(stage, phase): cost for stage in range(num_stages) for phase, cost in phases.items()}
-        return cls(compute, dict.fromkeys(links, message), unit)
 
     def compute_time(self, stage: int, phase: Phase, segment: int = -1) -> float:
         """Time of one phase of a stage, or of a segment of it; raises ``InputError`` if it is not given."""

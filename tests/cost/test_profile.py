@@ -94,33 +94,6 @@ def test_a_plan_adds_up_to_its_profile(profile: Profile) -> None:
         assert sum(s.cost.seconds[phase] for s in stages) == pytest.approx(measured)
 
 
-@pytest.mark.slow
-def test_times_follow_the_microbatch_size(profile: Profile) -> None:
-    """The formulas say how much longer twice the rows take."""
-    whole, half = compiled(Uneven(), profile, microbatches=1), compiled(Uneven(), profile)
-    longer, shorter = (sum(s.cost.seconds[Phase.FORWARD] for s in pipe.plan.stages) for pipe in (whole, half))
-    assert shorter < longer <= 2 * shorter
-
-
-def test_profiling_leaves_the_model_as_it_was() -> None:
-    """Two layers share a weight, and a batch norm changes its statistics."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
-    model[2].weight = model[0].weight
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    measure(model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.slow
-def test_a_model_on_meta_is_profiled_with_values_made_up() -> None:
-    with torch.device("meta"):
-        model = Uneven()
-    profile = measure(model)
-    assert profile.fingerprint == measure(Uneven()).fingerprint
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
 def test_a_profile_of_another_model_is_refused(profile: Profile) -> None:
     with pytest.raises(InputError, match=r"the profile is of another model.* Make one of this model with"):
         compiled(Uneven(5), profile)
@@ -202,3 +175,13 @@ def test_a_checkpoint_keeps_the_profile_for_stages_on_other_devices(profile: Pro
     kept.write_text(kept.read_text().replace("linear", "linnar", 1))
     with pytest.raises(pipec.CheckpointError, match=r"profile\.json is not what was saved"):
         checkpoints.profile()
+
+
+def test_profiling_leaves_the_model_as_it_was() -> None:
+    """Two layers share a weight, and a batch norm changes its statistics."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    measure(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())

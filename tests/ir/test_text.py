@@ -196,29 +196,18 @@ def test_plain_dims_and_bytes() -> None:
     [
         ("__import__('os').remove('x')", "Call is not allowed; expected integers and b joined by"),
         ("b.real", "Attribute is not allowed"),
-        ("max(b, key=b)", "Call is not allowed"),
-        ("min()", "at least 1 argument"),
-        ("round(b, 0.5)", "cannot be interpreted as an integer"),
-        ("math.exp(b)", "Call is not allowed"),
-        ("math.sqrt(-b)", "cannot be evaluated"),
         ("(-2.5)**0.5 + b", "cannot be evaluated"),
         ("0.1*1e400", "it exceeds 64 bits"),
-        ("max(*b)", "Starred is not allowed"),
         ("a", "Name is not allowed"),
-        ("b if b else 1", "IfExp is not allowed"),
         ("1.5*b", "1500.0 is not an integer"),
         ("True", "Constant is not allowed"),
-        ("b/2", "500.0 is not an integer"),
-        ("~b", "UnaryOp is not allowed"),
         ("b +", "invalid syntax"),
-        ("", "invalid syntax"),
         ("b//0", "by zero"),
         ("9**9**9", "exponent 9 is not within 0 to 8"),
         ("b**-1", "exponent -1 is not within"),
         ("((b**8)**8)**8", "it exceeds 64 bits"),
         ("9" * 5000, "cannot be evaluated"),
         ("-" * 100_000 + "b", "cannot be evaluated"),
-        ("(" * 1000 + "b", "cannot be evaluated"),
     ],
 )
 def test_a_dim_that_is_no_integer_expression_is_refused(dim: str, message: str) -> None:
@@ -240,11 +229,7 @@ def test_conditions_are_evaluated_as_python_would() -> None:
     [
         ("t", "Name is not allowed"),
         ("t < 4 < 9", "Compare is not allowed"),
-        ("t < 4 and b < 3", "BoolOp is not allowed"),
-        ("len(t) < 4", "Call is not allowed"),
         ("s0 < 4", "Name is not allowed; expected two dimensions joined by =="),
-        ("t // 0 == 1", "by zero"),
-        ("t <", "invalid syntax"),
     ],
 )
 def test_a_condition_that_is_none_is_refused(guard: str, message: str) -> None:

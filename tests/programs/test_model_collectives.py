@@ -4,14 +4,14 @@ import functools
 from dataclasses import replace
 
 import pytest
-from bare_programs import lower, verify_programs
+from bare_programs import lower, uniform_costs, verify_programs
 from symbolic_steps import make_step
 
 from pipec.ir import ModelCollective, Op, Phase, Value
 from pipec.programs.lower import chain_links
 from pipec.schedules import SCHEDULES, make_schedule
 from pipec.schedules.replicated import replicate_schedule
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 
 COLLECTIVE_TIME = 5.0
 
@@ -26,7 +26,7 @@ def collective(op: Op, phase: Phase, segment: int) -> ModelCollective:
 def test_a_segment_begins_when_the_last_replica_has_reached_its_collective() -> None:
     """Stage 1 waits for three collectives of each of its two microbatches a rank; stage 0 has none."""
     costs = replace(
-        SimulationCosts.uniform(2),
+        uniform_costs(2),
         segments={key: [1 / count] * count for key, count in GPIPE.plan.segments.items()},
     )
     without = simulate(GPIPE.programs(), costs).makespan
@@ -58,7 +58,7 @@ def test_every_schedule_has_one_order_of_collectives_where_every_stage_has_some(
     programs = lower(schedule, links, **step)
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches, **step)
     costs = replace(
-        SimulationCosts.uniform(schedule.num_stages, links=links, message=0.5),
+        uniform_costs(schedule.num_stages, links=links, message=0.5),
         segments=dict.fromkeys(parts, (0.5, 0.5)),
         model_collectives={(stage, number): 0.25 for stage in stages for number in range(len(of_each))},
     )

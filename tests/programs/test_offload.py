@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bare_programs import lower, verify_programs
+from bare_programs import lower, uniform_costs, verify_programs
 from compile_variants import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
 from huggingface_models import Factory, perceptron
 from memory_meter import measure_memory
@@ -37,7 +37,7 @@ from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule
 from pipec.timeline.attribution import attribute_waits
 from pipec.timeline.rank_times import rank_times
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 from pipec.viz import timeline_text
 
 ROWS = 16
@@ -86,7 +86,7 @@ def test_what_is_away_is_told_beforehand(name: str) -> None:
 
 def played(seconds: float) -> Any:
     schedule = make_schedule("gpipe", 1, 6)
-    costs = replace(SimulationCosts.uniform(1), copy_times={0: seconds})
+    costs = replace(uniform_costs(1), copy_times={0: seconds})
     return simulate(lowered(schedule, [0]), costs)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from bare_programs import lower, verify_programs
+from bare_programs import lower, uniform_costs, verify_programs
 from cli_models import mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ from pipec.programs.representative_replicas import RepresentativeReplicas, repre
 from pipec.schedules import make_schedule, remap_ranks
 from pipec.schedules.chain_simulation import chain_sync_spec
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas, replicate_schedule, round_robin
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 
 Step = tuple[Schedule, RepresentativeReplicas, tuple[Link, ...], SyncSpec]
 
@@ -89,7 +89,7 @@ def test_a_few_replicas_do_what_all_do(each: Step) -> None:
     shown = few.in_step(made)
     for program in shown:
         assert list(program.instructions) == list(whole[program.rank].instructions)
-    costs = SimulationCosts.uniform(schedule.num_stages, backward_weight=2.0, links=links, message=0.25)
+    costs = uniform_costs(schedule.num_stages, backward_weight=2.0, links=links, message=0.25)
     costs = replace(costs, sync_times={(Op.REDUCE_GRAD, stage, stage): 0.5 for stage in range(2)})
     representatives = RepresentativeRanks.of(schedule.placement, [each.rank for each in shown])
     assert representatives

@@ -110,12 +110,6 @@ def test_a_rank_receives_a_value_once_for_all_of_its_stages() -> None:
     assert torch.equal(pipe(X), torch.cat([unsplit(x) for x in X.split(4)]))
 
 
-def test_replicas_hand_on_within_each_of_their_ranks() -> None:
-    pipe, _ = compiled(Skips, "interleaved-1f1b-v3", 4, replicas=2, microbatches=4)
-    assert {*received(pipe.programs).values()} == {1}
-    assert list(handed_on(pipe)) == HANDED_ON
-
-
 def out_of_order(num_ranks: int, num_microbatches: int) -> Schedule:
     """Rank 1 runs the forward of stage 3 before that of stage 1."""
 

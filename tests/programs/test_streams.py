@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from bare_programs import lower, lower_periodic, verify_periodic, verify_programs
+from bare_programs import lower, lower_periodic, uniform_costs, verify_periodic, verify_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pipec.ir.stream as stream_module
-import pipec.schedules.replicated as replicated_module
 from pipec.errors import InputError, VerifyError
 from pipec.ir import (
     Link,
@@ -34,7 +32,7 @@ from pipec.programs.rank_memory import peak_in_flight
 from pipec.schedules import Workload, make_schedule
 from pipec.schedules.asynchronous import ASYNCHRONOUS_SCHEDULES, pipedream
 from pipec.schedules.chain_simulation import chain_sync_spec
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 from pipec.timeline.steady_state import SteadyState, steady_state
 
 
@@ -96,7 +94,7 @@ def test_a_value_that_skips_stages_is_received_in_every_round(reader: int) -> No
 @pytest.mark.parametrize("name", ASYNCHRONOUS_SCHEDULES)
 def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
     schedule, programs = rounds_of(name, 1, 1, 1, 1)
-    costs = SimulationCosts.uniform(4, links=chain_links(4), unit="units")
+    costs = uniform_costs(4, links=chain_links(4))
     played = steady_excerpt(programs, schedule.stream, schedule.placement)
     steady = steady_state(replace(simulate(played, costs), sync_spec=ending_of(schedule)))
     assert steady is not None
@@ -139,23 +137,6 @@ def test_scripts_that_want_each_loss_make_replicas_idle(replicas: tuple[int, ...
     steady = steady_with(replicas, stream_links(len(replicas)))
     assert steady.batch_interval == pytest.approx(interval)
     assert (steady.bubble_rate > 0.01) == (interval > 3)
-
-
-@pytest.mark.parametrize("replicas", [(2, 1), (3, 2, 1), (1, 3, 1), (4, 2), (3, 1, 2)])
-def test_smaller_windows_make_ranks_idle(replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stage can have fewer mini-batches in flight, with the version rule that follows from that."""
-    right = [window(stage, replicas) for stage in range(len(replicas))]
-    for stage in range(len(replicas) - 1):
-        fewer = [each - (number == stage) for number, each in enumerate(right)]
-        for module in (stream_module, replicated_module):
-            monkeypatch.setattr(module, "window", lambda stage, _, fewer=fewer: fewer[stage])
-        schedule = pipedream.for_batches(replicas, 1, 40 * sum(replicas))
-        links, sync_spec = chain_links(len(replicas)), ending_of(schedule)
-        costs = Workload.uniform(len(replicas)).scaled(list(map(float, replicas))).costs(schedule, links)
-        programs = lower(schedule, links, sync_spec=sync_spec)
-        steady = steady_state(replace(simulate(programs, costs), sync_spec=sync_spec))
-        assert steady is not None
-        assert steady.bubble_rate > 0.01, fewer
 
 
 def test_the_window_of_replicas() -> None:

@@ -1,7 +1,6 @@
 """What a step does besides its microbatches: the sums in it, and what its sync spec has to fit."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 from bare_programs import verify_programs
@@ -17,7 +16,7 @@ from pipec.ir import (
     SyncSpec,
 )
 from pipec.programs.lower import chain_links
-from pipec.programs.verify import verify, verify_step
+from pipec.programs.verify import verify
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 
@@ -28,7 +27,6 @@ def data_parallel(microbatches: int = 4, replicas: int = 2, **options: object) -
 
 
 TIED_TO_TWO = make_step(round_robin(4, [2, 1]), tied=(0, 1), updates=True)
-IN_PARTS = data_parallel(updates=True, num_segments=3)
 
 
 BUCKET = Bucket(0, (value("w", 2),))
@@ -124,21 +122,3 @@ def plan(**options: object) -> Plan:
 def test_the_sync_spec_fits_the_tensors_of_the_stages(options: dict[str, object], message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         verify(plan(**options), ())
-
-
-def with_bucket(number: int, segment: int) -> Plan:
-    """The plan of a step in segments, with a bucket that is complete after another one."""
-    buckets = [*IN_PARTS.sync_spec.buckets]
-    buckets[number] = replace(buckets[number], segment=segment)
-    return replace(IN_PARTS.plan, sync_spec=replace(IN_PARTS.sync_spec, buckets=tuple(buckets)))
-
-
-def test_a_bucket_is_complete_after_a_part_that_there_is() -> None:
-    with pytest.raises(VerifyError, match="bucket 2 is complete after segment 3; stage 0 has 3"):
-        verify_step(with_bucket(2, 3), IN_PARTS.programs())
-
-
-def test_a_bucket_that_a_later_part_completes_is_not_summed_before_it() -> None:
-    unsummed = "accumulate of stage 0, microbatch 2, segment 2 has no reduce_grad behind it"
-    with pytest.raises(VerifyError, match=unsummed):
-        verify_step(with_bucket(0, 2), IN_PARTS.programs())

@@ -148,6 +148,27 @@ def test_programs_and_links_fit_the_placement() -> None:
         verify_programs(programs, one_rank_per_stage((0, 1)), chain_links(3), 2)
 
 
+sites = st.tuples(st.integers(0, 3), st.integers(0, 4))
+
+
+@given(st.lists(st.tuples(sites, sites).filter(lambda pair: pair[0][0] != pair[1][0]), max_size=12))
+def test_programs_stall_exactly_where_the_waits_form_a_cycle(
+    waits: list[tuple[InstructionSite, InstructionSite]],
+) -> None:
+    """To reach an instruction, a rank must have reached the one before and what that waits for."""
+    graph = networkx.DiGraph(((rank, k + 1), (rank, k)) for rank in range(4) for k in range(5))
+    for (rank, number), other in waits:
+        graph.add_edge((rank, number + 1), other)
+    columns = np.array([[*site, *other] for site, other in waits], np.int32).reshape(-1, 4).T
+    stalled = stalled_ranks(4, columns)
+    assert bool(stalled) == (not networkx.is_directed_acyclic_graph(graph))
+    if stalled:
+        ring = wait_cycle(stalled)
+        for (_, ahead), (following, _) in zip(ring, ring[1:] + ring[:1], strict=True):
+            assert ahead[0] == following[0]
+            assert ahead[1] >= following[1]
+
+
 def test_receiving_just_in_time_deadlocks_when_sends_wait() -> None:
     """The naive lowering of 1F1B: receive, compute, then a send that waits for its receive."""
     schedule, links = make_schedule("1f1b", 2, 2), chain_links(2)
@@ -181,24 +202,3 @@ def just_in_time(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
         if each.op is not Op.RECV:
             moved.append(each)
     return tuple(moved)
-
-
-sites = st.tuples(st.integers(0, 3), st.integers(0, 4))
-
-
-@given(st.lists(st.tuples(sites, sites).filter(lambda pair: pair[0][0] != pair[1][0]), max_size=12))
-def test_programs_stall_exactly_where_the_waits_form_a_cycle(
-    waits: list[tuple[InstructionSite, InstructionSite]],
-) -> None:
-    """To reach an instruction, a rank must have reached the one before and what that waits for."""
-    graph = networkx.DiGraph(((rank, k + 1), (rank, k)) for rank in range(4) for k in range(5))
-    for (rank, number), other in waits:
-        graph.add_edge((rank, number + 1), other)
-    columns = np.array([[*site, *other] for site, other in waits], np.int32).reshape(-1, 4).T
-    stalled = stalled_ranks(4, columns)
-    assert bool(stalled) == (not networkx.is_directed_acyclic_graph(graph))
-    if stalled:
-        ring = wait_cycle(stalled)
-        for (_, ahead), (following, _) in zip(ring, ring[1:] + ring[:1], strict=True):
-            assert ahead[0] == following[0]
-            assert ahead[1] >= following[1]

@@ -156,19 +156,6 @@ def test_a_cycle_is_refused() -> None:
     assert "  rank 1     [F0] F1  B0" in message
 
 
-def test_a_chunk_on_the_wrong_rank_is_refused() -> None:
-    def misplaced(orders: list[list[Compute]]) -> None:
-        orders[0][4] = Compute(Phase.FORWARD, 3, 0)
-
-    message, *drawn = refusal(edited(misplaced, make_schedule("looped-bfs", 2, 3))).split("\n", 1)
-    assert message.endswith("microbatch 0 on rank 0; expected it on rank 1, which holds that stage")
-    assert drawn == [
-        """\
-  rank 0      F0.0  F1.0  F2.0  F0.2 [F0.3] F2.2  B0.2  B1.2  B2.2  B0.0
-  rank 1      F0.1  F1.1  F2.1  F0.3  F1.3  F2.3  B0.3  B1.3  B2.3  B0.1"""
-    ]
-
-
 def test_what_is_there_twice_or_not_at_all_is_refused() -> None:
     message = refusal(edited(lambda orders: orders[2].insert(3, orders[2][0])))
     assert "runs forward of stage 2, microbatch 0 on rank 2; and once more; expected it once" in message
@@ -206,3 +193,16 @@ def test_processes_may_have_microbatches_in_different_orders(transport: str, tmp
     printed = run_ranks(script, 2, tmp_path, (transport, *map(str, paths)))
     assert [each.splitlines()[-1] for each in printed] == ["same"] * 2
     assert "differs" not in "".join(printed)
+
+
+def test_a_chunk_on_the_wrong_rank_is_refused() -> None:
+    def misplaced(orders: list[list[Compute]]) -> None:
+        orders[0][4] = Compute(Phase.FORWARD, 3, 0)
+
+    message, *drawn = refusal(edited(misplaced, make_schedule("looped-bfs", 2, 3))).split("\n", 1)
+    assert message.endswith("microbatch 0 on rank 0; expected it on rank 1, which holds that stage")
+    assert drawn == [
+        """\
+  rank 0      F0.0  F1.0  F2.0  F0.2 [F0.3] F2.2  B0.2  B1.2  B2.2  B0.0
+  rank 1      F0.1  F1.1  F2.1  F0.3  F1.3  F2.3  B0.3  B1.3  B2.3  B0.1"""
+    ]

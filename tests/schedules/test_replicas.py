@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from bare_programs import lower, verify_programs
+from bare_programs import lower, uniform_costs, verify_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic_steps import Step, make_step, steps
@@ -27,7 +27,7 @@ from pipec.timeline.simulate import SimulationCosts, simulate
 
 def costs_of(step: Step, **endings: float) -> SimulationCosts:
     """Every phase takes one unit, a message as long as it is told, and each op of an ending, too."""
-    uniform = SimulationCosts.uniform(
+    uniform = uniform_costs(
         step.schedule.num_stages, links=step.plan.links, message=endings.get("message", 0)
     )
     seconds = {

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from bare_programs import lower, verify_programs
+from bare_programs import lower, uniform_costs, verify_programs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from pipec.schedules import (
 )
 from pipec.schedules.named import LOOPED_SCHEDULES
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 ONE_STAGE_A_RANK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -53,7 +53,7 @@ def played(schedule: Schedule, f: float = 1, b: float = 1, w: float = 1, message
     links = chain_links(schedule.num_stages)
     programs = lower(schedule, links)
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
-    costs = SimulationCosts.uniform(
+    costs = uniform_costs(
         schedule.num_stages, forward=f, backward_input=b, backward_weight=w, links=links, message=message
     )
     return simulate(programs, costs)

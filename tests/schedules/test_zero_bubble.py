@@ -93,13 +93,6 @@ def test_the_search_plays_orders_as_the_simulator_plays_programs(
     assert tasks.schedule(name, tasks.orders(schedule)) == schedule
 
 
-def test_orders_that_wait_for_each_other_have_no_times() -> None:
-    tasks = Tasks.of(workload(2, 1, 1, 1, 0), 2, memory_limits=[2] * 2)
-    first, second = tasks.orders(make_schedule("zb-h1", 2, 2))
-    assert time_orders(tasks, [first, second])
-    assert time_orders(tasks, [first, second[::-1]]) is None
-
-
 def test_a_limit_below_one_microbatch_is_refused() -> None:
     work = Workload.uniform(2, memory_backward=3, memory_limit=2)
     with pytest.raises(

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bare_programs import lower
+from bare_programs import lower, uniform_costs
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_updates import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
+from simulated_updates import EVERYTHING, ended
 
 from pipec.ir import Instruction, Link, Op, Payload, Schedule, Value
 from pipec.programs.lower import chain_links
@@ -20,16 +20,14 @@ from pipec.timeline.attribution import (
 )
 from pipec.timeline.curves import in_flight_over_time
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.rank_times import RankTime, rank_times
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.rank_times import rank_times
+from pipec.timeline.simulate import simulate
 from pipec.timeline.step_events import Waits
 
 
 def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> Timeline:
     links = (*chain_links(schedule.num_stages), *links)
-    return simulate(
-        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
-    )
+    return simulate(lower(schedule, links), uniform_costs(schedule.num_stages, links=links, **costs))
 
 
 def named(timeline: Timeline, index: int) -> str:
@@ -125,7 +123,7 @@ def test_a_recorded_wait_tells_its_time_and_what_it_was_for() -> None:
 def test_of_two_waits_the_one_that_held_the_rank_last_is_blamed() -> None:
     """The message of a skip link comes at 4, when the wait before it has held rank 2 until 3."""
     links = (*chain_links(3), Link(0, 2, Payload.ACTIVATION, (Value("skip", "float32", ("b",)),)))
-    costs = SimulationCosts.uniform(3)
+    costs = uniform_costs(3)
     slow = {links[-1]: 3.0, links[1]: 1.0}
     timeline = simulate(lower(make_schedule("gpipe", 3, 1), links), replace(costs, messages=slow))
     found = attribute_waits(timeline)
@@ -136,30 +134,9 @@ def test_of_two_waits_the_one_that_held_the_rank_last_is_blamed() -> None:
     assert own == [(1, 3.0), (0, 1.0)]
 
 
-def test_an_empty_timeline_has_no_critical_path() -> None:
-    timeline = Timeline((), (0,))
-    found = attribute_waits(timeline)
-    assert critical_path(timeline, found) == ()
-    assert rank_times(timeline, found) == (RankTime(0, (), 0, 0),)
-
-
 def waited(timeline: Timeline, rank: int) -> list[tuple[int, int, str, float]]:
     times = rank_times(timeline, attribute_waits(timeline))[rank]
     return [(each.rank, each.stage, each.what, each.time) for each in times.waits]
-
-
-def test_the_critical_path_goes_through_the_last_rank_to_come() -> None:
-    timeline = ended((2, 1), 3, updates=True)
-    path = critical_path(timeline, attribute_waits(timeline))
-    ends = [(timeline.events[k].rank, named(timeline, k)) for k in path[-3:]]
-    assert ends == [(0, "backward 0.2"), (0, "reduce_grad 0.-1"), (0, "update 0.-1")]
-
-
-def test_every_kind_of_collective_is_waited_for() -> None:
-    timeline = ended(2, 4, **EVERYTHING)
-    told = {(what, time) for rank, _, what, time in waited(timeline, 0) if rank == 0}
-    assert told == {(Op.UNSHARD, GATHER), (Op.REDUCE_GRAD, REDUCE), (Op.GRAD_NORM, NORM)}
-    assert rank_times(timeline, attribute_waits(timeline))[0].busy == 6 + UPDATE
 
 
 def test_what_overlaps_counts_once_on_the_critical_path() -> None:

@@ -21,7 +21,6 @@ from pipec.errors import InputError
 from pipec.ir import Instruction, Op, Program, StepPart
 from pipec.pipeline import Pipeline
 from pipec.plan.predictions import simulate_plan
-from pipec.programs.lower import chain_links
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import measured_timeline
 
@@ -48,27 +47,6 @@ def timeline(pipe: Pipeline) -> Timeline:
     with pipe.trace() as trace:
         loss_of(pipe)
     return trace.steps[0]
-
-
-def test_only_the_steps_inside_are_recorded(pipe: Pipeline) -> None:
-    loss_of(pipe)
-    with pipe.trace() as trace:
-        loss_of(pipe)
-        loss_of(pipe)
-        pipe.eval_step(X, target=Y)
-    loss_of(pipe)
-    assert len(trace.steps) == 2
-    assert trace.simulated.events == pipe.simulate().events
-    with pipe.trace() as nothing:
-        pass
-    assert nothing.steps == []
-
-
-def test_every_compute_and_message_has_its_times(pipe: Pipeline, timeline: Timeline) -> None:
-    recorded = [(event.rank, event.instruction) for event in timeline.events]
-    programs = [(p.rank, i) for p in pipe.programs for i in p.instructions if i.op is Op.SEND or i.op.phase]
-    assert recorded == programs
-    assert all(0 <= event.start <= event.end for event in timeline.events)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"shard": "parameters"}])
@@ -150,24 +128,6 @@ def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
     steps = trace_steps(pipe._artifact, run)
     assert [step.name for step in steps[:2]] == ["planned", "measured, of another plan"]
     assert [step.note for step in steps[2:]] == ["another plan"] * 2
-
-
-def test_waiting_is_no_part_of_a_compute() -> None:
-    """Rank 1 posts its receive at 2, waits from 3 to 7 and ends at 9: it computed for two of those seven."""
-    (link,) = chain_links(2, training=False)
-    sender = Program(0, (Instruction(Op.SEND, 0, 0, link, 1),))
-    receiver = Program(
-        1,
-        (
-            Instruction(Op.RECV, 1, 0, link, 0, 0),
-            Instruction(Op.WAIT_RECV, 1, 0, link, 0),
-            Instruction(Op.FORWARD, 1, 0),
-        ),
-    )
-    timeline = measured_timeline([sender, receiver], {0: [4, 5], 1: [2, 3, 3, 7, 7, 9]})
-    message, forward = timeline.events
-    assert (forward.start, forward.end) == pytest.approx((5e-9, 7e-9))
-    assert (message.start, message.end) == pytest.approx((2e-9, 5e-9))
 
 
 def move_wait(saved: Path) -> None:
