@@ -51,13 +51,8 @@ class SimulationCosts:
             raise InputError(
                 f"no cost is given for {phase} of stage {stage}; add it to SimulationCosts.compute"
             )
-        shares = self.segments.get((stage, phase), ())
-        if segment >= len(shares):
-            raise InputError(
-                f"no fraction is given for segment {segment} of {phase} of stage {stage}; "
-                "add it to SimulationCosts.segments"
-            )
-        return self.compute[stage, phase] * (1.0 if segment < 0 else shares[segment])
+        share = 1.0 if segment < 0 else self.segments[stage, phase][segment]
+        return self.compute[stage, phase] * share
 
 
 def simulate(programs: Sequence[Program], costs: SimulationCosts) -> Timeline:

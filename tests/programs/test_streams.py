@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipec.errors import InputError, VerifyError
 from pipec.ir import (
     Link,
+    NonFiniteAction,
     Op,
     Payload,
     Program,
@@ -80,6 +81,37 @@ def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: i
         assert [peak_in_flight(x) for x in written] == [
             min(num_ranks - rank, count * per_batch) for rank in range(num_ranks)
         ]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[Schedule, tuple[Link, ...], SyncSpec]:
+    """Mini-batches of any asynchronous schedule, whose losses all ranks get, or none."""
+    name = draw(st.sampled_from(sorted(ASYNCHRONOUS_SCHEDULES)))
+    most = 2 if name == "pipedream" else 1
+    replicas = draw(st.lists(st.integers(1, most), min_size=1, max_size=3))
+    how = ASYNCHRONOUS_SCHEDULES[name]
+    per_batch = how.min_microbatches(replicas)
+    count = num_microbatches_to_lower(Stream(how.versions, per_batch), replicas) // per_batch
+    schedule = how.for_batches(replicas, per_batch, count)
+    loss = Link(len(replicas) - 1, -1, Payload.MICROBATCH_RESULT, (Value("loss", "float32", ()),))
+    links = (*chain_links(len(replicas)), *((loss,) if draw(st.booleans()) else ()))
+    sync_spec = replace(
+        chain_sync_spec(schedule.placement, 0.5),
+        updates=True,
+        stream=schedule.stream,
+        clips=draw(st.booleans()),
+        on_nan=draw(st.sampled_from([None, *NonFiniteAction])),
+    )
+    return schedule, links, sync_spec
+
+
+@settings(max_examples=12, deadline=None)
+@given(streams())
+def test_streams_of_every_kind_are_right(stream: tuple[Schedule, tuple[Link, ...], SyncSpec]) -> None:
+    """Also where results come in another order than mini-batches."""
+    schedule, links, sync_spec = stream
+    programs = lower_periodic(schedule, links, (), sync_spec)
+    verify_periodic(programs, schedule.placement, links, (), sync_spec)
 
 
 @pytest.mark.parametrize("reader", [5, 6])
