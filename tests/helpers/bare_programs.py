@@ -92,10 +92,11 @@ def verify_periodic(
 
 
 def uniform_costs(
-    num_stages: int, *, links: Iterable[Link] = (), message: float = 0.0, **times: float
+    num_stages: int, *, links: Iterable[Link] = (), message: float = 0.0, unit: str = "units", **times: float
 ) -> SimulationCosts:
     """The same for every stage, also a forward that is computed again, and for every one of ``links``."""
     alone = Schedule("uniform", 1, one_rank_per_stage(range(num_stages)), ())
     costs = Workload.uniform(num_stages, **times).costs(alone, ())
     again = {(stage, Phase.RECOMPUTE): costs.compute[stage, Phase.FORWARD] for stage in range(num_stages)}
-    return replace(costs, compute={**costs.compute, **again}, messages=dict.fromkeys(links, message))
+    compute, messages = {**costs.compute, **again}, dict.fromkeys(links, message)
+    return replace(costs, compute=compute, messages=messages, unit=unit)
