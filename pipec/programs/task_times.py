@@ -59,15 +59,15 @@ def run_tasks(durations: Floats, reads: TaskInputs, first_tasks: Sequence[int]) 
     clock = np.zeros(next_task.size)
     unfinished = np.flatnonzero(next_task < last)
     while unfinished.size:
-        at, start = next_task[unfinished], clock[unfinished]
+        at, start = next_task.take(unfinished), clock.take(unfinished)
         for producers in inputs:
-            np.maximum(start, ends[producers[at]], out=start)
-        ready = start < np.inf
-        started, at, start = unfinished[ready], at[ready], start[ready]
-        if not started.size:
-            return Deadlock(next_task[unfinished])
+            np.maximum(start, ends.take(producers.take(at)), out=start)
+        ready = np.flatnonzero(start < np.inf)
+        if not ready.size:
+            return Deadlock(at)
+        started, at, start = unfinished.take(ready), at.take(ready), start.take(ready)
         starts[at] = start
-        clock[started] = ends[at] = start + durations[at]
+        clock[started] = ends[at] = start + durations.take(at)
         next_task[started] = at + 1
         if (at + 1 == last[started]).any():
             unfinished = unfinished[next_task[unfinished] < last[unfinished]]
