@@ -62,7 +62,7 @@ class Stream:
 
     def unsupported(self, replicas: Sequence[int]) -> str:
         """Why stages with so many replicas cannot run such mini-batches; "" if they can."""
-        given = f"but replicas are {tuple(replicas)} and microbatches is {self.microbatches}"
+        given = f"but microbatches is {self.microbatches} and replicas are {tuple(replicas)}"
         most, ranks = max(replicas), sum(replicas)
         match self.versions:
             case VersionPolicy.VERTICAL if most > 1:
@@ -72,10 +72,11 @@ class Stream:
             case VersionPolicy.DOUBLE if min(replicas) != most:
                 need = "needs the same number of replicas for every stage"
             case VersionPolicy.DOUBLE if self.microbatches < ranks or self.microbatches % most:
-                need = f"needs a mini-batch of {ranks} microbatches or more, and a multiple of {most}"
+                several = f", and a multiple of the {most} replicas" if most > 1 else ""
+                need = f"needs a mini-batch of {ranks} microbatches or more on {ranks} ranks{several}"
             case _:
                 return ""
-        return f"{need}, {given}; pipedream runs any replicas, pipedream-2bw several microbatches"
+        return f"{need}, {given}; take pipedream for any replicas, pipedream-2bw for several microbatches"
 
     def max_live_versions(self, stage: int, replicas: Sequence[int]) -> int:
         """The most versions that a replica of a stage holds at a time."""

@@ -258,7 +258,7 @@ def test_rounds_that_are_no_rounds_are_refused() -> None:
 
 def test_schedules_without_a_flush_say_what_they_cannot_do() -> None:
     assert make_schedule("pipedream", 4, 12).num_microbatches == 12
-    with pytest.raises(InputError, match=r"runs a mini-batch as one microbatch, but .* microbatches is 4"):
+    with pytest.raises(InputError, match="runs a mini-batch as one microbatch, but microbatches is 4"):
         pipedream.for_batches((1, 1), 4, 2)
     with pytest.raises(InputError, match="needs a mini-batch of 4 microbatches or more"):
         ASYNCHRONOUS_SCHEDULES["pipedream-2bw"].for_batches((1, 1, 1, 1), 3, 2)
