@@ -36,16 +36,16 @@ from pipec.ir import InputLeaf, Link, Mode, Payload, Phase, Plan, Schedule, Stag
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import bare_plan, chain_links, lower
 from pipec.programs.rank_memory import peak_in_flight
-from pipec.programs.tail_order import ordered_for_tail
+from pipec.programs.tail_order import with_forwards_first
 from pipec.programs.verify import verify, verify_step
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.timestamps import RecordedStep
 from pipec.schedules import SCHEDULES as NAMED
-from pipec.schedules import make_schedule
+from pipec.schedules import Workload, make_schedule
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 from pipec.timeline.trace import measured_timeline
 
 RANKS, MICROBATCHES, STEPS, WARMUP = 2, 8, 9, 2
@@ -272,12 +272,11 @@ def _with_tail(schedule: Schedule, has_tail: bool) -> tuple[float, float]:
     stages[-1] = replace(stages[-1], tail=Tail(rows, rows) if has_tail else None)
     plan = replace(plan, stages=tuple(stages))
     num_chunks = len(plan.stages) // plan.num_ranks
-    programs = lower(ordered_for_tail(schedule, plan), plan)
+    programs = lower(with_forwards_first(schedule) if has_tail else schedule, plan)
     verify(plan, programs)
     one = 1 / num_chunks
-    costs = SimulationCosts.uniform(
-        len(plan.stages), forward=one, backward_input=one, backward_weight=one, links=plan.links
-    )
+    work = Workload.uniform(len(plan.stages), forward=one, backward_input=one, backward_weight=one)
+    costs = work.costs(schedule, plan.links)
     return simulate(programs, costs).makespan, max(map(peak_in_flight, programs)) / num_chunks
 
 

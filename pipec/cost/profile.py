@@ -8,7 +8,6 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pipec.errors import DAMAGED_DATA_ERRORS, InputError
 from pipec.ir.json_form import read_plain
@@ -57,10 +56,11 @@ class Profile:
         return {node.name: node.seconds for operator in self.operators for node in operator.nodes}
 
     def save(self, path: str | Path) -> None:
-        """Write the profile, one node a line. Raises InputError if the file cannot be written."""
+        """Write the profile. Raises InputError if the file cannot be written."""
+        data = {"format": "pipec profile", "version": VERSION, **asdict(self)}
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(_text(self), encoding="utf-8")
+            Path(path).write_text(json.dumps(data, indent=1), encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError for a name that no file can have
             raise InputError(f"{path} cannot be written: {error}") from error
 
@@ -89,16 +89,3 @@ def load_profile(path: str | Path) -> Profile:
         if not 0 <= seconds < math.inf:
             raise InputError(f"{path}: node {name} took {seconds} seconds; expected 0 or more, and finite")
     return profile
-
-
-def _text(profile: Profile) -> str:
-    data = {"format": "pipec profile", "version": VERSION, **asdict(profile)}
-    operators = data.pop("operators")
-    head = json.dumps(data, indent=1).removesuffix("\n}")
-    return f'{head},\n "operators": [\n' + ",\n".join(map(_operator_text, operators)) + "\n ]\n}\n"
-
-
-def _operator_text(operator: dict[str, Any]) -> str:
-    nodes = ",\n".join(f"   {json.dumps(node)}" for node in operator["nodes"])
-    named = json.dumps({"name": operator["name"], "module": operator["module"]}).removesuffix("}")
-    return f'  {named}, "nodes": [\n{nodes}\n  ]}}'

@@ -8,7 +8,6 @@ numbers, ``text_format`` formats programs and quantities and parses programs, ``
 ``batch_split`` define how a mini-batch is split, and ``sharding`` how parameters are divided among replicas.
 ``stream`` defines the weight versions of asynchronous schedules, and ``periodic_program`` how their programs
 repeat. ``step_parts`` takes a step apart into its microbatches and its update.
-``representative_ranks`` names the ranks that represent equal ones.
 """
 
 from pipec.ir.memory_figures import MMAP_THRESHOLD_BYTES, RankMemory, SegmentMemory, StageMemory
@@ -23,10 +22,10 @@ from pipec.ir.program import (
     OpTraits,
     Program,
 )
-from pipec.ir.representative_ranks import RepresentativeRanks
 from pipec.ir.schedule import (
     Compute,
     Placement,
+    RepresentativeRanks,
     Schedule,
     SegmentCounts,
     count_ranks,

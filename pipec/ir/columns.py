@@ -10,11 +10,12 @@ of stage 2 are::
     microbatch    0  1  0
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from sys import byteorder
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,8 @@ from pipec.ir import (
 
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
-Row = TypeVar("Row", Compute, Instruction)
+Row = TypeVar("Row")
+Numbers = TypeVar("Numbers")
 
 PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
@@ -47,11 +49,6 @@ FIELDS = tuple(field.name for field in fields(Instruction))
 NUM_COLUMNS, SEGMENT_COLUMN = len(FIELDS), FIELDS.index("segment")
 
 
-def _having(trait: Callable[[OpTraits], bool]) -> NDArray[np.bool_]:
-    """For each code of an op, whether the op has a trait."""
-    return np.array([trait(op.traits) for op in OPS])
-
-
 def one_of(*ops: Op) -> NDArray[np.bool_]:
     """For each code of an op, whether it is one of these. As an index, many times as fast as ``np.isin``."""
     return np.array([op in ops for op in OPS])
@@ -59,11 +56,6 @@ def one_of(*ops: Op) -> NDArray[np.bool_]:
 
 COLLECTIVES = [op for op in OPS if op.traits.kind is OpKind.COLLECTIVE]
 _COMPUTES = [op for op in OPS if op.traits.kind is OpKind.COMPUTE]
-_IS_COMPUTE = _having(lambda traits: traits.kind is OpKind.COMPUTE)
-_IS_TIMED = _having(lambda traits: traits.timed)
-_IS_BLOCKING = _having(lambda traits: traits.kind in (OpKind.COMPUTE, OpKind.STEP_COMPUTE))
-_IS_COLLECTIVE = _having(lambda traits: traits.kind is OpKind.COLLECTIVE)
-_IS_COPY = _having(lambda traits: traits.kind is OpKind.COPY)
 _PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
 
 
@@ -147,7 +139,29 @@ def concatenate(columns: Sequence[Ints]) -> Ints:
     return np.concatenate(filled)
 
 
-class _Columns(Sequence[Row]):
+class Column(Generic[Numbers]):
+    """A property that returns one of the columns."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __get__(self, columns: "Columns[Any]", _: object) -> Numbers:
+        column: Numbers = columns.columns[self._number]
+        return column
+
+
+class OpMask:
+    """A property that tells at which instructions the op has a trait, by a function of its row."""
+
+    def __init__(self, trait: Callable[[OpTraits], bool]) -> None:
+        self._has_trait = np.array([trait(op.traits) for op in OPS])
+
+    def __get__(self, columns: "OpColumns[Any]", _: object) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self._has_trait.take(columns.ops)
+        return found
+
+
+class Columns(Sequence[Row]):
     """A sequence of rows, held as columns of numbers.
 
     It is equal to any sequence of the same rows. Column 0 is the code of a phase or an op, as the subclass
@@ -155,7 +169,9 @@ class _Columns(Sequence[Row]):
     columns as its rows.
     """
 
-    def __init__(self, columns: Iterable[Ints]) -> None:
+    stages, microbatches = Column[Ints](1), Column[Ints](2)
+
+    def __init__(self, columns: Iterable[Any]) -> None:
         self.columns = tuple(columns)
 
     @property
@@ -163,28 +179,30 @@ class _Columns(Sequence[Row]):
         """A copy of the columns as the rows of a matrix."""
         return np.stack(self.columns)
 
-    def _row(self, *numbers: int) -> Row:
+    def _row(self, *numbers: Any) -> Row:
         raise NotImplementedError
 
-    def _column(self, number: int) -> Ints:
-        return self.columns[number]
+    def _with(self, columns: Iterable[Any]) -> Self:
+        """Other rows of the same kind."""
+        return type(self)(columns)
 
-    @property
-    def stages(self) -> Ints:
-        return self._column(1)
+    def taken(self, numbers: Ints) -> Self:
+        """The rows with these numbers."""
+        return self._with(taken(column, numbers) for column in self.columns)
 
-    @property
-    def microbatches(self) -> Ints:
-        return self._column(2)
+    def where(self, mask: NDArray[np.bool_]) -> Self:
+        """The rows at which ``mask`` is true."""
+        return self.taken(np.flatnonzero(mask))
+
+    def between(self, first: int, last: int) -> Self:
+        """The rows from ``first`` on, before ``last``."""
+        return self._with(column[first:last] for column in self.columns)
 
     def __len__(self) -> int:
-        return self.columns[0].size
+        return len(self.columns[0])
 
     def __iter__(self) -> Iterator[Row]:
-        return self._rows(slice(None))
-
-    def _rows(self, which: slice) -> Iterator[Row]:
-        return map(self._row, *(column[which].tolist() for column in self.columns))
+        return map(self._row, *(column.tolist() for column in self.columns))
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -192,7 +210,7 @@ class _Columns(Sequence[Row]):
     def __getitem__(self, index: slice) -> Sequence[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         if isinstance(index, slice):
-            return tuple(self._rows(index))
+            return tuple(self._with(column[index] for column in self.columns))
         return self._row(*(column[index].item() for column in self.columns))
 
     def __eq__(self, other: object) -> bool:
@@ -209,8 +227,10 @@ def _same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-class ComputeColumns(_Columns[Compute]):
+class ComputeColumns(Columns[Compute]):
     """The order of a rank: columns of phase, stage and microbatch."""
+
+    phases = Column[Ints](0)
 
     @classmethod
     def of(cls, order: Sequence[Compute]) -> "ComputeColumns":
@@ -219,19 +239,6 @@ class ComputeColumns(_Columns[Compute]):
             return order
         rows = [(PHASE_CODE[compute.phase], compute.stage, compute.microbatch) for compute in order]
         return cls(_matrix(rows, 3))
-
-    @property
-    def phases(self) -> Ints:
-        return self._column(0)
-
-    def where(self, mask: NDArray[np.bool_]) -> "ComputeColumns":
-        """The computes at which ``mask`` is true."""
-        numbers = np.flatnonzero(mask)
-        return ComputeColumns(taken(column, numbers) for column in self.columns)
-
-    def taken(self, numbers: Ints) -> "ComputeColumns":
-        """The computes with these numbers."""
-        return ComputeColumns(taken(column, numbers) for column in self.columns)
 
     def repeated(self, counts: Ints) -> "ComputeColumns":
         """Each compute repeated as often as ``counts`` says."""
@@ -242,26 +249,55 @@ class ComputeColumns(_Columns[Compute]):
         return Compute(PHASES[phase], stage, microbatch)
 
 
-class InstructionColumns(_Columns[Instruction]):
-    """The instructions of a rank: a column for each field of ``Instruction``.
+class OpColumns(Columns[Row]):
+    """Rows with instructions: their first columns are those of the fields of ``Instruction``.
 
-    ``link`` is an index into ``links``, or -1.
+    That of ``link`` is an index into ``links``, or -1.
     """
 
-    def __init__(self, columns: Iterable[Ints], links: Sequence[Link]) -> None:
+    ops, link_numbers, peers, slots, buckets = (Column[Ints](number) for number in (0, 3, 4, 5, 6))
+    segments, model_collectives, versions = (Column[Ints](SEGMENT_COLUMN + number) for number in range(3))
+    is_compute = OpMask(lambda traits: traits.kind is OpKind.COMPUTE)
+    is_collective = OpMask(lambda traits: traits.kind is OpKind.COLLECTIVE)
+    is_copy = OpMask(lambda traits: traits.kind is OpKind.COPY)
+    is_blocking = OpMask(lambda traits: traits.kind in (OpKind.COMPUTE, OpKind.STEP_COMPUTE))
+    """Whether they occupy their rank: computes and updates."""
+    is_overlapped = OpMask(lambda traits: traits.kind in (OpKind.COLLECTIVE, OpKind.COPY))
+    """Whether they run beside the work of their rank."""
+    is_timed = OpMask(lambda traits: traits.timed)
+
+    def __init__(self, columns: Iterable[Any], links: Sequence[Link]) -> None:
         super().__init__(columns)
         self.links = links
+
+    def _with(self, columns: Iterable[Any]) -> Self:
+        return type(self)(columns, self.links)
+
+    def _instruction(self, op: int, stage: int, microbatch: int, link: int, *others: int) -> Instruction:
+        return Instruction(OPS[op], stage, microbatch, self.links[link] if link >= 0 else None, *others)
+
+
+class InstructionColumns(OpColumns[Instruction]):
+    """The instructions of a rank."""
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction], links: Sequence[Link]) -> "InstructionColumns":
         """``instructions`` as columns. Links that ``links`` lacks are numbered after those it has."""
         if isinstance(instructions, InstructionColumns) and instructions.links == links:
             return instructions
-        index = {link: number for number, link in enumerate(links)}
+        index: dict[Link | None, int] = {link: number for number, link in enumerate(links)}
         for each in instructions:
             if each.link is not None:
                 index.setdefault(each.link, len(index))
-        return cls(instruction_matrix(instructions, tuple(index)), tuple(index))
+        others = operator.attrgetter(*FIELDS[4:])
+        rows = [
+            (OP_CODE[each.op], each.stage, each.microbatch, index.get(each.link, -1), *others(each))
+            for each in instructions
+        ]
+        return cls(_matrix(rows, NUM_COLUMNS), tuple(link for link in index if link))
+
+    def _row(self, *numbers: int) -> Instruction:
+        return self._instruction(*numbers)
 
     @property
     def computes(self) -> ComputeColumns:
@@ -281,29 +317,14 @@ class InstructionColumns(_Columns[Instruction]):
 
         A forward allocates it in its first segment, and a backward frees it in its last.
         """
-        chosen = self.is_compute & (self.segments <= 0)
-        later = np.flatnonzero(self.is_compute & (self.segments >= 0) & (self.ops != OP_CODE[Op.FORWARD]))
+        is_compute = self.is_compute
+        chosen = is_compute & (self.segments <= 0)
+        later = np.flatnonzero(is_compute & (self.segments >= 0) & (self.ops != OP_CODE[Op.FORWARD]))
         chosen[later] = False
         keys = np.stack([column[later[::-1]] for column in self.columns[:3]])
         _, last = np.unique(keys, axis=1, return_index=True)
         chosen[later[::-1][last]] = True
         return chosen
-
-    def where(self, mask: NDArray[np.bool_]) -> "InstructionColumns":
-        """The instructions at which ``mask`` is true."""
-        return self.taken(np.flatnonzero(mask))
-
-    def taken(self, numbers: Ints) -> "InstructionColumns":
-        """The instructions with these numbers."""
-        return InstructionColumns((taken(column, numbers) for column in self.columns), self.links)
-
-    def between(self, first: int, last: int) -> "InstructionColumns":
-        """The instructions from ``first`` on, before ``last``."""
-        return InstructionColumns((column[first:last] for column in self.columns), self.links)
-
-    @property
-    def ops(self) -> Ints:
-        return self._column(0)
 
     def numbers_of(self, *ops: Op) -> Ints:
         """The numbers of the instructions with one of these ops, ascending."""
@@ -326,84 +347,6 @@ class InstructionColumns(_Columns[Instruction]):
     def compute_numbers(self) -> Ints:
         """The numbers of the computes, ascending."""
         return self.numbers_of(*_COMPUTES)
-
-    @cached_property
-    def is_compute(self) -> NDArray[np.bool_]:
-        return self._have(_IS_COMPUTE)
-
-    @cached_property
-    def is_collective(self) -> NDArray[np.bool_]:
-        return self._have(_IS_COLLECTIVE)
-
-    @cached_property
-    def is_copy(self) -> NDArray[np.bool_]:
-        return self._have(_IS_COPY)
-
-    @cached_property
-    def is_blocking(self) -> NDArray[np.bool_]:
-        """Whether they occupy their rank: computes and updates."""
-        return self._have(_IS_BLOCKING)
-
-    @cached_property
-    def is_timed(self) -> NDArray[np.bool_]:
-        return self._have(_IS_TIMED)
-
-    def _have(self, trait: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        having: NDArray[np.bool_] = trait.take(self.ops)
-        return having
-
-    @property
-    def link_numbers(self) -> Ints:
-        return self._column(3)
-
-    @property
-    def peers(self) -> Ints:
-        return self._column(4)
-
-    @property
-    def slots(self) -> Ints:
-        return self._column(5)
-
-    @property
-    def buckets(self) -> Ints:
-        return self._column(6)
-
-    @property
-    def segments(self) -> Ints:
-        return self._column(SEGMENT_COLUMN)
-
-    @property
-    def versions(self) -> Ints:
-        return self._column(SEGMENT_COLUMN + 2)
-
-    @property
-    def model_collectives(self) -> Ints:
-        return self._column(8)
-
-    def _row(self, *numbers: int) -> Instruction:
-        op, stage, microbatch, link, *others = numbers
-        return Instruction(OPS[op], stage, microbatch, self.links[link] if link >= 0 else None, *others)
-
-
-def instruction_matrix(instructions: Sequence[Instruction], links: Sequence[Link]) -> Ints:
-    """Instructions as the columns of a matrix; ``links`` are theirs and others."""
-    index = {link: number for number, link in enumerate(links)}
-    rows = [
-        (
-            OP_CODE[each.op],
-            each.stage,
-            each.microbatch,
-            -1 if each.link is None else index[each.link],
-            each.peer,
-            each.slot,
-            each.bucket,
-            each.segment,
-            each.model_collective,
-            each.version,
-        )
-        for each in instructions
-    ]
-    return _matrix(rows, NUM_COLUMNS)
 
 
 def insert_instructions(

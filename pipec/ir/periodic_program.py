@@ -13,12 +13,11 @@ microbatches is::
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 
-from pipec.ir.columns import InstructionColumns
+from pipec.ir.columns import InstructionColumns, Ints
 from pipec.ir.program import Instruction, Op, Program
 from pipec.ir.values import Link, Payload
 
@@ -28,41 +27,34 @@ def updates_per_period(program: Program) -> Counter[int]:
     return Counter(each.stage for each in program.instructions if each.op is Op.UPDATE)
 
 
-def unrolled_instructions(program: Program, num_microbatches: int) -> Iterator[tuple[int, int, Instruction]]:
-    """The instructions executed for these microbatches: each with its period and its number in the period."""
-    updates, window = updates_per_period(program), microbatch_window(program)
-    named = [each.microbatch for each in program.instructions]
-    if not named:
-        return
-    for number in range(-(max(named) // program.period), (num_microbatches - 1) // program.period + 1):
-        for place, each in enumerate(program.instructions):
-            microbatch = each.microbatch + number * program.period
-            if 0 <= microbatch < num_microbatches:
-                version, slot = each.version, each.slot
-                if version >= 0:
-                    version = max(version + number * updates[each.stage], 0)
-                if slot >= 0:
-                    slot = microbatch % window
-                yield number, place, replace(each, microbatch=microbatch, version=version, slot=slot)
-
-
 def unroll(program: Program, num_microbatches: int, links: Sequence[Link] = ()) -> Program:
     """The program for this number of microbatches, without a period, as columns with these ``links``."""
+    return Program(program.rank, _unrolled(program, num_microbatches, links)[0])
+
+
+def unrolled_instructions(program: Program, num_microbatches: int) -> Iterator[tuple[int, int, Instruction]]:
+    """The instructions executed for these microbatches: each with its period and its number in the period."""
+    columns, periods, places = _unrolled(program, num_microbatches, ())
+    return zip(periods.tolist(), places.tolist(), columns, strict=True)
+
+
+def _unrolled(
+    program: Program, num_microbatches: int, links: Sequence[Link]
+) -> tuple[InstructionColumns, Ints, Ints]:
     columns = InstructionColumns.of(program.instructions, links)
-    if not len(columns):
-        return Program(program.rank, ())
-    named, last = int(columns.microbatches.max()), (num_microbatches - 1) // program.period
-    periods = np.arange(-(named // program.period), last + 1, dtype=np.int32).repeat(len(columns))
-    matrix = np.tile(columns.matrix, periods.size // len(columns))
+    named, last = int(columns.microbatches.max(initial=0)), (num_microbatches - 1) // program.period
+    numbers = np.arange(-(named // program.period), last + 1, dtype=np.int32)
+    periods, places = numbers.repeat(len(columns)), np.tile(np.arange(len(columns)), numbers.size)
+    matrix = columns.matrix[:, places]
     matrix[2] += periods * program.period
-    updates = np.zeros(int(columns.stages.max()) + 2, np.int32)
+    updates = np.zeros(int(columns.stages.max(initial=0)) + 2, np.int32)
     for stage, count in updates_per_period(program).items():
         updates[stage] = count
     made = np.maximum(matrix[9] + periods * updates[matrix[1]], 0)
     matrix[9] = np.where(matrix[9] >= 0, made, -1)
     matrix[5] = np.where(matrix[5] >= 0, matrix[2] % microbatch_window(program), -1)
-    matrix = matrix[:, (matrix[2] >= 0) & (matrix[2] < num_microbatches)]
-    return Program(program.rank, InstructionColumns(matrix, columns.links))
+    exists = (matrix[2] >= 0) & (matrix[2] < num_microbatches)
+    return InstructionColumns(matrix[:, exists], columns.links), periods[exists], places[exists]
 
 
 def microbatch_window(program: Program) -> int:

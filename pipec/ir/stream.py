@@ -60,6 +60,24 @@ class Stream:
                 updates = microbatch // self.microbatches - 1
         return max(updates, 0)
 
+    def unsupported(self, replicas: Sequence[int]) -> str:
+        """Why stages with so many replicas cannot run such mini-batches; "" if they can."""
+        given = f"but microbatches is {self.microbatches} and replicas are {tuple(replicas)}"
+        most, ranks = max(replicas), sum(replicas)
+        match self.versions:
+            case VersionPolicy.VERTICAL if most > 1:
+                need = "uses one version on all stages, and stages with replicas update at different times"
+            case VersionPolicy.STASHED | VersionPolicy.VERTICAL if self.microbatches != 1:
+                need = "runs a mini-batch as one microbatch"
+            case VersionPolicy.DOUBLE if min(replicas) != most:
+                need = "needs the same number of replicas for every stage"
+            case VersionPolicy.DOUBLE if self.microbatches < ranks or self.microbatches % most:
+                several = f", and a multiple of the {most} replicas" if most > 1 else ""
+                need = f"needs a mini-batch of {ranks} microbatches or more on {ranks} ranks{several}"
+            case _:
+                return ""
+        return f"{need}, {given}; take pipedream for any replicas, pipedream-2bw for several microbatches"
+
     def max_live_versions(self, stage: int, replicas: Sequence[int]) -> int:
         """The most versions that a replica of a stage holds at a time."""
         match self.versions:

@@ -20,19 +20,14 @@ A group of devices that is replicated holds a pipeline, and its replicas hold th
 the link to the stage before.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.errors import PlanError
 from pipec.hardware.topology import Level, Topology
 from pipec.planner.placements import Placement
-
-COLUMNS = ("seconds", "parameter_bytes", "resident_bytes", "saved_bytes")
-"""The figures that a chain has for each block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +59,6 @@ class OperatorChain:
     resident_bytes: Sequence[float]
     saved_bytes: Sequence[float]
     transfers: Sequence[Transfer]
-
-
-def check_operator_chain(chain: OperatorChain) -> None:
-    """Raise PlanError if there are no blocks, or a figure is negative or not finite."""
-    if not chain.names:
-        raise PlanError("there are no operators to plan for")
-    for column in COLUMNS:
-        for name, figure in zip(chain.names, getattr(chain, column), strict=True):
-            if not 0 <= figure < math.inf:
-                raise PlanError(f"{name} has {column} {figure}: expected a finite number, 0 or more")
 
 
 Vector = NDArray[np.float64]

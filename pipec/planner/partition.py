@@ -32,7 +32,6 @@ from pipec.planner.chain import (
     Positions,
     StageCosts,
     Vector,
-    check_operator_chain,
     stage_costs,
 )
 from pipec.planner.placements import Left, Option, Placement, Placements, devices_left
@@ -94,10 +93,11 @@ def partition_chain(
     longer than the fastest one by the share ``tolerance`` in order to communicate less.
 
     Raises:
-        PlanError: the chain is malformed, or has too few blocks for every device.
+        PlanError: the chain has too few blocks for every device.
         InfeasibleError: no plan fits in memory, or none was found that does.
     """
-    check_operator_chain(chain)
+    if not chain.names:
+        raise PlanError("there are no operators to plan for")
     stages = _stages(chain, topology, model, replicas, tolerance)
     if not stages:
         unlimited = _stages(chain, topology.without_memory_limits(), model, replicas, tolerance)

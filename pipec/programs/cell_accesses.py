@@ -251,7 +251,7 @@ class RankCells:
     @property
     def most_collectives(self) -> int:
         """The most model collectives of a stage."""
-        return max(map(len, self.step.model_collectives.values()), default=0)
+        return max((len(stage.model_collectives) for stage in self.step.plan.stages), default=0)
 
 
 def _of_microbatch(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) -> Iterator[_Keys]:
@@ -307,7 +307,7 @@ def _of_collective(cells: RankCells, cell: str, op: Op, event: str, numbers: Int
         return
     every = columns.numbers_of(op)
     for stage in cells.stages:
-        for number, each in enumerate(cells.step.model_collectives.get(stage, ())):
+        for number, each in enumerate(cells.step.model_collectives(stage)):
             if each.phase is op.phase:
                 is_segment = columns.segments[every] == each.segment - (event == "make")
                 own = every[(columns.stages[every] == stage) & is_segment]
@@ -468,11 +468,11 @@ def _is_gathered_at_end(cells: RankCells, bucket: int) -> bool:
 
 
 WHERE: Mapping[str, Callable[[RankCells, int], bool]] = {
-    "recomputed": lambda cells, stage: cells.step.trains and stage in cells.step.recompute,
+    "recomputed": lambda cells, stage: cells.step.trains and cells.step.plan.stages[stage].recompute,
     "input_gradient": lambda cells, _: cells.step.trains,
     "weight_gradient": lambda cells, _: cells.step.trains,
-    "offloaded": lambda cells, stage: stage in cells.step.offload,
-    "collective": lambda cells, stage: stage in cells.step.model_collectives,
+    "offloaded": lambda cells, stage: bool(cells.step.plan.stages[stage].offloaded),
+    "collective": lambda cells, stage: bool(cells.step.model_collectives(stage)),
     "precomputed": lambda cells, stage: bool(cells.step.plan.stages[stage].precomputed_phases),
     "counts": lambda cells, stage: (
         cells.sync_spec.runs_microbatches and stage in cells.sync_spec.count_stages

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipec.ir import (
     Instruction,
-    ModelCollectives,
+    ModelCollective,
     Op,
     Phase,
     Plan,
@@ -79,28 +79,17 @@ class ProgramIndex:
     programs: Sequence[Program]
 
     @cached_property
-    def recompute(self) -> frozenset[int]:
-        """The stages that replay their forward."""
-        return self.plan.recomputing_stages
-
-    @cached_property
-    def offload(self) -> frozenset[int]:
-        """The stages that may keep saved values in host memory."""
-        return self.plan.offloading_stages
-
-    @cached_property
     def segments(self) -> SegmentCounts:
         """The number of functions of each phase that consists of several."""
         return self.plan.segments
 
-    @cached_property
-    def model_collectives(self) -> ModelCollectives:
-        """The collectives that run between these functions."""
-        return self.plan.model_collectives
-
     def num_segments(self, op: Op, stage: int) -> int:
         """How many functions a compute of a stage consists of."""
         return self.segments.get((stage, Phase(op)), 1)
+
+    def model_collectives(self, stage: int) -> Sequence[ModelCollective]:
+        """The collectives that run between the functions of a stage."""
+        return self.plan.stages[stage].model_collectives
 
     @cached_property
     def sources(self) -> Ints:

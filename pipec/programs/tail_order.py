@@ -25,12 +25,6 @@ def with_forwards_first(schedule: Schedule) -> Schedule:
     return replace(schedule, orders=tuple(orders))
 
 
-def ordered_for_tail(schedule: Schedule, plan: Plan) -> Schedule:
-    """The schedule in the order that the tail of a plan demands."""
-    waits = any(stage.tail and stage.tail.gradients for stage in plan.stages)
-    return with_forwards_first(schedule) if waits else schedule
-
-
 def tail_reads(index: ScheduleIndex, plan: Plan) -> tuple[Ints, Ints]:
     """The first backward of each rank of the tail's stage, with the last forward of each of these ranks."""
     readers, producers = list[int](), list[int]()

@@ -5,7 +5,6 @@ A resource runs one task after another: a rank its computes, a channel its messa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
 
 import numpy as np
 
@@ -39,74 +38,8 @@ class Deadlock:
     tasks: Ints
 
 
-def run_tasks(
-    durations: Floats, reads: TaskInputs, first_tasks: Sequence[int], groups: Sequence[int] | None = None
-) -> TaskTimes | Deadlock:
-    """Run all tasks. The tasks of resource r are numbered from ``first_tasks[r]``, in order.
-
-    ``groups`` are the first resources of groups that mostly wait within themselves, and for neighbouring
-    groups: a rank and the channels that it sends into. By default each resource is a group. Groups affect how
-    fast times are computed, not the times.
-    """
-    inputs = read_columns(reads, durations.size)
-    found = _sweep(durations, inputs, first_tasks, groups or range(len(first_tasks) - 1))
-    return found or _run_in_rounds(durations, inputs, first_tasks)
-
-
-_MAX_SWEEPS = 8
-"""Steps with any number of microbatches converge in 2 to 7, if ranks are busy in their steady state."""
-
-_GRAINS = 1024
-"""Of a unit of time."""
-
-
-def _sweep(
-    durations: Floats, inputs: Sequence[Ints], first_tasks: Sequence[int], groups: Sequence[int]
-) -> TaskTimes | None:
-    """The run, by sweeps over the resources: from the first group to the last, and back again.
-
-    A sweep runs all tasks of a resource at once, with the ends of their inputs as computed so far. The first
-    sweep assumes that all inputs end at 0, and times only grow. If a whole sweep changes no time, each task
-    starts when the last of its inputs and its predecessor have ended, and only one run has this property: in
-    a cycle of waits, times would grow without end. To make this true, a task without duration may only read
-    tasks with lower numbers. Times are multiples of 1/1024, so that sums are exact. The result is None if one
-    of these conditions does not hold, or times have not converged after a few sweeps.
-    """
-    if not _can_sweep(durations, inputs):
-        return None
-    before, ends = np.empty(durations.size), np.zeros(durations.size + 1)
-    slices = [slice(*bounds) for bounds in pairwise(first_tasks)]
-    for own in slices:
-        before[own] = np.cumsum(durations[own]) - durations[own]
-    order = [slices[first:last] for first, last in pairwise([*groups, len(slices)])]
-    for _ in range(_MAX_SWEEPS):
-        converged = True
-        for own in chain.from_iterable(order):
-            earliest = np.zeros(own.stop - own.start)
-            for producers in inputs:
-                np.maximum(earliest, ends[producers[own]] - before[own], out=earliest)
-            found = np.maximum.accumulate(earliest) + before[own] + durations[own]
-            converged = converged and np.array_equal(found, ends[own])
-            ends[own] = found
-        if converged:
-            return TaskTimes(np.subtract(ends[:-1], durations, out=before), ends[:-1], inputs)
-        order.reverse()
-    return None
-
-
-def _can_sweep(durations: Floats, inputs: Sequence[Ints]) -> bool:
-    """Whether times are exact, and each cycle of tasks would have one with a duration."""
-    grains = durations * _GRAINS
-    if not (grains >= 0).all() or not grains.sum() < 2**53 or (grains != np.floor(grains)).any():
-        return False
-    instant = np.flatnonzero(durations <= 0)
-    return all((producers[instant] < instant).all() for producers in inputs)
-
-
-def _run_in_rounds(
-    durations: Floats, inputs: Sequence[Ints], first_tasks: Sequence[int]
-) -> TaskTimes | Deadlock:
-    """The run, or the tasks at which it stops.
+def run_tasks(durations: Floats, reads: TaskInputs, first_tasks: Sequence[int]) -> TaskTimes | Deadlock:
+    """Run all tasks, or find where they stop. Those of resource r are numbered from ``first_tasks[r]``.
 
     Each round runs the next task of every resource whose inputs are available. Two resources have two tasks
     of one unit each; task 2 reads task 0, and task 1 reads task 3::
@@ -119,21 +52,22 @@ def _run_in_rounds(
     There are as many rounds as tasks in the longest chain of waits. A round takes a few operations on a
     column with an entry for each resource.
     """
+    inputs = read_columns(reads, durations.size)
     starts, ends = np.empty(durations.size), np.full(durations.size + 1, np.inf)
     ends[AVAILABLE_AT_START] = 0.0
     next_task, last = np.array(first_tasks[:-1]), np.array(first_tasks[1:])
     clock = np.zeros(next_task.size)
     unfinished = np.flatnonzero(next_task < last)
     while unfinished.size:
-        at, start = next_task[unfinished], clock[unfinished]
+        at, start = next_task.take(unfinished), clock.take(unfinished)
         for producers in inputs:
-            np.maximum(start, ends[producers[at]], out=start)
-        ready = start < np.inf
-        started, at, start = unfinished[ready], at[ready], start[ready]
-        if not started.size:
-            return Deadlock(next_task[unfinished])
+            np.maximum(start, ends.take(producers.take(at)), out=start)
+        ready = np.flatnonzero(start < np.inf)
+        if not ready.size:
+            return Deadlock(at)
+        started, at, start = unfinished.take(ready), at.take(ready), start.take(ready)
         starts[at] = start
-        clock[started] = ends[at] = start + durations[at]
+        clock[started] = ends[at] = start + durations.take(at)
         next_task[started] = at + 1
         if (at + 1 == last[started]).any():
             unfinished = unfinished[next_task[unfinished] < last[unfinished]]

@@ -128,7 +128,6 @@ RULES: tuple[Callable[[ProgramIndex], Iterator[Violation]], ...] = (
     order_rules.segments_in_order,
     cell_rules.lives_are_complete,
     order_rules.collectives_meet,
-    order_rules.each_value_received_once,
     order_rules.channels_in_order,
     deadlock_rules.finishes,
     order_rules.receives_after_dependencies,

@@ -33,37 +33,10 @@ class AsynchronousSchedule:
         Raises:
             InputError: it cannot do with so many replicas or microbatches.
         """
-        self._check(replicas, per_batch)
-        one = one_f_one_b_in_turns(self.name, replicas, per_batch * num_batches)
-        return replace(one, stream=Stream(self.versions, per_batch))
-
-    def _check(self, replicas: Sequence[int], per_batch: int) -> None:
-        minimum, ranks = self.min_microbatches(replicas), sum(replicas)
-        if self.versions is VersionPolicy.VERTICAL and max(replicas) > 1:
-            raise InputError(
-                f"schedule {self.name!r} uses one version on all stages, but stages with replicas update "
-                f"after different mini-batches, and replicas are {tuple(replicas)}; take pipedream"
-            )
-        if self.versions is not VersionPolicy.DOUBLE:
-            if per_batch != 1:
-                raise InputError(
-                    f"schedule {self.name!r} runs a mini-batch as one microbatch, but microbatches is "
-                    f"{per_batch}; leave it out, or take pipedream-2bw, which adds up the gradients of "
-                    "several"
-                )
-            return
-        if len({*replicas}) > 1:
-            raise InputError(
-                f"schedule {self.name!r} needs the same number of replicas for every stage, but replicas are "
-                f"{tuple(replicas)}; take pipedream, which runs them round robin"
-            )
-        if per_batch < minimum or per_batch % replicas[0]:
-            several = f", and a multiple of the {replicas[0]} replicas" if replicas[0] > 1 else ""
-            raise InputError(
-                f"schedule {self.name!r} needs a mini-batch of {minimum} microbatches or more on {ranks} "
-                f"ranks{several}, but microbatches is {per_batch}: with fewer, two versions of weights do "
-                "not suffice"
-            )
+        stream = Stream(self.versions, per_batch)
+        if reason := stream.unsupported(replicas):
+            raise InputError(f"schedule {self.name!r} {reason}")
+        return replace(one_f_one_b_in_turns(self.name, replicas, per_batch * num_batches), stream=stream)
 
     def __call__(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """The schedule of these microbatches with one rank for each stage."""

@@ -89,26 +89,21 @@ def _normalized(schedule: Schedule, where: str) -> Schedule:
     """
     count, stream = schedule.num_microbatches, schedule.stream
     check_arguments({"num_microbatches": integer_between(1, MOST_MICROBATCHES)}, {"num_microbatches": count})
-    if not (stream is None or isinstance(stream, Stream)):
-        raise InputError(f"{where}: stream is {short_repr(stream)}; expected a Stream or None")
     try:
         orders = [_columns(order) for order in schedule.orders]
+        placement = tuple(tuple(map(operator.index, ranks)) for ranks in schedule.placement)
+        if not isinstance(stream, Stream | None):
+            raise TypeError(f"stream is {short_repr(stream)}")
     except DAMAGED_DATA_ERRORS as error:
         raise InputError(
-            f"{where}: orders is {short_repr(schedule.orders)} ({type(error).__name__}: {error}); expected a "
-            "sequence of Compute(phase, stage, microbatch) for each rank"
-        ) from error
-    try:
-        placement = tuple(tuple(map(operator.index, ranks)) for ranks in schedule.placement)
-    except TypeError as error:
-        raise InputError(
-            f"{where}: placement is {short_repr(schedule.placement)}; expected the ranks of each stage"
+            f"{where} is no schedule ({type(error).__name__}: {error}); expected as orders a sequence of "
+            "Compute(phase, stage, microbatch) for each rank, as placement the ranks of each stage, and as "
+            "stream a Stream or None"
         ) from error
     ranks = {rank for replicas in placement for rank in replicas}
     if ranks != {*range(len(orders))} or any(len({*each}) != len(each) or not each for each in placement):
         raise InputError(
-            f"{where} has orders of {len(orders)} ranks, and placement {short_repr(schedule.placement)}; "
-            "expected "
+            f"{where} has orders of {len(orders)} ranks and placement {short_repr(placement)}; expected "
             f"stages on ranks 0 to {len(orders) - 1}, each rank with a stage, and each stage with ranks"
         )
     return Schedule(str(schedule.name), count, placement, tuple(orders), stream)

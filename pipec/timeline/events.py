@@ -1,19 +1,24 @@
-"""The timeline of a step, simulated or recorded: its computes and messages in time, and its figures of merit.
+"""The timeline of a step, simulated or recorded: its events as columns, and its figures of merit."""
 
-A step of a thousand ranks has millions of events. They are stored as columns of numbers, and read like a
-tuple.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import NO_SYNC, Instruction, Op, OpKind, Phase, RepresentativeRanks, SyncSpec
-from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints, constant
+from pipec.ir.columns import (
+    NUM_COLUMNS,
+    OP_CODE,
+    Column,
+    Floats,
+    InstructionColumns,
+    Ints,
+    OpColumns,
+    constant,
+)
 from pipec.timeline.step_events import Waits
 
 
@@ -54,18 +59,16 @@ class Event:
         return self.instruction.op.traits.kind in (OpKind.COMPUTE, OpKind.STEP_COMPUTE)
 
 
-_CHUNK = 1 << 16
-"""Events made at once by a loop over all."""
+class Events(OpColumns[Event]):
+    """Events as columns: those of their instructions, their ranks, and when they start and end."""
 
+    ranks = Column[Ints](NUM_COLUMNS)
+    starts, ends = (Column[Floats](NUM_COLUMNS + number) for number in (1, 2))
 
-class Events(Sequence[Event]):
-    """Events as columns: entry k of each belongs to the same event."""
-
-    def __init__(self, ranks: Ints, instructions: InstructionColumns, starts: Floats, ends: Floats) -> None:
-        self.ranks = ranks
-        self.instructions = instructions
-        self.starts = starts
-        self.ends = ends
+    @classmethod
+    def at(cls, ranks: Ints, instructions: InstructionColumns, starts: Floats, ends: Floats) -> "Events":
+        """The events of these instructions."""
+        return cls((*instructions.columns, ranks, starts, ends), instructions.links)
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> "Events":
@@ -73,32 +76,21 @@ class Events(Sequence[Event]):
         if isinstance(events, Events):
             return events
         ranks = np.array([event.rank for event in events], np.int32)
-        instructions = InstructionColumns.of([event.instruction for event in events], ())
         starts, ends = (np.array([getattr(event, name) for event in events]) for name in ("start", "end"))
-        return cls(ranks, instructions, starts, ends)
+        return cls.at(ranks, InstructionColumns.of([each.instruction for each in events], ()), starts, ends)
 
-    @property
-    def is_compute(self) -> NDArray[np.bool_]:
-        return self.instructions.is_compute
+    def _row(self, *numbers: Any) -> Event:
+        *fields, rank, start, end = numbers
+        return Event(rank, self._instruction(*fields), start, end)
+
+    @cached_property
+    def instructions(self) -> InstructionColumns:
+        return InstructionColumns(self.columns[:NUM_COLUMNS], self.links)
 
     @property
     def is_message(self) -> NDArray[np.bool_]:
-        messages: NDArray[np.bool_] = self.instructions.ops == OP_CODE[Op.SEND]
+        messages: NDArray[np.bool_] = self.ops == OP_CODE[Op.SEND]
         return messages
-
-    @property
-    def is_collective(self) -> NDArray[np.bool_]:
-        return self.instructions.is_collective
-
-    @property
-    def is_overlapped(self) -> NDArray[np.bool_]:
-        """Which events run beside the work of their rank: collectives and copies."""
-        return self.is_collective | self.instructions.is_copy
-
-    @property
-    def is_blocking(self) -> NDArray[np.bool_]:
-        """Which events occupy their rank: computes and updates."""
-        return self.instructions.is_blocking
 
     def latest_before(self, mask: NDArray[np.bool_]) -> Ints:
         """For each event the last one before it on its rank at which ``mask`` is true, or -1."""
@@ -110,15 +102,6 @@ class Events(Sequence[Event]):
         before[before < self._bounds.astype(np.int32)[self.ranks]] = -1
         return before
 
-    def where(self, mask: NDArray[np.bool_]) -> "Events":
-        """The events at which ``mask`` is true."""
-        return Events(self.ranks[mask], self.instructions.where(mask), self.starts[mask], self.ends[mask])
-
-    def between(self, first: int, last: int) -> "Events":
-        """The events from ``first`` on, before ``last``."""
-        instructions = self.instructions.between(first, last)
-        return Events(self.ranks[first:last], instructions, self.starts[first:last], self.ends[first:last])
-
     def of_rank(self, rank: int) -> "Events":
         """The events of a rank, in order."""
         last = self._bounds.size - 1
@@ -129,35 +112,6 @@ class Events(Sequence[Event]):
         """The first event of each rank, and the number of all."""
         num_ranks = int(self.ranks.max(initial=-1)) + 1
         return np.searchsorted(self.ranks, np.arange(num_ranks + 1, dtype=self.ranks.dtype))
-
-    def __len__(self) -> int:
-        return len(self.instructions)
-
-    def __iter__(self) -> Iterator[Event]:
-        for first in range(0, len(self), _CHUNK):
-            yield from self[first : first + _CHUNK]
-
-    @overload
-    def __getitem__(self, index: int) -> Event: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Event]: ...
-    def __getitem__(self, index: int | slice) -> Event | Sequence[Event]:
-        if isinstance(index, slice):
-            columns = (self.ranks[index].tolist(), self.instructions[index])
-            times = (self.starts[index].tolist(), self.ends[index].tolist())
-            return tuple(map(Event, *columns, *times))
-        times = self.starts[index].item(), self.ends[index].item()
-        return Event(int(self.ranks[index]), self.instructions[index], *times)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Sequence)
-            and len(self) == len(other)
-            and all(one == another for one, another in zip(self, other, strict=True))
-        )
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ also overlap compute; a rank makes one at a time in each direction. An update oc
 its rank until what it is for has ended. docs/benchmarks.md compares this with measured steps.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,42 +45,14 @@ class SimulationCosts:
     copy_times: Mapping[int, float] = field(default_factory=dict)
     start_time: float = 0.0
 
-    @classmethod
-    def uniform(
-        cls,
-        num_stages: int,
-        *,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        links: Iterable[Link] = (),
-        message: float = 0.0,
-        unit: str = "units",
-    ) -> "SimulationCosts":
-        """The same for every stage and every one of ``links``. A fused backward is the sum of its halves."""
-        phases = {
-            Phase.FORWARD: forward,
-            Phase.RECOMPUTE: forward,
-            Phase.BACKWARD: backward_input + backward_weight,
-            Phase.BACKWARD_INPUT: backward_input,
-            Phase.BACKWARD_WEIGHT: backward_weight,
-        }
-        compute = {(stage, phase): cost for stage in range(num_stages) for phase, cost in phases.items()}
-        return cls(compute, dict.fromkeys(links, message), unit)
-
     def compute_time(self, stage: int, phase: Phase, segment: int = -1) -> float:
         """Time of one phase of a stage, or of a segment of it; raises ``InputError`` if it is not given."""
         if (stage, phase) not in self.compute:
             raise InputError(
                 f"no cost is given for {phase} of stage {stage}; add it to SimulationCosts.compute"
             )
-        shares = self.segments.get((stage, phase), ())
-        if segment >= len(shares):
-            raise InputError(
-                f"no fraction is given for segment {segment} of {phase} of stage {stage}; "
-                "add it to SimulationCosts.segments"
-            )
-        return self.compute[stage, phase] * (1.0 if segment < 0 else shares[segment])
+        share = 1.0 if segment < 0 else self.segments[stage, phase][segment]
+        return self.compute[stage, phase] * share
 
 
 def simulate(programs: Sequence[Program], costs: SimulationCosts) -> Timeline:
@@ -99,11 +71,11 @@ def simulate(programs: Sequence[Program], costs: SimulationCosts) -> Timeline:
     durations = np.append(_durations(step, costs), np.zeros(step.arrivals.size))
     if not np.isfinite(durations.sum()):
         raise InputError("a cost is no finite number; expected the time of every phase and link")
-    run = run_tasks(durations[step.order], _reads(step), step.first_tasks, step.groups)
+    run = run_tasks(durations[step.order], _reads(step), step.first_tasks)
     if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.tasks]))
     tasks = step.tasks[: len(step.events)]
-    events = Events(
+    events = Events.at(
         step.ranks, step.events, costs.start_time + run.starts[tasks], costs.start_time + run.ends[tasks]
     )
     waits = step.waits(*_wait_times(step, events.ends, costs.start_time))
@@ -130,8 +102,8 @@ class _Step(StepEvents):
 
     Each event occupies a resource while it lasts: computes and updates their rank, a message the channel from
     its rank to its peer, a collective its rank's place for collectives, a copy one direction of its rank's
-    link to the host. The tasks of ``run_tasks`` are the events resource by resource, and those of a rank form
-    one of the ``groups``. Here rank 0 has the events 0 to 4::
+    link to the host. The tasks of ``run_tasks`` are the events resource by resource. Here rank 0 has the
+    events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
         instruction       F0    send  F1    send  B0    F0    B0    send
@@ -170,10 +142,8 @@ class _Step(StepEvents):
         self.order = np.argsort(resources, kind="stable").astype(np.int32)
         self.tasks = np.empty_like(self.order)
         self.tasks[self.order] = np.arange(self.order.size, dtype=np.int32)
-        resources = resources[self.order]
-        bounds = np.flatnonzero(np.diff(resources, prepend=-1))
+        bounds = np.flatnonzero(np.diff(resources[self.order], prepend=-1))
         self.first_tasks = [*bounds.tolist(), self.order.size]
-        self.groups = np.flatnonzero(np.diff(resources[bounds] // most, prepend=-1)).tolist()
 
     def last_before(self, mask: NDArray[np.bool_], events: Ints, ranks: Ints) -> Ints:
         """The last event of ``ranks`` before each of ``events`` at which ``mask`` is true, or -1."""

@@ -78,6 +78,6 @@ def measured_timeline(
     is_result = np.array([*(link.payload.is_result for link in step.events.links), False])
     shown = np.flatnonzero(~is_result[step.events.link_numbers[step.awaited]])
     np.maximum.at(ends, step.awaited[shown], ended[shown])
-    events = Events(step.ranks, step.events, starts, ends)
+    events = Events.at(step.ranks, step.events, starts, ends)
     peaks = tuple(map(peak_in_flight, programs))
     return Timeline(events, peaks, sync_spec=sync_spec, waits=step.waits(begun, ended))

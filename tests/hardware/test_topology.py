@@ -22,9 +22,8 @@ from pipec.cli import app
 from pipec.errors import InputError, PlanError
 from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Device, Level, Topology, equal_devices, read_topology, uniform_topology
-from pipec.ir import Phase, one_rank_per_stage, rank_of
+from pipec.ir import one_rank_per_stage, rank_of
 from pipec.pipeline import Pipeline
-from pipec.plan.predictions import plan_memory
 
 MODELS = Path(__file__).parents[1] / "helpers" / "cli_models.py"
 FAST = 1e15
@@ -47,14 +46,6 @@ bytes_per_second = 1e10
 def even() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
-
-
-def narrow_at(position: int) -> nn.Sequential:
-    """Eight layers of equal work, and after so many of them a place where only a few values pass."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Linear(64, 64) for _ in range(8)]
-    layers[position:position] = [nn.Linear(64, 1), nn.Linear(1, 64)]
-    return nn.Sequential(*layers)
 
 
 def compiled(model: nn.Module, topology: Topology, **options: Any) -> Pipeline:
@@ -91,15 +82,6 @@ def test_a_faster_device_gets_more_work_wherever_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_a_speed_divides_the_times_of_the_rank() -> None:
-    x, y = batch()
-    slow = compiled(even(), different(1.0, 1.0)).prepare(x, target=y).plan
-    fast = compiled(even(), different(2.0, 2.0)).prepare(x, target=y).plan
-    for one, other in zip(slow.stages, fast.stages, strict=True):
-        assert other.cost.seconds[Phase.FORWARD] == pytest.approx(one.cost.seconds[Phase.FORWARD] / 2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_ranks_in_another_order_train_and_evaluate_as_the_unsplit_model(schedule: str) -> None:
     x, y = batch()
@@ -122,18 +104,6 @@ def test_ranks_in_another_order_train_and_evaluate_as_the_unsplit_model(schedule
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("position", [2, 6])
-def test_a_slow_link_gets_the_narrow_place(position: int) -> None:
-    """Two devices share a host on one side, however uneven that makes the stages."""
-    x, y = batch()
-    devices = (Device(),) * 2
-    slow = Topology(devices, (Level(1, FAST), Level(2, 1e6)))
-    pipe = compiled(narrow_at(position), slow).prepare(x, target=y)
-    (link,) = {link for link in pipe.plan.links if link.payload == "activation"}
-    assert [value.shape[-1] for value in link.values] == [1]
-
-
-@pytest.mark.slow
 def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
     x, y = batch()
     topology = Topology((Device(),) * 4, (Level(2, FAST), Level(2, 1e6, 1e-3)))
@@ -146,36 +116,6 @@ def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
     num_bytes = plan.microbatch_size * 32 * 64 * 4
     assert seconds[1, 2] == pytest.approx(1e-3 + num_bytes / 1e6)
     assert seconds[0, 1] == seconds[2, 3] == pytest.approx(num_bytes / FAST)
-
-
-@pytest.mark.slow
-def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
-    x, y = batch()
-    free = compiled(even(), equal_devices(2, LinkModel(FAST, 0.0)), recompute="none").prepare(x, target=y)
-    needs = [need.peak_bytes for need in plan_memory(free.plan, free.programs)]
-    small = Topology((Device(memory_bytes=0.8 * needs[0]), Device()), (Level(2, FAST),))
-    pipe = compiled(even(), small, recompute="none").prepare(x, target=y)
-    assert plan_memory(pipe.plan, pipe.programs)[0].peak_bytes <= 0.8 * needs[0]
-    assert pipe.plan.placement == one_rank_per_stage((1, 0))
-
-
-@pytest.mark.slow
-def test_computing_a_little_again_is_better_than_a_worse_cut() -> None:
-    x, y = batch()
-    free = compiled(even(), equal_devices(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
-    limit = 0.95 * free.memory().peak_bytes
-    pipe = compiled(even(), equal_devices(2, LinkModel(FAST, 0.0), limit)).prepare(x, target=y)
-    assert pipe.memory().peak_bytes <= limit
-    assert any(stage.has_recompute for stage in pipe.plan.stages)
-    assert pipe.simulate().makespan < 1.02 * free.simulate().makespan
-
-
-@pytest.mark.slow
-def test_several_stages_on_a_rank_run_on_devices_that_differ() -> None:
-    x, y = batch()
-    pipe = compiled(even(), different(1.0, 2.0), schedule="zb-v").prepare(x, target=y)
-    assert pipe.plan.placement == one_rank_per_stage((0, 1, 1, 0))
-    assert pipe.simulate().makespan > 0
 
 
 @pytest.mark.parametrize(
@@ -228,12 +168,6 @@ def test_figures_that_make_no_topology_are_refused(
         Topology(devices, levels)
 
 
-def test_equal_groups_need_a_bandwidth_each() -> None:
-    with pytest.raises(PlanError, match="2 levels of devices and 1 bandwidths: give one of each per level"):
-        uniform_topology([2, 2], [FAST])
-    assert uniform_topology([2, 2], [FAST, 1e9]).levels == (Level(2, FAST), Level(2, 1e9))
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -272,24 +206,6 @@ def test_the_first_devices_are_joined_by_their_slowest_link() -> None:
     assert whole.first_devices(3) == Topology((Device(),) * 3, (Level(3, 2e9, 1e-6),))
     assert whole.first_devices(5).levels == (Level(5, 1e9),)
     assert whole.first_devices(6).levels == (Level(2, 3e9), Level(3, 1e9))
-
-
-def test_without_devices_a_topology_may_have_more_than_are_left() -> None:
-    x, y = batch()
-    model = nn.Linear(64, 64)
-    whole = uniform_topology((2, 2), (3e9, 1e9))
-    pipe = pipec.compile(model, topology=whole, microbatches=1, loss_fn=F.mse_loss)
-    assert pipe.prepare(x, target=y).plan.num_ranks == 1
-    with pytest.raises(InputError, match="the topology has 2 devices, but there are 1 ranks"):
-        pipec.compile(model, topology=different(1.0, 2.0))
-    with pytest.raises(InputError, match="the topology has 4 devices, but there are 1 ranks"):
-        pipec.compile(model, devices=1, topology=whole)
-
-
-def test_too_few_operators_for_the_devices_is_said() -> None:
-    x, y = batch()
-    with pytest.raises(PlanError, match="too few for a stage on each of 3 devices"):
-        compiled(nn.Sequential(nn.Linear(64, 64)), different(1.0, 2.0, 3.0)).prepare(x, target=y)
 
 
 def test_the_command_line_takes_a_topology(tmp_path: Path) -> None:

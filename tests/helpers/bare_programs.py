@@ -1,22 +1,26 @@
 """Programs of schedules whose stages have no code: lowered and verified from what a test says of them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from pipec.ir import (
     NO_SYNC,
     Link,
     ModelCollectives,
+    Phase,
     Placement,
     Plan,
     Program,
     Schedule,
     SegmentCounts,
     SyncSpec,
+    one_rank_per_stage,
 )
 from pipec.programs import lower as lowering
 from pipec.programs import lower_periodic as periodic_lowering
 from pipec.programs import verify as verification
+from pipec.schedules import Workload
+from pipec.timeline.simulate import SimulationCosts
 
 
 def plan_of(
@@ -85,3 +89,14 @@ def verify_periodic(
     verification.verify_periodic(
         plan_of(Schedule("test", 1, placement, ()), links, recompute, sync_spec), programs
     )
+
+
+def uniform_costs(
+    num_stages: int, *, links: Iterable[Link] = (), message: float = 0.0, unit: str = "units", **times: float
+) -> SimulationCosts:
+    """The same for every stage, also a forward that is computed again, and for every one of ``links``."""
+    alone = Schedule("uniform", 1, one_rank_per_stage(range(num_stages)), ())
+    costs = Workload.uniform(num_stages, **times).costs(alone, ())
+    again = {(stage, Phase.RECOMPUTE): costs.compute[stage, Phase.FORWARD] for stage in range(num_stages)}
+    compute, messages = {**costs.compute, **again}, dict.fromkeys(links, message)
+    return replace(costs, compute=compute, messages=messages, unit=unit)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bare_programs import lower
+from bare_programs import lower, uniform_costs
 from chromium import CHROMIUM
 from example_schedules import result_link
 from playwright.sync_api import Page
@@ -20,7 +20,7 @@ from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule
 from pipec.timeline.curves import Curve, MemoryCurves
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 from pipec.viz import DrawnStep
 
 in_browser = pytest.mark.skipif(
@@ -33,9 +33,7 @@ Open = Callable[..., Page]
 
 def played(schedule: Schedule, **costs: float | str) -> Timeline:
     links = (*chain_links(schedule.num_stages), result_link(schedule.num_stages - 1))
-    return simulate(
-        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
-    )
+    return simulate(lower(schedule, links), uniform_costs(schedule.num_stages, links=links, **costs))
 
 
 def one_f_one_b(num_ranks: int = 4, num_microbatches: int = 8, **costs: float | str) -> Timeline:

@@ -3,14 +3,14 @@
 import functools
 from dataclasses import replace
 
-from bare_programs import lower
+from bare_programs import lower, uniform_costs
 
 from pipec.ir import Bucket, Op, Schedule, ShardingLevel, SyncSpec, Value
 from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 
 REDUCE, GATHER, NORM, UPDATE, COUNT = 1.5, 1.0, 0.25, 0.5, 0.75
 """The units that each takes."""
@@ -39,7 +39,7 @@ def ended(replicas: int | tuple[int, ...], num_microbatches: int, **options: obj
     endings |= {(Op.UNSHARD, bucket.stage, k): GATHER for k, bucket in enumerate(buckets)}
     endings |= {(Op.SUM_COUNTS, stage, -1): COUNT for stage in sync_spec.count_stages}
     endings |= {(Op.UPDATE, stage, -1): UPDATE for stage in range(schedule.num_stages)}
-    costs = SimulationCosts.uniform(schedule.num_stages, links=links)
+    costs = uniform_costs(schedule.num_stages, links=links)
     return replace(simulate(programs, replace(costs, sync_times=endings)), sync_spec=sync_spec)
 
 

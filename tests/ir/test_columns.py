@@ -1,13 +1,10 @@
 """ComputeColumns and instructions as columns: sequences like any other."""
 
 import pytest
-from bare_programs import lower, verify_programs
 
 from pipec.ir import Compute, Instruction, Op, Phase
 from pipec.ir.columns import ComputeColumns, InstructionColumns
 from pipec.programs.lower import chain_links
-from pipec.programs.rank_memory import peak_in_flight
-from pipec.schedules import make_schedule
 
 ROWS = (
     Compute(Phase.FORWARD, 0, 0),
@@ -53,11 +50,3 @@ def test_parts_of_one_compute_are_one_cell() -> None:
         Compute(Phase.FORWARD, 0, 1),
         Compute(Phase.BACKWARD, 0, 0),
     )
-
-
-def test_a_step_of_many_instructions_is_lowered_and_verified() -> None:
-    schedule, links = make_schedule("1f1b", 100, 300), chain_links(100)
-    programs = lower(schedule, links)
-    verify_programs(programs, schedule.placement, links, 300)
-    assert [*map(peak_in_flight, programs)] == [*range(100, 0, -1)]
-    assert sum(len(program.instructions) for program in programs) == 10 * 100 * 300 - 6 * 300

@@ -81,21 +81,6 @@ def test_the_choice_is_as_fast_as_any_within_the_budget(
         assert found.seconds == min(each.seconds for each in fitting)
 
 
-@settings(max_examples=30, deadline=None)
-@given(stages(), stages(), moments, st.integers(1, 40))
-def test_more_room_never_takes_longer(
-    one: StageValues, other: StageValues, limits: tuple[MemoryConstraint, ...], more: int
-) -> None:
-    """On a rank with two stages."""
-    both = [MemoryConstraint(m.saved * 2, (*m.recomputed, 0), m.room, (0, 0)) for m in limits]
-    eased = [replace(moment, room=moment.room + more) for moment in both]
-    tight, loose = (minimize_seconds((one, other), tuple(each)) for each in (both, eased))
-    if tight is not None:
-        assert loose is not None
-        assert loose.seconds <= tight.seconds
-        assert all(tight.held_bytes((one, other), moment) <= moment.room for moment in both)
-
-
 def test_a_cheap_value_is_replayed_before_a_dear_one() -> None:
     """A product, its activation and a normalisation, of a microbatch that was received."""
     values = (

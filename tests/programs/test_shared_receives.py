@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from memory_meter import measure_memory
 from torch import Tensor, nn
 from unsplit_reference import StepResult, assert_equal
 
@@ -109,24 +108,6 @@ def test_a_rank_receives_a_value_once_for_all_of_its_stages() -> None:
     assert {*received(pipe.programs).values()} == {1}
     assert list(handed_on(pipe)) == HANDED_ON
     assert torch.equal(pipe(X), torch.cat([unsplit(x) for x in X.split(4)]))
-
-
-def test_the_stage_says_what_it_receives_and_hands_on() -> None:
-    title = interleaved()[0].source(1).split('"""')[1]
-    assert "receives  first: f32[b, 256] from stage 0" in title
-    assert "hands on  first: f32[b, 256] to stage 5" in title
-
-
-def test_memory_is_what_is_predicted() -> None:
-    pipe, _ = interleaved()
-    for said, found in zip(pipe.memory(), measure_memory(pipe, X, target=Y), strict=True):
-        assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
-
-
-def test_replicas_hand_on_within_each_of_their_ranks() -> None:
-    pipe, _ = compiled(Skips, "interleaved-1f1b-v3", 4, replicas=2, microbatches=4)
-    assert {*received(pipe.programs).values()} == {1}
-    assert list(handed_on(pipe)) == HANDED_ON
 
 
 def out_of_order(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -1,7 +1,6 @@
 """What a step does besides its microbatches: the sums in it, and what its sync spec has to fit."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 from bare_programs import verify_programs
@@ -11,17 +10,14 @@ from symbolic_steps import Step, make_step
 from pipec.errors import VerifyError
 from pipec.ir import (
     Bucket,
-    Op,
     Plan,
     ShardingLevel,
     Stage,
     SyncSpec,
-    one_rank_per_stage,
 )
-from pipec.ir.text_format import instruction_lines
 from pipec.programs.lower import chain_links
-from pipec.programs.verify import verify, verify_step
-from pipec.schedules import gpipe, make_schedule
+from pipec.programs.verify import verify
+from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
 
 
@@ -31,11 +27,6 @@ def data_parallel(microbatches: int = 4, replicas: int = 2, **options: object) -
 
 
 TIED_TO_TWO = make_step(round_robin(4, [2, 1]), tied=(0, 1), updates=True)
-IN_PARTS = data_parallel(updates=True, num_segments=3)
-
-
-Named = tuple[Op] | tuple[Op, int] | tuple[Op, int, int]
-"""The arguments of ``find``."""
 
 
 BUCKET = Bucket(0, (value("w", 2),))
@@ -131,63 +122,3 @@ def plan(**options: object) -> Plan:
 def test_the_sync_spec_fits_the_tensors_of_the_stages(options: dict[str, object], message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         verify(plan(**options), ())
-
-
-def test_sums_stand_between_the_parts_of_the_last_backward_of_each_replica() -> None:
-    lines = instruction_lines(IN_PARTS.programs()[1])
-    assert (
-        "\n".join(lines)
-        == """\
- 0  forward           stage 0  mb 1
- 1  forward           stage 0  mb 3
- 2  backward          stage 0  mb 1
- 3  accumulate        stage 0  mb 1
- 4  free              stage 0  mb 1
- 5  backward          stage 0  mb 3  segment 0
- 6  accumulate        stage 0  mb 3  segment 0
- 7  reduce_grad       stage 0                   bucket 0
- 8  backward          stage 0  mb 3  segment 1
- 9  accumulate        stage 0  mb 3  segment 1
-10  reduce_grad       stage 0                   bucket 1
-11  backward          stage 0  mb 3  segment 2
-12  accumulate        stage 0  mb 3  segment 2
-13  free              stage 0  mb 3
-14  reduce_grad       stage 0                   bucket 2
-15  wait_reduce_grad  stage 0                   bucket 0
-16  wait_reduce_grad  stage 0                   bucket 1
-17  wait_reduce_grad  stage 0                   bucket 2
-18  update            stage 0"""
-    )
-
-
-def test_gradients_that_are_summed_each_round_are_made_in_parts_each_time() -> None:
-    step = data_parallel(updates=True, shard=ShardingLevel.GRADIENTS, num_segments=2)
-    own = step.programs()[0].instructions
-    assert [each.segment for each in own if each.op is Op.BACKWARD] == [0, 1, 0, 1]
-    assert [each.bucket for each in own if each.op is Op.REDUCE_GRAD] == [0, 1, 0, 1]
-
-
-def with_bucket(number: int, segment: int) -> Plan:
-    """The plan of a step in segments, with a bucket that is complete after another one."""
-    buckets = [*IN_PARTS.sync_spec.buckets]
-    buckets[number] = replace(buckets[number], segment=segment)
-    return replace(IN_PARTS.plan, sync_spec=replace(IN_PARTS.sync_spec, buckets=tuple(buckets)))
-
-
-def test_a_bucket_is_complete_after_a_part_that_there_is() -> None:
-    with pytest.raises(VerifyError, match="bucket 2 is complete after segment 3; stage 0 has 3"):
-        verify_step(with_bucket(2, 3), IN_PARTS.programs())
-
-
-def test_a_bucket_that_a_later_part_completes_is_not_summed_before_it() -> None:
-    unsummed = "accumulate of stage 0, microbatch 2, segment 2 has no reduce_grad behind it"
-    with pytest.raises(VerifyError, match=unsummed):
-        verify_step(with_bucket(0, 2), IN_PARTS.programs())
-
-
-def test_a_stage_of_one_rank_meets_nobody() -> None:
-    schedule = gpipe(2, 2)
-    assert schedule.placement == one_rank_per_stage((0, 1))
-    step = make_step(schedule, updates=True)
-    assert {x.op for p in step.programs() for x in p.instructions} >= {Op.UPDATE}
-    assert not any(x.op is Op.REDUCE_GRAD for p in step.programs() for x in p.instructions)

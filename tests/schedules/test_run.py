@@ -28,11 +28,9 @@ import pipec
 from pipec.artifact.artifact import Artifact
 from pipec.compiler.schedule_policy import ScheduleSource
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE
-from pipec.errors import VerifyError
 from pipec.hardware.devices import DEVICES
-from pipec.ir import Compute, HostCost, Phase, Plan, Program, Schedule, one_rank_per_stage
+from pipec.ir import Compute, HostCost, Phase, Schedule, one_rank_per_stage
 from pipec.ir.batch_split import split_sizes
-from pipec.plan.predictions import plan_memory
 from pipec.schedules import SCHEDULES, SEARCHED_SCHEDULES, make_schedule
 from pipec.schedules.named import LOOPED_SCHEDULES
 
@@ -138,13 +136,6 @@ def trained(schedule: ScheduleSource, **options: Any) -> tuple[pipec.Pipeline, S
     return pipe, StepResult.of(loss, model), StepResult.of(loss, unsplit)
 
 
-@pytest.mark.parametrize("name", ["auto", "dualpipe-v"])
-def test_a_schedule_by_name(name: str) -> None:
-    pipe, found, wanted = trained(name, microbatches=8)
-    assert pipe.plan.schedule == name
-    assert_equal(found, wanted)
-
-
 @pytest.mark.parametrize("name", ["interleaved-1f1b-v3", "looped-bfs-v3"])
 def test_three_stages_per_rank_by_name(name: str) -> None:
     pipe, found, wanted = trained(name, microbatches=4)
@@ -165,18 +156,6 @@ def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -
     assert makespan["auto"] <= min(makespan.values()) * (1 + PREDICTION_TOLERANCE)
 
 
-def test_auto_stays_within_the_memory_limit() -> None:
-    needs = [need.peak_bytes for need in plan_memory(*plan_and_programs("gpipe"))]
-    limit = max(needs) - 1
-    pipe = trained("auto", microbatches=8, memory_limit=limit, recompute="none")[0]
-    assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= limit
-
-
-def plan_and_programs(name: str) -> tuple[Plan, tuple[Program, ...]]:
-    pipe = trained(name, microbatches=8)[0]
-    return pipe.plan, pipe.programs
-
-
 def test_a_function_of_ones_own() -> None:
     """All forwards, then the backwards in the other order."""
 
@@ -190,35 +169,3 @@ def test_a_function_of_ones_own() -> None:
     pipe, found, wanted = trained(last_in_first_out, microbatches=4)
     assert pipe.plan.schedule == "lifo"
     assert all(torch.allclose(found.gradients[fqn], wanted.gradients[fqn]) for fqn in wanted.gradients)
-
-
-def test_a_file_of_compute_orders_sets_the_number_of_microbatches(tmp_path: Path) -> None:
-    path = tmp_path / "mine.txt"
-    path.write_text("0: F0 F1 B0 W0 B1 W1\n1: F0 B0 F1 W0 B1 W1\n")
-    pipe, found, wanted = trained(path)
-    assert (pipe.plan.schedule, pipe.plan.num_microbatches) == ("mine", 2)
-    assert_equal(found, wanted)
-
-
-def test_a_broken_order_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    path = tmp_path / "broken.txt"
-    path.write_text("0: F0 B0\n1: F0\n")
-    with pytest.raises(VerifyError, match="never runs backward"):
-        trained(path)
-
-
-def test_another_batch_keeps_the_placement() -> None:
-    pipe = pipec.compile(layers(), devices=2, loss_fn=nn.functional.mse_loss, schedule="auto")
-    pipe.step(X, target=Y)
-    placement = pipe.plan.placement
-    pipe.step(X[:6], target=Y[:6])
-    assert pipe.plan.placement == placement
-    assert pipe.plan.num_microbatches * pipe.plan.microbatch_size == 6
-
-
-def test_evaluation_under_a_searched_schedule() -> None:
-    pipe = pipec.compile(
-        layers(), devices=2, loss_fn=nn.functional.mse_loss, schedule="zb-2p", microbatches=4
-    )
-    pipe.step(X, target=Y)
-    assert pipe(X).shape == (32, 16)

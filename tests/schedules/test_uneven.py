@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipec.errors import InfeasibleError
-from pipec.ir import Compute, Phase, Schedule, StageMemory, one_rank_per_stage
+from pipec.ir import Compute, Phase, Schedule, StageMemory
 from pipec.programs.rank_memory import max_in_flight_of_order, microbatch_bytes
 from pipec.schedules import Workload, make_schedule
 from pipec.schedules.chain_simulation import simulate_schedule
@@ -65,23 +65,6 @@ def test_what_a_rank_holds_while_each_cell_runs() -> None:
     assert np.array_equal(microbatch_bytes(order, [memory]), [7, 9, 9, 8, 7, 7])
     assert max_in_flight_of_order(order) == 2
     assert max_in_flight_of_order(()) == 0
-
-
-@pytest.mark.parametrize("backward", [[Phase.BACKWARD], [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT]])
-def test_a_microbatch_leaves_nothing_behind(backward: list[Phase]) -> None:
-    memory = StageMemory(
-        weights=1, gradients=2, saved=3, weight_gradient_saved=4, transient=dict.fromkeys(Phase, 5.0)
-    )
-    assert sum(sum(memory.growth(phase)) for phase in (Phase.FORWARD, Phase.RECOMPUTE, *backward)) == 0
-    assert memory.static == 3
-
-
-def test_the_work_of_a_rank_is_divided_equally_among_its_stages() -> None:
-    work = uneven(2, 4, memory=StageMemory(weights=8, saved=2))
-    divided = work.for_placement(one_rank_per_stage((0, 1, 1, 0)))
-    assert divided.forward == (1, 2, 2, 1)
-    assert divided.memory == (StageMemory(weights=4, saved=1),) * 4
-    assert work.for_placement(one_rank_per_stage((0, 1))) is work
 
 
 def test_a_stage_that_recomputes_takes_longer_backwards() -> None:

@@ -72,19 +72,6 @@ def test_the_search_finds_the_proven_optimum_on_a_straight_placement(limit: int,
 costs = st.tuples(*[st.integers(1, 5)] * 3, st.integers(0, 2))
 
 
-@pytest.mark.slow
-@settings(max_examples=3, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 12), costs)
-def test_searched_schedules_are_no_worse_than_those_they_start_from(
-    p: int, m: int, each: tuple[int, int, int, int]
-) -> None:
-    work = workload(p, *each)
-    for searched, fixed, depth in (("zb-1p", "zb-h1", p), ("zb-2p", "zb-h2", 2 * p)):
-        schedule = make_schedule(searched, p, m, work)
-        assert played(schedule, work).span <= played(make_schedule(fixed, p, m), work).span + 1e-9
-        assert max(work.peak_memory(schedule)) <= depth
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["zb-h1", "zb-h2"]),
@@ -104,18 +91,6 @@ def test_the_search_plays_orders_as_the_simulator_plays_programs(
     assert max(timeline.spans) == pytest.approx(simulated.span)
     assert timeline.makespan == pytest.approx(simulated.makespan)
     assert tasks.schedule(name, tasks.orders(schedule)) == schedule
-
-
-def test_orders_that_wait_for_each_other_have_no_times() -> None:
-    tasks = Tasks.of(workload(2, 1, 1, 1, 0), 2, memory_limits=[2] * 2)
-    first, second = tasks.orders(make_schedule("zb-h1", 2, 2))
-    assert time_orders(tasks, [first, second])
-    assert time_orders(tasks, [first, second[::-1]]) is None
-
-
-def test_searching_twice_finds_the_same() -> None:
-    work = workload(4, 3, 2, 1, 0.5, memory_limit=5)
-    assert make_schedule("zb-2p", 4, 8, work) == make_schedule("zb-2p", 4, 8, work)
 
 
 def test_a_limit_below_one_microbatch_is_refused() -> None:

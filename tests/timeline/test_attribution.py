@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bare_programs import lower
-from example_schedules import result_link, tied_links
+from bare_programs import lower, uniform_costs
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_updates import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
+from simulated_updates import EVERYTHING, ended
 
 from pipec.ir import Instruction, Link, Op, Payload, Schedule, Value
 from pipec.programs.lower import chain_links
@@ -21,16 +20,14 @@ from pipec.timeline.attribution import (
 )
 from pipec.timeline.curves import in_flight_over_time
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.rank_times import RankTime, RankWait, rank_times
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.rank_times import rank_times
+from pipec.timeline.simulate import simulate
 from pipec.timeline.step_events import Waits
 
 
 def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> Timeline:
     links = (*chain_links(schedule.num_stages), *links)
-    return simulate(
-        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
-    )
+    return simulate(lower(schedule, links), uniform_costs(schedule.num_stages, links=links, **costs))
 
 
 def named(timeline: Timeline, index: int) -> str:
@@ -126,7 +123,7 @@ def test_a_recorded_wait_tells_its_time_and_what_it_was_for() -> None:
 def test_of_two_waits_the_one_that_held_the_rank_last_is_blamed() -> None:
     """The message of a skip link comes at 4, when the wait before it has held rank 2 until 3."""
     links = (*chain_links(3), Link(0, 2, Payload.ACTIVATION, (Value("skip", "float32", ("b",)),)))
-    costs = SimulationCosts.uniform(3)
+    costs = uniform_costs(3)
     slow = {links[-1]: 3.0, links[1]: 1.0}
     timeline = simulate(lower(make_schedule("gpipe", 3, 1), links), replace(costs, messages=slow))
     found = attribute_waits(timeline)
@@ -137,91 +134,9 @@ def test_of_two_waits_the_one_that_held_the_rank_last_is_blamed() -> None:
     assert own == [(1, 3.0), (0, 1.0)]
 
 
-def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:
-    timeline = played(make_schedule("1f1b", 2, 2), tied_links(1, 0), message=0.5)
-    (lent,) = [
-        k
-        for k, event in enumerate(timeline.messages)
-        if event.instruction.link and event.instruction.link.payload is Payload.WEIGHT
-    ]
-    message = timeline.events.index(timeline.messages[lent])
-    found = attribute_waits(timeline)
-    waiting = np.flatnonzero(found.awaited == message).tolist()
-    assert [named(timeline, k) for k in waiting] == ["forward 0.0"]
-    waits = timeline.waits
-    assert [named(timeline, k) for k in waits.followed_by[waits.awaited == message]] == ["forward 0.0"]
-    assert critical_path(timeline, found)[0] == message
-
-
-def test_no_compute_follows_the_wait_for_a_result() -> None:
-    timeline = played(make_schedule("1f1b", 2, 2), (result_link(1),), message=0.5)
-    last = timeline.waits.awaited[timeline.waits.followed_by < 0]
-    payloads = [link.payload for k in last if (link := timeline.events[k].instruction.link)]
-    assert payloads == [Payload.RESULT]
-
-
-def test_a_message_that_queues_waits_for_the_one_before_it_in_its_channel() -> None:
-    timeline = played(make_schedule("gpipe", 2, 3), message=3)
-    path = [named(timeline, k) for k in critical_path(timeline, attribute_waits(timeline))]
-    there = ["forward 0.0", "send 0.0", "send 0.1", "send 0.2", "forward 1.2"]
-    assert path == [*there, "backward 1.0", "send 1.0", "send 1.1", "send 1.2", "backward 0.2"]
-
-
-def test_an_empty_timeline_has_no_critical_path() -> None:
-    timeline = Timeline((), (0,))
-    found = attribute_waits(timeline)
-    assert critical_path(timeline, found) == ()
-    assert rank_times(timeline, found) == (RankTime(0, (), 0, 0),)
-
-
 def waited(timeline: Timeline, rank: int) -> list[tuple[int, int, str, float]]:
     times = rank_times(timeline, attribute_waits(timeline))[rank]
     return [(each.rank, each.stage, each.what, each.time) for each in times.waits]
-
-
-def test_waiting_for_a_sum_is_waiting_for_the_last_rank_that_comes_to_it() -> None:
-    """Stage 0 is on ranks 0 and 1; rank 1 has one microbatch of three, and rank 0 comes to the sum at 9."""
-    timeline = ended((2, 1), 3, updates=True)
-    found = attribute_waits(timeline)
-    (update,) = [
-        k for k, event in enumerate(timeline.events) if named(timeline, k) == "update 0.-1" and event.rank
-    ]
-    collective = timeline.events[found.awaited[update]]
-    assert (collective.rank, collective.instruction.op) == (1, Op.REDUCE_GRAD)
-    last = timeline.events[found.last[found.awaited[update]]]
-    assert (last.rank, last.instruction.op) == (0, Op.REDUCE_GRAD)
-    end_of_last, end_of_own = (
-        max(event.end for event in timeline.computes if event.rank == rank) for rank in (0, 1)
-    )
-    assert end_of_last > end_of_own
-    assert waited(timeline, 1)[1:] == [
-        (0, 0, Op.REDUCE_GRAD, end_of_last - end_of_own),
-        (1, 0, Op.REDUCE_GRAD, REDUCE),
-    ]
-    assert (0, 0, Op.REDUCE_GRAD, REDUCE) in waited(timeline, 0)
-
-
-def test_the_critical_path_goes_through_the_last_rank_to_come() -> None:
-    timeline = ended((2, 1), 3, updates=True)
-    path = critical_path(timeline, attribute_waits(timeline))
-    ends = [(timeline.events[k].rank, named(timeline, k)) for k in path[-3:]]
-    assert ends == [(0, "backward 0.2"), (0, "reduce_grad 0.-1"), (0, "update 0.-1")]
-
-
-def test_a_sum_that_no_update_needs_is_waited_for_at_the_end() -> None:
-    timeline = ended(2, 4)
-    for rank in range(4):
-        other = rank ^ 1
-        assert {(r, what) for r, _, what, _ in waited(timeline, rank)} >= {(rank, Op.REDUCE_GRAD)}
-        assert (other, Op.REDUCE_GRAD) not in {(r, what) for r, _, what, _ in waited(timeline, rank)}
-    assert rank_times(timeline, attribute_waits(timeline))[0].trailing_idle == 0
-
-
-def test_every_kind_of_collective_is_waited_for() -> None:
-    timeline = ended(2, 4, **EVERYTHING)
-    told = {(what, time) for rank, _, what, time in waited(timeline, 0) if rank == 0}
-    assert told == {(Op.UNSHARD, GATHER), (Op.REDUCE_GRAD, REDUCE), (Op.GRAD_NORM, NORM)}
-    assert rank_times(timeline, attribute_waits(timeline))[0].busy == 6 + UPDATE
 
 
 def test_what_overlaps_counts_once_on_the_critical_path() -> None:
@@ -269,16 +184,6 @@ def test_the_critical_path_accounts_for_the_whole_makespan(timeline: Timeline) -
 
 
 @given(timelines)
-def test_idle_time_and_work_fill_each_rank_up_to_its_end(timeline: Timeline) -> None:
-    found = attribute_waits(timeline)
-    for rank in range(timeline.num_ranks):
-        mine = [k for k, event in enumerate(timeline.events) if event.rank == rank and event.is_blocking]
-        worked = sum(timeline.events[k].end - timeline.events[k].start for k in mine)
-        assert worked + found.idle[mine].sum() == pytest.approx(timeline.events[mine[-1]].end)
-        assert all(found.awaited[k] >= 0 for k in mine if found.idle[k])
-
-
-@given(timelines)
 def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timeline) -> None:
     curves = in_flight_over_time(timeline)
     assert tuple(curve.amounts.max() for curve in curves) == timeline.peak_in_flight
@@ -286,14 +191,6 @@ def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timelin
     for curve in curves:
         times = curve.times.tolist()
         assert times == sorted(set(times))
-
-
-def test_the_time_of_a_rank_is_told_by_what_it_waits_for() -> None:
-    timeline = played(make_schedule("1f1b", 2, 2), message=0.5)
-    assert rank_times(timeline, attribute_waits(timeline)) == (
-        RankTime(6.0, (RankWait(1, 1, Payload.GRADIENT, 4.0),), 0.0, 0.0),
-        RankTime(6.0, (RankWait(0, 0, Payload.ACTIVATION, 1.5),), 0.0, 2.5),
-    )
 
 
 @given(timelines)

@@ -1,13 +1,11 @@
 """Simulation: hand-computed timelines, closed forms, and a simulator that goes one instruction at a time."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from random import Random
 
 import pytest
-from bare_programs import lower, verify_programs
+from bare_programs import lower, uniform_costs, verify_programs
 from example_schedules import result_link, skip_links, tied_links, v_gpipe
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +13,7 @@ from hypothesis import strategies as st
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Bucket, Instruction, Link, Op, Phase, Program, Schedule, SyncSpec, Value
 from pipec.programs.lower import chain_links
-from pipec.programs.rank_memory import peak_in_flight
-from pipec.schedules import forward_only, make_schedule
+from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
@@ -24,52 +21,7 @@ from pipec.timeline.simulate import SimulationCosts, simulate
 
 def played(schedule: Schedule, **costs: float) -> Timeline:
     links = chain_links(schedule.num_stages)
-    return simulate(
-        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
-    )
-
-
-def test_a_message_delays_its_reader_and_overlaps_the_computes_of_its_sender() -> None:
-    links = (*chain_links(2), result_link(1))
-    costs = SimulationCosts.uniform(2, links=links[:2], message=0.5)
-    timeline = simulate(lower(make_schedule("gpipe", 2, 2), links), costs)
-    shown = [(e.rank, e.instruction.op, e.instruction.microbatch, e.start, e.end) for e in timeline.events]
-    assert shown == [
-        (0, Op.FORWARD, 0, 0.0, 1.0),
-        (0, Op.SEND, 0, 1.0, 1.5),
-        (0, Op.FORWARD, 1, 1.0, 2.0),
-        (0, Op.SEND, 1, 2.0, 2.5),
-        (0, Op.BACKWARD, 0, 6.0, 8.0),
-        (0, Op.BACKWARD, 1, 8.0, 10.0),
-        (1, Op.FORWARD, 0, 1.5, 2.5),
-        (1, Op.FORWARD, 1, 2.5, 3.5),
-        (1, Op.BACKWARD, 0, 3.5, 5.5),
-        (1, Op.SEND, 0, 5.5, 6.0),
-        (1, Op.BACKWARD, 1, 5.5, 7.5),
-        (1, Op.SEND, 1, 7.5, 8.0),
-        (1, Op.SEND, -1, 8.0, 8.0),
-    ]
-    assert (timeline.makespan, timeline.span, timeline.num_ranks) == (10.0, 10.0, 2)
-    assert timeline.bubble_rate == pytest.approx(1 - 12 / 20)
-
-
-def test_a_channel_carries_one_message_at_a_time() -> None:
-    """Forwards of one unit make messages of three: each leaves when the one before it has arrived."""
-    timeline = played(make_schedule("gpipe", 2, 3), message=3)
-    sent = [(e.rank, e.start, e.end) for e in timeline.messages]
-    assert sent == [(0, 1, 4), (0, 4, 7), (0, 7, 10), (1, 13, 16), (1, 16, 19), (1, 19, 22)]
-    assert [e.start for e in timeline.computes.of_rank(1)] == [4, 7, 10, 11, 13, 15]
-    assert timeline.makespan == 24
-
-
-def test_messages_of_both_stages_of_a_rank_share_a_channel_in_the_order_in_which_they_are_sent() -> None:
-    """On a V the activation of the first stage and the gradient of the last go the same way."""
-    timeline = played(make_schedule("zb-v", 2, 2), message=4)
-    for rank in range(2):
-        sent = [(e.start, e.end) for e in timeline.messages if e.rank == rank]
-        assert len(sent) == 4
-        assert all(end <= start for (_, end), (start, _) in pairwise(sent))
-    assert {e.instruction.stage for e in timeline.messages if e.rank == 0} == {0, 3}
+    return simulate(lower(schedule, links), uniform_costs(schedule.num_stages, links=links, **costs))
 
 
 def test_a_wait_holds_its_rank_where_it_stands() -> None:
@@ -82,36 +34,12 @@ def test_a_wait_holds_its_rank_where_it_stands() -> None:
     own.insert(own.index(Instruction(Op.FORWARD, 1, 0)), wait)
     moved = Program(1, tuple(own))
     verify_programs([first, moved], make_schedule("gpipe", 2, 2).placement, links, 2)
-    costs = SimulationCosts.uniform(2, links=links, message=0.5)
+    costs = uniform_costs(2, links=links, message=0.5)
     starts = [
         [each.start for each in simulate([first, program], costs).computes.of_rank(1)]
         for program in (second, moved)
     ]
     assert starts == [[1.5, 2.5, 3.5, 5.5], [2.5, 3.5, 4.5, 6.5]]
-
-
-def test_what_passes_before_the_first_instruction_delays_everything() -> None:
-    links = chain_links(2)
-    programs = lower(make_schedule("gpipe", 2, 1), links)
-    costs = replace(SimulationCosts.uniform(2, links=links, message=1), start_time=0.5)
-    timeline = simulate(programs, costs)
-    assert [(each.rank, each.start, each.end) for each in timeline.events] == [
-        (0, 0.5, 1.5),
-        (0, 1.5, 2.5),
-        (0, 6.5, 8.5),
-        (1, 2.5, 3.5),
-        (1, 3.5, 5.5),
-        (1, 5.5, 6.5),
-    ]
-    assert timeline.makespan == 8.5
-
-
-def test_channels_do_not_slow_each_other_down() -> None:
-    """A forward of rank 0 sends to two ranks, and both messages leave at once."""
-    links = (*chain_links(3), *skip_links(0, 2))
-    costs = SimulationCosts.uniform(3, links=links, message=1)
-    timeline = simulate(lower(make_schedule("gpipe", 3, 1), links), costs)
-    assert [(e.start, e.end) for e in timeline.messages if e.rank == 0] == [(1, 2), (1, 2)]
 
 
 def one_by_one(
@@ -182,14 +110,10 @@ def test_all_ranks_at_once_take_the_time_of_one_instruction_after_another(
     assert simulated == one_by_one(programs, costs)
 
 
-def test_moves_within_a_rank_take_no_time() -> None:
-    assert played(v_gpipe(1, 2), message=5).makespan == 2 * 2 * 3
-
-
 def test_a_weight_that_arrives_late_delays_the_first_forward_and_a_late_gradient_the_end() -> None:
     weight, gradient = tied_links(0, 1)
     links = (*chain_links(2), weight, gradient)
-    compute = SimulationCosts.uniform(2).compute
+    compute = uniform_costs(2).compute
     timeline = simulate(
         lower(make_schedule("1f1b", 2, 1), links), SimulationCosts(compute, {weight: 7, gradient: 9})
     )
@@ -201,27 +125,10 @@ def test_a_weight_that_arrives_late_delays_the_first_forward_and_a_late_gradient
 
 def test_recomputing_is_busy_for_the_bubble_but_lost_for_the_overhead() -> None:
     schedule, links = make_schedule("1f1b", 2, 4), chain_links(2)
-    timeline = simulate(lower(schedule, links, [0, 1]), SimulationCosts.uniform(2))
+    timeline = simulate(lower(schedule, links, [0, 1]), uniform_costs(2))
     assert timeline.span == 4 * 4 + 3  # the first replay on rank 0 fits into its bubble
     assert timeline.bubble_rate == pytest.approx(1 - 16 / 19)
     assert timeline.overhead_rate == pytest.approx(1 - 12 / 19)
-
-
-def test_forwards_alone_hold_one_microbatch() -> None:
-    schedule = forward_only(make_schedule("1f1b", 3, 5))
-    timeline = simulate(lower(schedule, chain_links(3, training=False)), SimulationCosts.uniform(3))
-    assert (timeline.makespan, timeline.span, timeline.peak_in_flight) == (7, 5, (1, 1, 1))
-
-
-def test_a_program_without_instructions_takes_no_time() -> None:
-    timeline = simulate([Program(0, ())], SimulationCosts({}))
-    assert (timeline.makespan, timeline.span, timeline.bubble_rate, timeline.peak_in_flight) == (
-        0,
-        0,
-        0,
-        (0,),
-    )
-    assert peak_in_flight(Program(0, ())) == 0
 
 
 def test_a_missing_cost_is_named() -> None:
@@ -249,11 +156,9 @@ def test_parts_take_their_shares_of_a_phase() -> None:
         (Op.BACKWARD, 1, 3, 9),
         (Op.REDUCE_GRAD, -1, 9, 13),
     ]
-    with pytest.raises(InputError, match="no fraction is given for segment 1 of backward of stage 0"):
-        simulate(programs, replace(costs, segments={backward: (1.0,)}))
 
 
-@pytest.mark.parametrize("costs", [{"forward": float("inf")}, {"message": float("nan")}])
+@pytest.mark.parametrize("costs", [{"message": float("inf")}, {"message": float("nan")}])
 def test_a_cost_without_end_is_refused(costs: dict[str, float]) -> None:
     with pytest.raises(InputError, match="a cost is no finite number"):
         played(make_schedule("1f1b", 2, 2), **costs)
@@ -263,7 +168,7 @@ def test_a_wait_for_what_is_never_sent_is_named() -> None:
     programs = lower(make_schedule("gpipe", 2, 2), chain_links(2))
     unsent = tuple(each for each in programs[0].instructions if each.op is not Op.SEND)
     with pytest.raises(VerifyError, match=r"^rank 1 at instruction 2 waits for what is never sent;"):
-        simulate([Program(0, unsent), programs[1]], SimulationCosts.uniform(2))
+        simulate([Program(0, unsent), programs[1]], uniform_costs(2))
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:
@@ -274,4 +179,4 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
     with pytest.raises(
         VerifyError, match="wait for each other: rank 0 at instruction 1, rank 1 at instruction"
     ):
-        simulate([Program(0, (wait, *own)), programs[1]], SimulationCosts.uniform(2))
+        simulate([Program(0, (wait, *own)), programs[1]], uniform_costs(2))

@@ -17,14 +17,12 @@ from typer.testing import CliRunner
 import pipec
 from pipec.cli import app
 from pipec.drawn_artifacts import trace_steps
-from pipec.errors import ExecutionError, InputError
+from pipec.errors import InputError
 from pipec.ir import Instruction, Op, Program, StepPart
 from pipec.pipeline import Pipeline
 from pipec.plan.predictions import simulate_plan
-from pipec.programs.lower import chain_links
-from pipec.runtime.step.step_results import StepResults
 from pipec.timeline.events import Timeline
-from pipec.timeline.trace import Trace, measured_timeline
+from pipec.timeline.trace import measured_timeline
 
 X, Y = torch.randn(8, 16), torch.randn(8, 4)
 
@@ -51,50 +49,6 @@ def timeline(pipe: Pipeline) -> Timeline:
     return trace.steps[0]
 
 
-def test_only_the_steps_inside_are_recorded(pipe: Pipeline) -> None:
-    loss_of(pipe)
-    with pipe.trace() as trace:
-        loss_of(pipe)
-        loss_of(pipe)
-        pipe.eval_step(X, target=Y)
-    loss_of(pipe)
-    assert len(trace.steps) == 2
-    assert trace.simulated.events == pipe.simulate().events
-    with pipe.trace() as nothing:
-        pass
-    assert nothing.steps == []
-
-
-def test_recording_changes_no_bit(pipe: Pipeline) -> None:
-    expected = loss_of(pipe)
-    with pipe.trace():
-        assert torch.equal(loss_of(pipe), expected)
-
-
-def test_every_compute_and_message_has_its_times(pipe: Pipeline, timeline: Timeline) -> None:
-    recorded = [(event.rank, event.instruction) for event in timeline.events]
-    programs = [(p.rank, i) for p in pipe.programs for i in p.instructions if i.op is Op.SEND or i.op.phase]
-    assert recorded == programs
-    assert all(0 <= event.start <= event.end for event in timeline.events)
-
-
-def test_the_times_obey_the_program(timeline: Timeline) -> None:
-    """A rank computes one thing at a time, and what a message brings is read no earlier than it left."""
-    for rank in range(2):
-        computes = [event for event in timeline.computes if event.rank == rank]
-        assert all(one.end <= other.start for one, other in pairwise(computes))
-    starts = {
-        (e.instruction.stage, e.instruction.microbatch, e.instruction.op): e.start for e in timeline.computes
-    }
-    for message in timeline.messages:
-        link = message.instruction.link
-        assert link
-        for phase in link.payload.readers:
-            reader = (link.target, message.instruction.microbatch, Op(phase))
-            if reader in starts:
-                assert message.start <= starts[reader]
-
-
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"shard": "parameters"}])
 def test_collectives_and_updates_have_their_times(options: dict[str, object]) -> None:
     """Two replicas of one stage: a sum is found over by the update that needs it, or at the end."""
@@ -118,27 +72,6 @@ def test_collectives_and_updates_have_their_times(options: dict[str, object]) ->
         assert all(event.end <= update.start for update in updates for event in sums)
         norms = [event for event in own if event.instruction.op is Op.GRAD_NORM]
         assert all(sums[-1].end <= norm.start < norm.end <= updates[0].start for norm in norms)
-
-
-def test_an_error_while_recording_ends_it(pipe: Pipeline) -> None:
-    with pytest.raises(InputError), pipe.trace():
-        pipe.step(X)
-    with pipe.trace() as trace:
-        loss_of(pipe)
-    assert len(trace.steps) == 1
-
-
-def test_a_step_that_fails_is_not_recorded(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it stamped is half a step. The steps around it are whole."""
-    loss_of(pipe)
-    with pipe.trace() as trace:
-        loss_of(pipe)
-        with monkeypatch.context() as patch:
-            patch.setattr(StepResults, "collect", None)
-            with pytest.raises(ExecutionError):
-                loss_of(pipe)
-        loss_of(pipe)
-    assert len(trace.steps) == 2
 
 
 def test_every_nth_step_is_recorded_with_the_update_that_follows_and_what_was_special() -> None:
@@ -195,37 +128,6 @@ def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
     steps = trace_steps(pipe._artifact, run)
     assert [step.name for step in steps[:2]] == ["planned", "measured, of another plan"]
     assert [step.note for step in steps[2:]] == ["another plan"] * 2
-
-
-def test_a_run_that_an_error_ends_keeps_its_steps(pipe: Pipeline) -> None:
-    loss_of(pipe)
-    batches = iter([Y] * 3)
-
-    def train() -> None:
-        for _ in range(4):
-            pipe.step(X, target=next(batches))
-
-    with pytest.raises(StopIteration), pipe.trace(every=2) as run:
-        train()
-    assert len(run.steps) == len(run.numbers) == 2
-
-
-def test_waiting_is_no_part_of_a_compute() -> None:
-    """Rank 1 posts its receive at 2, waits from 3 to 7 and ends at 9: it computed for two of those seven."""
-    (link,) = chain_links(2, training=False)
-    sender = Program(0, (Instruction(Op.SEND, 0, 0, link, 1),))
-    receiver = Program(
-        1,
-        (
-            Instruction(Op.RECV, 1, 0, link, 0, 0),
-            Instruction(Op.WAIT_RECV, 1, 0, link, 0),
-            Instruction(Op.FORWARD, 1, 0),
-        ),
-    )
-    timeline = measured_timeline([sender, receiver], {0: [4, 5], 1: [2, 3, 3, 7, 7, 9]})
-    message, forward = timeline.events
-    assert (forward.start, forward.end) == pytest.approx((5e-9, 7e-9))
-    assert (message.start, message.end) == pytest.approx((2e-9, 5e-9))
 
 
 def move_wait(saved: Path) -> None:
@@ -300,18 +202,6 @@ def test_planned_and_measured_are_drawn_together(pipe: Pipeline, tmp_path: Path,
     assert len(drawn) > 100
 
 
-def test_another_ending_is_refused(pipe: Pipeline, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot draw step.png: expected a name .* \.html, \.json"):
-        pipe.visualize(tmp_path / "step.png")
-
-
-def test_an_empty_trace_says_how_to_record(pipe: Pipeline) -> None:
-    with pipe.trace() as trace:
-        pass
-    with pytest.raises(InputError, match="nothing was recorded; call step"):
-        pipe.visualize(trace=trace)
-
-
 def test_the_command_line_traces_a_saved_artifact(pipe: Pipeline, tmp_path: Path) -> None:
     pipe.save(tmp_path / "artifact")
     page = tmp_path / "step.html"
@@ -324,10 +214,3 @@ def test_the_command_line_traces_a_saved_artifact(pipe: Pipeline, tmp_path: Path
     assert facts["measured"]["makespan"] > 0
     names = [step["name"] for step in embedded(page.read_text())["timelines"]]
     assert names == ["planned", "measured", "step 2", "step 3"]
-
-
-def test_the_median_step_is_typical() -> None:
-    steps = [
-        measured_timeline([Program(0, (Instruction(Op.FORWARD, 0, 0),))], {0: [0, n]}) for n in (5, 1, 3)
-    ]
-    assert Trace(None, steps).median_step() is steps[2]

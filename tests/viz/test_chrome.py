@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
-from bare_programs import lower
+from bare_programs import lower, uniform_costs
 from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.curves import Curve, MemoryCurves
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 from pipec.viz import DrawnStep, chrome_trace
 
 TraceEvent = dict[str, Any]
@@ -29,9 +29,7 @@ TraceEvent = dict[str, Any]
 def played(schedule: Schedule, tied: bool = False, **costs: float | str) -> Timeline:
     last = schedule.num_stages - 1
     links = (*chain_links(schedule.num_stages), result_link(last), *(tied_links(last, 0) if tied else ()))
-    return simulate(
-        lower(schedule, links), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
-    )
+    return simulate(lower(schedule, links), uniform_costs(schedule.num_stages, links=links, **costs))
 
 
 def trace_of(timelines: Mapping[str, Timeline], **memory: list[MemoryCurves]) -> str:

@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from bare_programs import lower
+from bare_programs import lower, uniform_costs
 from page_views import (
     Open,
     color_at,
@@ -28,7 +28,7 @@ from simulated_updates import EVERYTHING, ended
 from pipec.errors import InputError
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 from pipec.viz import page_html
 from pipec.viz.svg import timeline_svg
 from pipec.viz.terminal import timeline_text
@@ -329,9 +329,7 @@ def test_a_curve_says_what_is_held(open_page: Open) -> None:
 def test_a_compute_is_compared_with_the_same_in_the_other_timeline(open_page: Open) -> None:
     costs = {"backward_input": 2e-3, "backward_weight": 1e-3, "unit": "s"}
     timelines = {
-        name: simulate(
-            lower(make_schedule("gpipe", 1, 2), ()), SimulationCosts.uniform(1, forward=forward, **costs)
-        )
+        name: simulate(lower(make_schedule("gpipe", 1, 2), ()), uniform_costs(1, forward=forward, **costs))
         for name, forward in (("planned", 4e-3), ("measured", 5e-3))
     }
     page = open_page(timelines)

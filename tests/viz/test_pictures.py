@@ -9,16 +9,16 @@ from importlib import resources
 from itertools import pairwise
 
 import pytest
-from bare_programs import lower
+from bare_programs import lower, uniform_costs
 from example_schedules import result_link
 
 from pipec.ir import Instruction, Op, Schedule, Stage, Tail, Value
 from pipec.programs.lower import bare_plan, chain_links
 from pipec.programs.lower import lower as lower_plan
-from pipec.programs.tail_order import ordered_for_tail
+from pipec.programs.tail_order import with_forwards_first
 from pipec.schedules import make_schedule, zb_v
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 from pipec.viz import timeline_svg, timeline_text
 from pipec.viz.labels import NAMES, time_axis
 
@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def played(schedule: Schedule, recompute: tuple[int, ...] = (), **costs: float | str) -> Timeline:
     links = (*chain_links(schedule.num_stages), result_link(schedule.num_stages - 1))
     return simulate(
-        lower(schedule, links, recompute), SimulationCosts.uniform(schedule.num_stages, links=links, **costs)
+        lower(schedule, links, recompute), uniform_costs(schedule.num_stages, links=links, **costs)
     )
 
 
@@ -58,9 +58,9 @@ def played_with_tail(num_stages: int, num_microbatches: int) -> Timeline:
     stages = [Stage(number, number, number) for number in range(num_stages)]
     stages[-1] = replace(stages[-1], tail=Tail((rows,), (rows,)))
     plan = replace(bare_plan(schedule, links), stages=tuple(stages))
-    costs = SimulationCosts.uniform(num_stages, links=links)
+    costs = uniform_costs(num_stages, links=links)
     costs = replace(costs, sync_times={(Op.TAIL, num_stages - 1, -1): 2.0})
-    return simulate(lower_plan(ordered_for_tail(schedule, plan), plan), costs)
+    return simulate(lower_plan(with_forwards_first(schedule), plan), costs)
 
 
 WITH_TAIL = """\
@@ -143,7 +143,7 @@ def test_text_breaks_a_long_timeline_into_panels_and_compresses_a_very_long_one(
 @pytest.mark.parametrize("draw", [timeline_text, timeline_svg])
 def test_an_empty_timeline_can_be_drawn(draw: Callable[[Timeline], str]) -> None:
     assert "bubble 0.0%" in draw(Timeline((), (0, 0)))
-    instant = SimulationCosts.uniform(2, forward=0, backward_input=0, backward_weight=0)
+    instant = uniform_costs(2, forward=0, backward_input=0, backward_weight=0)
     programs = lower(make_schedule("gpipe", 2, 2), chain_links(2))
     assert "makespan 0 units" in draw(simulate(programs, instant))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bare_programs import lower
+from bare_programs import lower, uniform_costs
 from memory_meter import measure_memory
 from page_views import Open, color_at, drag, hover, in_browser, lane, one_f_one_b, point, press, settle
 from playwright.sync_api import Page
@@ -22,7 +22,7 @@ from pipec.pipeline import Pipeline
 from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.simulate import SimulationCosts, simulate
+from pipec.timeline.simulate import simulate
 from pipec.timeline.trace import Trace
 from pipec.viz import DrawnPipeline, DrawnStep, page_html
 from pipec.viz.notebook import page_in_cell
@@ -379,7 +379,7 @@ def test_a_module_is_searched_for(open_page: Open) -> None:
 def slowed(factor: float, rank: int) -> Timeline:
     """1F1B on costs by which one rank is slower."""
     links = chain_links(4)
-    costs = SimulationCosts.uniform(4, links=links)
+    costs = uniform_costs(4, links=links)
     compute = {key: time * (factor if key[0] == rank else 1) for key, time in costs.compute.items()}
     return simulate(lower(make_schedule("1f1b", 4, 8), links), replace(costs, compute=compute))
 

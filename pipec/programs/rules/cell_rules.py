@@ -112,7 +112,7 @@ def _due_collectives(cells: RankCells, cell: str) -> Ints:
     """The model collectives of the microbatches of a rank."""
     columns, found = cells.columns, [_NOTHING]
     for stage in cells.stages:
-        for number, each in enumerate(cells.step.model_collectives.get(stage, ())):
+        for number, each in enumerate(cells.step.model_collectives(stage)):
             own = columns.numbers_of(Op(each.phase))
             own = own[(columns.stages[own] == stage) & (columns.segments[own] <= 0)]
             keys = stage * cells.size + np.unique(columns.microbatches[own])

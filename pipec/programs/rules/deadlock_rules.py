@@ -1,12 +1,13 @@
 """The rule that no rank waits forever."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from pipec.ir.columns import COLLECTIVES, Ints
+from pipec.ir.columns import COLLECTIVES, Ints, stable_order
 from pipec.programs.messages import Transfers, collective_numbers
 from pipec.programs.program_index import InstructionSite, ProgramIndex, Violation
+from pipec.programs.task_times import AVAILABLE_AT_START, Deadlock, TaskInputs, run_tasks
 
 
 def finishes(step: ProgramIndex) -> Iterator[Violation]:
@@ -22,7 +23,7 @@ def finishes(step: ProgramIndex) -> Iterator[Violation]:
     of_waits = np.stack([each.targets, each.waits, each.sources, each.sends])
     of_collectives, num_collectives = _collective_waits(step)
     waits = np.concatenate([of_sends, of_waits, of_collectives], axis=1)
-    stalled = stalled_ranks([*map(len, step.columns), *[1] * num_collectives], waits)
+    stalled = stalled_ranks(num_ranks + num_collectives, waits)
     if stalled:  # a rank that waits for a collective waits for a member that has not reached it
         ring = wait_cycle(
             {
@@ -50,48 +51,42 @@ def _certainly_finish(step: ProgramIndex) -> bool:
 def _collective_waits(step: ProgramIndex) -> tuple[Ints, int]:
     """Each collective waits for all its ranks, and all of them wait for it; and the number of collectives.
 
-    A collective is modelled as a rank of its own with one instruction, numbered after the ranks. It passes
-    when every member has reached the collective, and all members wait for it.
+    A collective is modelled as a rank of its own, numbered after the ranks. Each of its instructions waits
+    for a member to reach the collective, and all members wait until it is past the last.
     """
     started = Transfers.of(step.columns, *COLLECTIVES)
     ranks, sites, found = started.ranks, started.numbers, collective_numbers(started.columns, started.ranks)
-    first, hubs = np.zeros_like(sites), len(step.columns) + found
-    waits = np.stack([[hubs, first, ranks, sites], [ranks, sites, hubs, first + 1]], axis=1)
-    return waits.reshape(4, -1).astype(np.int32), int(found.max(initial=-1)) + 1
+    order, begins = stable_order(found)
+    places, hubs = np.empty_like(order), len(step.columns) + found
+    places[order] = np.arange(order.size)
+    places -= begins[found] if found.size else 0
+    counts = np.bincount(found) if found.size else found
+    waits = np.stack([[hubs, places, ranks, sites], [ranks, sites, hubs, counts[found]]], axis=1)
+    return waits.reshape(4, -1).astype(np.int32), counts.size
 
 
-def stalled_ranks(lengths: Sequence[int], waits: Ints) -> dict[int, tuple[InstructionSite, InstructionSite]]:
+def stalled_ranks(num_ranks: int, waits: Ints) -> dict[int, tuple[InstructionSite, InstructionSite]]:
     """For each rank that cannot finish, its stalled instruction and the instruction that this waits for.
 
-    ``lengths`` are the numbers of instructions of the programs. Each column of ``waits`` has a rank, the
-    number of an instruction, and the rank and number of the one that it waits for. An instruction passes
-    when its rank has reached it and everything that it waits for has passed. The result does not depend on
-    the order in which ranks run. The loop moves every rank past one wait at a time.
+    Each column of ``waits`` has a rank, the number of an instruction, and the rank and number of the one that
+    it waits for. An instruction passes when its rank has reached it, and the other ranks those that it waits
+    for: when they are past their last wait before.
     """
-    order = np.argsort(waits[0].astype(np.int64) * max(lengths, default=0) + waits[1], kind="stable")
-    ranks, numbers, others, awaited = waits[:, order]
-    bounds = np.searchsorted(ranks, np.arange(len(lengths) + 1))
-    entry, last = bounds[:-1].copy(), bounds[1:]
-    reached = np.array(lengths, np.int64)
-    unfinished = np.flatnonzero(entry < last)
-    reached[unfinished] = numbers[entry[unfinished]]
-    while unfinished.size:
-        at = entry[unfinished]
-        passing = unfinished[reached[others[at]] >= awaited[at]]
-        if not passing.size:
-            break
-        entry[passing] += 1
-        finishing = entry[passing] == last[passing]
-        advancing = passing[~finishing]
-        reached[advancing] = numbers[entry[advancing]]
-        if finishing.any():
-            done = passing[finishing]
-            reached[done] = np.array(lengths)[done]
-            unfinished = unfinished[entry[unfinished] < last[unfinished]]
-    return {
-        rank: ((rank, int(numbers[at])), (int(others[at]), int(awaited[at])))
-        for rank, at in zip(unfinished.tolist(), entry[unfinished].tolist(), strict=True)
-    }
+    ranks, numbers, others, awaited = waits.astype(np.int64)
+    size = max(int(numbers.max(initial=0)), int(awaited.max(initial=0))) + 1
+    tasks, readers = np.unique(ranks * size + numbers, return_inverse=True)
+    first_tasks = np.searchsorted(tasks, np.arange(num_ranks + 1) * size)
+    before = np.searchsorted(tasks, others * size + awaited) - 1
+    producers = np.where(before < first_tasks[others], AVAILABLE_AT_START, before)
+    run = run_tasks(np.zeros(tasks.size), TaskInputs(readers, producers), first_tasks.tolist())
+    found: dict[int, tuple[InstructionSite, InstructionSite]] = {}
+    if isinstance(run, Deadlock):
+        passed = first_tasks[1:].copy()
+        passed[tasks[run.tasks] // size] = run.tasks
+        unmet = np.isin(readers, run.tasks) & (producers >= passed[others])
+        for rank, number, other, ahead in waits[:, unmet].T.tolist():
+            found.setdefault(rank, ((rank, number), (other, ahead)))
+    return found
 
 
 def wait_cycle(

@@ -97,7 +97,7 @@ def _misfits(cells: RankCells, op: Op, own: InstructionColumns) -> Iterator[_Mis
         fits = (own.segments == -1) | ((counts > 1) & (own.segments >= 0) & (own.segments < counts))
         yield ~fits, "segment", f"one of {counts.max()}" if counts.max() > 1 else "none"
     if "model_collective" in named:
-        of_stage = step.model_collectives.get(some_stage, ())
+        of_stage = step.model_collectives(some_stage)
         some = ", ".join(f"{each.op}, model collective {k}" for k, each in enumerate(of_stage))
         pairs = zip(stages.tolist(), own.model_collectives.tolist(), strict=True)
         fits = np.array([_has_collective(step, op.traits.awaits or op, *pair) for pair in pairs])
@@ -107,7 +107,7 @@ def _misfits(cells: RankCells, op: Op, own: InstructionColumns) -> Iterator[_Mis
 
 
 def _has_collective(step: ProgramIndex, op: Op, stage: int, number: int) -> bool:
-    of_stage = step.model_collectives.get(stage, ())
+    of_stage = step.model_collectives(stage)
     return 0 <= number < len(of_stage) and of_stage[number].op is op
 
 

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipec.ir import Link, Op
+from pipec.ir import Op
 from pipec.ir.columns import COLLECTIVES, OPS, InstructionColumns, equal_groups, stable_order, taken
 from pipec.ir.text_format import format_link
 from pipec.programs.messages import Transfers, collective_numbers
 from pipec.programs.program_index import ProgramIndex, Violation, describe
-from pipec.programs.shared_receives import runs_stages_in_order
 
 
 def segments_in_order(step: ProgramIndex) -> Iterator[Violation]:
@@ -79,31 +78,6 @@ def collectives_meet(step: ProgramIndex) -> Iterator[Violation]:
         ]
         both = " meets ".join(describe(step.columns[rank][number]) for rank, number in sites)
         yield Violation(sites[0], f"{both} of rank {sites[1][0]}; expected the same round", (sites[1],))
-
-
-def each_value_received_once(step: ProgramIndex) -> Iterator[Violation]:
-    """No rank receives a value twice for a microbatch, if the first stage that reads it can move it on.
-
-    Refused, where stages 1 and 2 are both on rank 1 and read the value x of stage 0::
-
-        rank 1: recv x (0 -> 1) mb 0 from rank 0, recv x (0 -> 2) mb 0 from rank 0, forward stage 1 mb 0, ...
-    """
-    first: dict[object, Link] = {}
-    again: dict[int, tuple[str, Link]] = {}
-    for number, link in enumerate(step.plan.links):
-        ends = step.plan.placement[link.source], step.plan.placement[link.target]
-        for value in link.values if link.payload.feeds_compute and ends[0] != ends[1] else ():
-            before = first.setdefault((link.payload, value.name, *ends), link)
-            if before is not link:
-                again[number] = value.name, before
-    if again and runs_stages_in_order(columns.computes for columns in step.columns):
-        each = step.delivered
-        for place in np.flatnonzero(np.isin(each.links, [*again])).tolist():
-            number = int(each.links[place])
-            name, before = again[number]
-            both = f"{format_link(step.plan.links[number])} and {format_link(before)}"
-            site = int(each.targets[place]), int(each.receives[place])
-            yield Violation(site, f"{both} bring {name} twice; expected the first stage to hand it on")
 
 
 def channels_in_order(step: ProgramIndex) -> Iterator[Violation]:

@@ -17,9 +17,7 @@ from pipec.ir import (
     Placement,
     Plan,
     SegmentCounts,
-    Stream,
     SyncSpec,
-    VersionPolicy,
     replica_counts,
 )
 from pipec.ir.text_format import format_link
@@ -113,23 +111,5 @@ def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
         yield Violation(None, "replicas share state or buffers, for which streams have no rules of versions")
     if any(link.payload in (Payload.WEIGHT, Payload.WEIGHT_GRADIENT) for link in step.plan.links):
         yield Violation(None, "stages share tied weights, for which streams have no rule of versions")
-    yield from _unsupported(stream, replica_counts(step.plan.placement))
-
-
-def _unsupported(stream: Stream, replicas: Sequence[int]) -> Iterator[Violation]:
-    """Numbers of replicas and microbatches that version policies do not support."""
-    most = max(replicas)
-    if stream.versions is not VersionPolicy.DOUBLE:
-        if stream.microbatches != 1:
-            found = f"a mini-batch has {stream.microbatches} microbatches"
-            yield Violation(None, f"{found}; versions that are {stream.versions} need 1")
-        if stream.versions is VersionPolicy.VERTICAL and most > 1:
-            message = f"a stage has {most} replicas; vertical sync has no rule of versions for them"
-            yield Violation(None, message)
-    elif min(replicas) != most or stream.microbatches % most:
-        found = f"{stream.microbatches} microbatches of a mini-batch for {replicas} replicas of the stages"
-        message = f"{found}; two versions need as many microbatches for each replica of each stage"
-        yield Violation(None, message)
-    elif stream.microbatches < len(replicas) * most:
-        found = f"a mini-batch has {stream.microbatches} microbatches"
-        yield Violation(None, f"{found}; two versions need {len(replicas) * most}")
+    if reason := stream.unsupported(replica_counts(step.plan.placement)):
+        yield Violation(None, f"a stream whose versions are {stream.versions} {reason}")
