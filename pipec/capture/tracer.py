@@ -43,7 +43,7 @@ from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchE
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
-from pipec.primitives import recurrent_network
+from pipec.primitives import ctc_loss, recurrent_network
 from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
 from pipec.torch_compat.differentiation import (
     JointGraph,
@@ -66,7 +66,6 @@ from pipec.torch_compat.module_state import (
     restore_module,
 )
 from pipec.torch_compat.operator_patches import (
-    bound_ctc_loss_workspace,
     inlined_reentrant_checkpoints,
     skip_distribution_validation,
     traced_otherwise,
@@ -162,8 +161,7 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(without_kv_cache(request.model))
         stack.enter_context(cached_size_arithmetic())
         stack.enter_context(skip_distribution_validation())
-        stack.enter_context(traced_otherwise(recurrent_network))
-        stack.enter_context(bound_ctc_loss_workspace())
+        stack.enter_context(traced_otherwise(recurrent_network, ctc_loss))
         stack.enter_context(inlined_reentrant_checkpoints())
         stack.enter_context(ignored_cudnn_flags())
         stack.enter_context(_without_fused_attention(step))

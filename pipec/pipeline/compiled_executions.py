@@ -23,7 +23,6 @@ from pipec.capture.batch_inputs import (
     refuse_nested_batches,
     with_batch_axes,
 )
-from pipec.capture.call_cache import CallCache, CallKey
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.number_lists import Arguments, lists_as_tensors
@@ -120,7 +119,6 @@ class CompiledExecutions(Executions):
         self.known_splits: dict[str, bool] = {}
         self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
-        self._checked_calls = CallCache()
         self._batch_axis_is_known = False
         self._takes_lists: bool | None = None
         self._made: dict[int, CompiledArtifact] = {}
@@ -178,7 +176,6 @@ class CompiledExecutions(Executions):
         try:
             call = agree(request, arguments)
         except (InputError, CaptureError) as failure:
-            self._checked_calls.clear()
             self._takes_lists = False
             try:
                 return agree(request, converted)
@@ -227,7 +224,6 @@ class CompiledExecutions(Executions):
             if not may_be_right:
                 continue
             self.batched = other
-            self._checked_calls.clear()
             try:
                 call = self._agree(request, arguments, refuses_mixed_rows=True)
             except (InputError, CaptureError):
@@ -236,7 +232,6 @@ class CompiledExecutions(Executions):
             logger.warning("the batch is split with batched={%s}. Otherwise: %s", listed, _reason(why))
             return call
         self.batched = given
-        self._checked_calls.clear()
         if not isinstance(why, MixedRowsError):
             raise why from None
         return self._agree(request, arguments)
@@ -531,7 +526,6 @@ class CompiledExecutions(Executions):
         groups, kept, read, splits = self.ranks.call_on_rank_0(f"compiling {request.name}", compiled)
         self._plain_values[request.mode] = PlainValues(read)
         self.known_splits |= splits
-        self._checked_calls.clear()
         made = self._made | {compiled.number: compiled for compiled, _ in groups}
         self._made = {number: made[number] for number in kept}
         if len(groups) == 1:
@@ -611,12 +605,8 @@ class CompiledExecutions(Executions):
         return ModelCall(args, kwargs, target, *form)
 
     def _capture_key(self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint) -> CaptureKey:
-        key: CaptureKey | None = call.cache.get((request, fingerprint))
-        if key is None:
-            variables = self.variables.of(call, request.mode)
-            key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
-            call.cache[request, fingerprint] = key
-        return key
+        variables = self.variables.of(call, request.mode)
+        return CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
 
     def _fingerprint(self, mode: Mode, snapshot: ModelSnapshot) -> Fingerprint:
         """The values of the model and of torch; the same object as last time if nothing has changed."""
@@ -639,30 +629,14 @@ class CompiledExecutions(Executions):
         args, kwargs, target = arguments.args, dict(arguments.kwargs), arguments.target
         check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
         refuse_active_mode()
-        key, leaves = CallKey.of(self.compiler.model, args, kwargs, target, mode is Mode.FORWARD)
-        if mode is Mode.TRAIN and (
-            key is None or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        ):
-            refuse_input_gradients(ModelCall(args, kwargs, target))
-        cached = self._checked_calls.get(key) if key else None
-        if cached is None:
-            cached = self._new_call(mode, args, kwargs, target)
-            if key and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
-                self._checked_calls.put(key, cached)
-            return cached
-        laid_out = cached.batch_first(leaves, cached.batch_size)
-        if not same_objects(laid_out, leaves):
-            structure = pytree.tree_structure((args, dict(sorted(kwargs.items())), target))
-            args, kwargs, target = pytree.tree_unflatten(laid_out, structure)
-        return cached.with_arguments(args, kwargs, target, laid_out)
-
-    def _new_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
-        given = ModelCall(args, kwargs, target).leaves
-        call = ModelCall(args, kwargs, target, repeated=repeated_tensors(given))
+        given = ModelCall(args, kwargs, target)
+        if mode is Mode.TRAIN:
+            refuse_input_gradients(given)
+        call = replace(given, repeated=repeated_tensors(given.leaves))
         call.check(self.compiler.model)
-        call = self._divided(call.in_order_for(self.compiler.model)).marked_as(given)
+        call = self._divided(call.in_order_for(self.compiler.model)).marked_as(given.leaves)
         if mode is not Mode.FORWARD:
             call.check_target(needed=self.compiler.settings.loss_fn is not None)
         return call
