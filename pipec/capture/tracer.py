@@ -28,31 +28,47 @@ from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_m
 from pipec.capture.diagnosis import capture_error, error_summary
 from pipec.capture.foreign_code import refuse_foreign_model, refuse_shared_constants
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
-from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
-from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
 from pipec.capture.microbatch_checks import require_full_scatter
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.normalize import TracedCall, training_graph
 from pipec.capture.number_operators import number_operators
 from pipec.capture.own_operators import use_own_operators
 from pipec.capture.python_randomness import NonTorchGenerators
-from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
-from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
+from pipec.capture.repeated_blocks import (
+    IrregularBlocksError,
+    RepeatedBlocks,
+    find_repeated_blocks,
+    instantiate_blocks,
+    without_middle,
+)
+from pipec.capture.traced_step import (
+    TracedStep,
+    make_traced_step,
+    model_names,
+    named_tensors,
+    refuse_kv_cache,
+    without_kv_cache,
+)
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
 from pipec.primitives import ctc_loss, recurrent_network
-from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
 from pipec.torch_compat.differentiation import (
+    CapturedGraph,
     JointGraph,
+    SymbolicDims,
     argument_tensors,
     differentiate,
     replaced_graph,
-    returns_loss_first,
 )
-from pipec.torch_compat.dynamo_front_end import capture_with_dynamo, draws_with_numpy, ignored_cudnn_flags
+from pipec.torch_compat.dynamo_front_end import (
+    capture_with_dynamo,
+    draws_with_numpy,
+    ignored_cudnn_flags,
+    raise_if_unsupported,
+)
 from pipec.torch_compat.guards import Guards
 from pipec.torch_compat.make_fx_front_end import capture_with_make_fx
 from pipec.torch_compat.module_contents import has_gradient_hook
@@ -71,7 +87,6 @@ from pipec.torch_compat.operator_patches import (
     traced_otherwise,
 )
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
-from pipec.torch_compat.unsupported import raise_if_unsupported
 
 log = logging.getLogger("pipec")
 
@@ -372,13 +387,9 @@ class _Tracer:
             return self._differentiate(captured, self._repeated_blocks(captured), read)
 
     def _trace_forward(self, front_end: FrontEnd, sample: ModelCall, symbolic: bool) -> CapturedGraph:
-        is_dynamo = front_end is capture_with_dynamo
         self._step.batched = tuple(sample.batched)
         with self._branches.deciding(sample, symbolic):
-            captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
-        if is_dynamo and self._request.has_loss and not returns_loss_first(captured):
-            raise TypeError("the model returns an object that torch makes before it returns the loss")
-        return captured
+            return front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
 
     def _resolve_collectives(self, captured: CapturedGraph) -> str:
         """The first collective of the model itself, if it has one."""
@@ -489,26 +500,18 @@ def _is_record(model: nn.Module, path: str) -> bool:
     return is_of_model and not isinstance(found, Collection | Iterator)
 
 
-def _changed_state(model: nn.Module, changed: Sequence[str]) -> list[tuple[str, str]]:
-    """The paths of objects that a forward changes, and pipelines leave alone, each with a module's class."""
-    modules = {f"model.{path}" if path else "model": type(module) for path, module in model.named_modules()}
-    of_modules = [(path, modules[path].__name__) for path in sorted(modules.keys() & changed)]
-    others = {path for path in changed if not path.endswith(("._buffers", "._parameters"))} - modules.keys()
-    return of_modules + [(path, "") for path in sorted(others) if not _is_record(model, path)]
-
-
 def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
-    for path, kind in _changed_state(model, changed):
-        if kind:
-            log.warning(
-                "forward() of %s (%s) sets attributes of the module; pipelines run what was captured and "
-                "leave them alone. State that changes from step to step belongs into a registered buffer.",
-                path,
-                kind,
-            )
+    """Name the Python objects that a forward changes, and pipelines leave alone."""
+    modules = {f"model.{path}".rstrip("."): type(module).__name__ for path, module in model.named_modules()}
+    for path in sorted(changed):
+        if path in modules:
+            what = f"forward() of {path} ({modules[path]}) sets attributes of the module"
+        elif path.endswith(("._buffers", "._parameters")) or _is_record(model, path):
+            continue
         else:
-            log.warning(
-                "forward() changes %s; pipelines run what was captured and leave it alone. State that "
-                "changes from step to step belongs into a registered buffer.",
-                path.removeprefix("model."),
-            )
+            what = f"forward() changes {path.removeprefix('model.')}"
+        log.warning(
+            "%s; pipelines run what was captured and leave it alone. State that changes from step to step "
+            "belongs into a registered buffer.",
+            what,
+        )

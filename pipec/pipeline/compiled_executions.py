@@ -18,15 +18,15 @@ from pipec.artifact.artifact import CompiledArtifact, MicrobatchGroups
 from pipec.capture.autocast import autocast, check_autocast
 from pipec.capture.batch_inputs import (
     BatchedOption,
+    lists_as_tensors,
     observed_splits,
     positional_names,
     refuse_nested_batches,
+    sequence_first_spec,
     with_batch_axes,
 )
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
-from pipec.capture.number_lists import Arguments, lists_as_tensors
-from pipec.capture.sequence_first import sequence_first_spec
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
 from pipec.compiler.compiler import Compiler
@@ -166,7 +166,7 @@ class CompiledExecutions(Executions):
         """
         agree = self._agree if self._batch_axis_is_known else self._agree_on_axis
         may_convert = self.batch == "same" and self._takes_lists is not True
-        given = Arguments(arguments.args, dict(arguments.kwargs), arguments.target)
+        given = arguments.args, dict(arguments.kwargs), arguments.target
         tensors = lists_as_tensors(given) if may_convert else None
         if tensors is None:
             return agree(request, arguments)

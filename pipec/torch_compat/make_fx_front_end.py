@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.torch_compat import pytree
-from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
+from pipec.torch_compat.differentiation import CapturedGraph, SymbolicDims
 from pipec.torch_compat.lost_effects import ForwardWatch, LostEffectError, OwnBackwardError
 from pipec.torch_compat.module_state import silence_output, skipped_no_op_conversions, without_autocast
 
