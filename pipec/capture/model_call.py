@@ -15,7 +15,6 @@ from pipec.ir import Variable
 from pipec.ir.batch_axis import LEADING, BatchAxis
 from pipec.ir.batch_split import leaf_path
 from pipec.torch_compat import pytree
-from pipec.torch_compat.foreign_classes import marked_dimensions
 from pipec.torch_compat.module_contents import has_forward_pre_hooks
 
 
@@ -31,8 +30,6 @@ class ModelCall:
     all, each with the name of its argument. ``strided`` are the positions of leaves with their rows elsewhere
     that are not contiguous as the user passes them. ``keyword_order`` has the names of keyword arguments in
     the user's order, if ``forward`` gets them in a dict and may ask for it.
-    ``marked`` has the leaf and the dimension, rows first, of sizes that torch's ``mark_dynamic`` said will
-    differ in later calls.
     ``repeated`` has the leaves at which a tensor is passed again, each with the leaf that has it first.
 
     What is read off the arguments is kept, because the checks before a step read it several times.
@@ -45,7 +42,6 @@ class ModelCall:
     ambiguous_leaves: Mapping[str, str | int] = field(default_factory=dict)
     strided: tuple[int, ...] = ()
     keyword_order: tuple[str, ...] = ()
-    marked: tuple[tuple[int, int], ...] = ()
     repeated: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -135,15 +131,6 @@ class ModelCall:
         others = [name for name in self.kwargs if name not in named]
         is_asked = takes_dict and others != sorted(others)
         return replace(self, keyword_order=tuple(others)) if is_asked else self
-
-    def marked_as(self, given: Sequence[Any]) -> "ModelCall":
-        """The call with what is ``marked`` of ``given``, the leaves that the user passes."""
-        found = list[tuple[int, int]]()
-        for position, (leaf, axis) in enumerate(zip(given, self.axes, strict=True)):
-            marked = marked_dimensions(leaf) if isinstance(leaf, Tensor) else frozenset[int]()
-            dims = range(axis is not None, self.leaves[position].ndim) if marked else ()
-            found += [(position, dim) for dim in dims if (axis.given_dim(dim) if axis else dim) in marked]
-        return replace(self, marked=tuple(found))
 
     def with_leaves(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments, keyword arguments and target that have these leaves in the place of its own."""

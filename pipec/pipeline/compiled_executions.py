@@ -636,7 +636,7 @@ class CompiledExecutions(Executions):
             refuse_input_gradients(given)
         call = replace(given, repeated=repeated_tensors(given.leaves))
         call.check(self.compiler.model)
-        call = self._divided(call.in_order_for(self.compiler.model)).marked_as(given.leaves)
+        call = self._divided(call.in_order_for(self.compiler.model))
         if mode is not Mode.FORWARD:
             call.check_target(needed=self.compiler.settings.loss_fn is not None)
         return call
@@ -648,7 +648,7 @@ class CompiledExecutions(Executions):
 def _form(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
     splits = call.split, call.ambiguous_leaves
-    return *splits, call.strided, call.keyword_order, call.marked, call.repeated
+    return *splits, call.strided, call.keyword_order, call.repeated
 
 
 _TRAINED, _ROWS = 0, 1
@@ -673,10 +673,8 @@ def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:
 
 def _describe_form(call: ModelCall) -> CallDescription:
     """What must be equal on all ranks besides the arguments, because the code that they run depends on it."""
-    marked = [f"dimension {dim} of {call.paths[position]}" for position, dim in call.marked]
     repeated = [f"{call.paths[position]} is {call.paths[first]}" for position, first in call.repeated]
-    described = {"marked as dynamic": marked, "the same tensor": repeated}
-    return {name: ", ".join(each) or "nothing" for name, each in described.items()}
+    return {"the same tensor": ", ".join(repeated) or "nothing"}
 
 
 def _row_type(leaf: Tensor) -> str:

@@ -143,7 +143,7 @@ def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> 
         for tensor in (*module.parameters(), *module.buffers())
         if not tensor.device.type == device.type == "cpu"
     ]
-    fakes = {id(tensor): _fake(tensor, device, mode) for tensor in tensors}
+    fakes = {id(tensor): fake_tensor(tensor, device, mode) for tensor in tensors}
     replace_tensors(module, fakes)
     return {id(fakes[id(tensor)]): tensor for tensor in tensors}
 
@@ -166,7 +166,8 @@ def replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) 
                 value[:] = map(replaced, value)
 
 
-def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
+def fake_tensor(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor like this one on ``device``, without values."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fake
@@ -214,8 +215,10 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     tensors = (*module.parameters(), *module.buffers())
     error = None
     try:
-        replace_tensors(module, {id(tensor): _fake(tensor, tensor.device, mode) for tensor in tensors})
-        fake_args = pytree.tree_map_only(torch.Tensor, lambda leaf: _fake(leaf, leaf.device, mode), args)
+        replace_tensors(module, {id(tensor): fake_tensor(tensor, tensor.device, mode) for tensor in tensors})
+        fake_args = pytree.tree_map_only(
+            torch.Tensor, lambda leaf: fake_tensor(leaf, leaf.device, mode), args
+        )
         with mode, silence_output(), skipped_no_op_conversions(module):
             module(*fake_args)
     except Exception as raised:

@@ -139,56 +139,6 @@ def test_sizes_that_are_rounded_fractions_of_a_length_compile_nothing_again() ->
     assert [pair.step(**sequences(length)) for length in (7, 9, 8, 10, 16)] == [1, 1, 0, 0, 0]
 
 
-# sizes that a script marks
-
-
-def marked(inputs: dict[str, Tensor], dim: int = 1) -> dict[str, Tensor]:
-    for tensor in inputs.values():
-        torch._dynamo.mark_dynamic(tensor, dim)
-    return inputs
-
-
-@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
-def test_marked_lengths_are_symbols_from_the_first_call(mark: Callable[[Tensor, int], None]) -> None:
-    pair, first = attention(), sequences(8)
-    for tensor in first.values():
-        mark(tensor, 1)
-    assert [pair.step(**first), pair.step(**sequences(10)), pair.step(**marked(sequences(5)))] == [1, 0, 0]
-    assert {(given.path, given.dim) for given in pair.pipe.plan.variables} == {
-        ("kwargs['x']", 1),
-        ("target", 1),
-    }
-
-
-def test_a_marked_length_counts_the_dimensions_as_the_user_has_them() -> None:
-    class TimeFirst(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.transpose(0, 1)).transpose(0, 1)
-
-    torch.manual_seed(0)
-    pair = Pair(TimeFirst(), loss_fn=F.mse_loss, batched={"x": 1, "target": 1})
-    found = []
-    for length in (8, 10, 5):
-        given = {name: x.transpose(0, 1).contiguous() for name, x in sequences(length).items()}
-        found.append(pair.step(**marked(given, dim=0)))
-    assert found == [1, 0, 0]
-
-
-@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
-def test_a_mark_on_a_size_of_weights_leaves_the_others(
-    mark: Callable[[Tensor, int], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    pair, found = attention(), []
-    for length in (8, 10, 5):
-        inputs = sequences(length)
-        for tensor in inputs.values():
-            mark(tensor, 1)
-            mark(tensor, 2)
-        found.append(pair.step(**inputs))
-    assert found == [1, 0, 0]
-    assert "each value of kwargs['x'] is compiled on its own: dimension 2" in caplog.text
-
-
 def test_a_size_that_must_be_a_number_leaves_others_symbols() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
