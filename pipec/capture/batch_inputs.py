@@ -338,13 +338,13 @@ def sequence_first_spec(call: ModelCall) -> BatchedOption | None:
     merged where they have the size of both, else along dimension 0. What the analysis then proves is right,
     whatever the dimensions mean. Only arguments that are tensors themselves are told apart.
     """
-    given = dict(_arguments(call))
+    given: dict[str | int, Any] = {**dict(enumerate(call.args)), **call.kwargs, "target": call.target}
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if any(value.is_nested for value in tensors.values()):
         return None
     first = next((x for x in tensors.values() if x.ndim > 1), None)
-    nested = any(not isinstance(value, Tensor) and _holds_tensors(value) for value in given.values())
-    if first is None or nested or first.shape[1] < 2:
+    held = (x for value in given.values() if not isinstance(value, Tensor) for x in pytree.tree_leaves(value))
+    if first is None or first.shape[1] < 2 or any(isinstance(x, Tensor) for x in held):
         return None
     rows = first.shape[1]
     lengths = {x.shape[0] for x in tensors.values() if x.ndim > 1 and x.shape[1] == rows}
@@ -357,18 +357,6 @@ def _word(x: Tensor, ndim: int, rows: int, lengths: set[int]) -> int | str | Non
     if x.ndim and x.shape[0] in {length * rows for length in lengths}:
         return "(t b) ..."
     return 0 if x.ndim and x.shape[0] == rows else None
-
-
-def _arguments(call: ModelCall) -> Iterator[tuple[str | int, Any]]:
-    yield from enumerate(call.args)
-    yield from call.kwargs.items()
-    if call.target is not None:
-        yield "target", call.target
-
-
-def _holds_tensors(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(isinstance(item, Tensor) or _holds_tensors(item) for item in items)
 
 
 def lists_as_tensors(

@@ -128,12 +128,14 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         if model in _unusual_losses:
             tracer.dry_run()
         graph, failures = _first_success(tracer, request)
-        generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
+        captured = tracer.captured
+        assert captured is not None
+        generators.refuse_non_torch_draws(tracer.dry_run, suspected=draws_with_numpy(captured.module))
         read = step.batched, step.loss_path
     refuse_shared_constants(model, graph)
     step.batched, step.loss_path = read  # which guards of the capture look at
-    if not tracer.is_guarded:
-        _warn_of_missing_guards(model, tracer, failures)
+    if captured.dynamo_output is None:
+        _warn_of_missing_guards(model, captured, failures)
     if is_training:
         _check_trained(graph)
     if graph.batch is None:
@@ -203,14 +205,14 @@ def _without_fused_attention(step: TracedStep) -> Iterator[None]:
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
-def _warn_of_missing_guards(model: nn.Module, tracer: "_Tracer", failures: Sequence[Exception]) -> None:
+def _warn_of_missing_guards(model: nn.Module, captured: CapturedGraph, failures: Sequence[Exception]) -> None:
     """Say once of a model that changes of what its code reads may go unnoticed."""
     if model not in _warned:
         _warned.add(model)
         log.warning(
             "%sDynamo cannot trace the model (%s), so what its code reads is taken to stay as it is, unless "
             "modules have it as attributes, or their methods and the loss function enclose it or name it",
-            "forward and backward were traced together: " * tracer.has_traced_backward,
+            "forward and backward were traced together: " * captured.has_backward,
             error_summary(failures[0]) if failures else "it was not asked",
         )
 
@@ -249,7 +251,8 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
                 errors.clear()
     assert dry_run is not None
     is_part = request.call.batch_size < request.whole_batch.batch_size
-    raise capture_error(errors, dry_run, tracer.refused_branch, is_part) from errors[0]
+    refused_branch = next(reversed(tracer.branches.refused), "")
+    raise capture_error(errors, dry_run, refused_branch, is_part) from errors[0]
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -300,28 +303,8 @@ class _Tracer:
         self._fqns, self._constants = model_names(step, request.canonical)
         self._device = request.device if any(True for _ in step.model.parameters()) else None
         originals = replace_with_fake_tensors(step, request.device)
-        self._branches = BranchDecider(request.call, request.whole_batch, originals)
-        self._captured: CapturedGraph | None = None
-
-    @property
-    def refused_branch(self) -> str:
-        """Why the last branch was not decided; empty if none was asked for in vain."""
-        return self._branches.refused[-1] if self._branches.refused else ""
-
-    @property
-    def is_guarded(self) -> bool:
-        """Whether the last graph comes with Dynamo's guards."""
-        return self._captured is not None and self._captured.dynamo_output is not None
-
-    @property
-    def has_traced_backward(self) -> bool:
-        """Whether the last graph was traced together with its backward."""
-        return self._captured is not None and self._captured.has_backward
-
-    @property
-    def draws_with_numpy(self) -> bool:
-        """Whether the last graph draws random numbers in the place of numpy."""
-        return self._captured is not None and draws_with_numpy(self._captured.module)
+        self.branches = BranchDecider(request.call, request.whole_batch, originals)
+        self.captured: CapturedGraph | None = None
 
     def dry_run(self) -> DryRun:
         """Run the step in eager mode on fake tensors."""
@@ -352,8 +335,10 @@ class _Tracer:
     def trace(self, front_end: FrontEnd, symbolic: bool) -> TrainingGraph:
         """The training graph of what a front end captures."""
         sample = self._sample() if symbolic else self._call.sample(self._call.batch_size, self._device)
-        captured = self._trace_forward(front_end, sample, symbolic)
-        self._captured = captured
+        self._step.batched = tuple(sample.batched)
+        with self.branches.deciding(sample, symbolic):
+            captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
+        self.captured = captured
         use_own_operators(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)
@@ -385,11 +370,6 @@ class _Tracer:
 
         with self._request.timed("differentiate"):
             return self._differentiate(captured, self._repeated_blocks(captured), read)
-
-    def _trace_forward(self, front_end: FrontEnd, sample: ModelCall, symbolic: bool) -> CapturedGraph:
-        self._step.batched = tuple(sample.batched)
-        with self._branches.deciding(sample, symbolic):
-            return front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
 
     def _resolve_collectives(self, captured: CapturedGraph) -> str:
         """The first collective of the model itself, if it has one."""
@@ -470,7 +450,7 @@ class _Tracer:
 
     def reads(self) -> ReadValues:
         """The values that the code of the model and of the loss function read for the last graph."""
-        noted = self._captured.dynamo_output if self._captured else None
+        noted = self.captured.dynamo_output if self.captured else None
         with quiet_loggers():
             guards = Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]

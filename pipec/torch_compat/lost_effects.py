@@ -15,15 +15,11 @@ from pipec.torch_compat.foreign_classes import active_saved_tensors_hooks
 
 LOST_FLAG = "forward() sets requires_grad of a parameter, which would not change it in steps"
 
-
 LOST_GRADIENT = "forward() sets or asks for the grad of a parameter, which it does not have in steps"
-
 
 LOST_PARAMETER = "forward() replaces a parameter or its data, which steps would not"
 
-
 LOST_SEED = "forward() seeds torch's random generator or reads its state, from which stages do not draw"
-
 
 LOST_HOOK = "the hook that forward() registers on the gradient of a parameter would be lost"
 
