@@ -96,7 +96,6 @@ def _remove_compiled_globals(module: torch.nn.Module) -> None:
 def _refuse_lost_effects(module: torch.nn.Module, output: Any, changed: Collection[str]) -> None:
     """Refuse what Dynamo traced and its graph does not do.
 
-
     Raises:
         LostEffectError: a forward sets the gradient of a parameter, or a backward wants gradients that are
             None, for which Dynamo would pass zeros.
@@ -162,9 +161,6 @@ def _changed_state(messages: Sequence[str]) -> Iterator[str]:
         found = getattr(sys.modules.get(module), attribute, None)
         if not attribute or isinstance(found, Collection | Iterator):
             yield f"{module}.{attribute}".rstrip(".")
-
-
-_TORCH = str(Path(torch.__file__).parent)
 
 
 _MODEL_RAISED = ("Observed exception", "failed to bind arguments when attempting to inline")

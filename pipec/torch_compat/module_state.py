@@ -37,22 +37,16 @@ LOGGERS = (
 
 @contextlib.contextmanager
 def quiet_logging() -> Iterator[None]:
-    """Keep torch's advice about tracing off the terminal, and its warnings."""
-    with quiet_loggers(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def quiet_loggers() -> Iterator[None]:
-    """Keep torch's loggers off the terminal, except those that TORCH_LOGS turned up."""
+    """Keep torch's advice about tracing off the terminal, but for loggers that TORCH_LOGS turned up."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         if logger.level not in (logging.DEBUG, logging.INFO):
             logger.setLevel(logging.CRITICAL + 1)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -123,11 +117,6 @@ def _contents(container: Container) -> list[Any]:
     return [id(value) for value in container]
 
 
-def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The dicts with the attributes, parameters and buffers of the module and of every module in it."""
-    return [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
-
-
 def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
     """Replace parameters and buffers by fake ones on ``device``, without memory, unless both are on the CPU.
 
@@ -159,7 +148,8 @@ def replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) 
             return weakref.ref(fakes[id(value())])
         return fakes.get(id(value), value)
 
-    for registry in _registries(module):
+    registries = [x for m in module.modules() for x in (m.__dict__, m._parameters, m._buffers)]
+    for registry in registries:
         for name, value in registry.items():
             registry[name] = replaced(value)
             if type(value) is list:
