@@ -338,7 +338,7 @@ def sequence_first_spec(call: ModelCall) -> BatchedOption | None:
     merged where they have the size of both, else along dimension 0. What the analysis then proves is right,
     whatever the dimensions mean. Only arguments that are tensors themselves are told apart.
     """
-    given: dict[str | int, Any] = {**dict(enumerate(call.args)), **call.kwargs, "target": call.target}
+    given: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs, "target": call.target}
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if any(value.is_nested for value in tensors.values()):
         return None

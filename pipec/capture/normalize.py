@@ -57,6 +57,15 @@ NO_OPS = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _
 SQUEEZES = {_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims}
 """Operators that look at sizes when they run, to see which dimensions have one element."""
 
+MATRIX_PRODUCTS = {
+    _aten.mm.default,
+    _aten.bmm.default,
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+}
+"""Operators whose tensors must have one dtype. Tracing on fake tensors does not check that."""
+
 HIGHER_ORDER = {
     "cond": "Stages are straight-line code: compute both sides, and choose with torch.where or a mask.",
     "with_effects": "It checks the values of a result, as torch.linalg.inv, solve and cholesky do: call "
@@ -520,6 +529,14 @@ def _checked(graph: TrainingGraph, first_result: str) -> TrainingGraph:
             )
     if graph.batch is not None:
         check_evaluable(graph)
+    for node in graph.nodes:
+        if node.target in MATRIX_PRODUCTS:
+            dtypes = {source.meta["val"].dtype for source in node.all_input_nodes}
+            if len(dtypes) > 1:
+                raise InputError(
+                    f"the model multiplies tensors of different dtypes, {', '.join(sorted(map(str, dtypes)))}"
+                    f"{at_line(node)}\nPass inputs of the model's dtype, or convert them there."
+                )
     return graph
 
 

@@ -62,6 +62,7 @@ from pipec.torch_compat.differentiation import (
     argument_tensors,
     differentiate,
     replaced_graph,
+    returns_loss_first,
 )
 from pipec.torch_compat.dynamo_front_end import (
     capture_with_dynamo,
@@ -337,6 +338,8 @@ class _Tracer:
         self._step.batched = tuple(sample.batched)
         with self.branches.deciding(sample, symbolic):
             captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
+        if captured.dynamo_output is not None and self._request.has_loss and not returns_loss_first(captured):
+            raise TypeError("the model returns an object that torch makes before it returns the loss")
         self.captured = captured
         use_own_operators(captured.module)
         operators = number_operators(captured.module)

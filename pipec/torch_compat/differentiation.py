@@ -152,6 +152,20 @@ def argument_tensors(captured: CapturedGraph) -> dict[torch.fx.Node, object]:
     return dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
 
 
+def returns_loss_first(captured: CapturedGraph) -> bool:
+    """Whether the first result of a graph of Dynamo's is what the traced module returned first.
+
+    Objects that the module made, and their tensors, may come before the loss.
+    """
+    graph = captured.module.graph
+    results: Any = graph.output_node().args[0]
+    if len(results) < 2:
+        return True
+    argument_tensors(captured)
+    values = torch.fx.node.map_arg(results, lambda node: node.meta["example_value"])
+    return pytree.tree_leaves(graph.process_outputs(values))[0] is values[0]
+
+
 @contextlib.contextmanager
 def replaced_graph(captured: CapturedGraph, graph: torch.fx.Graph) -> Iterator[None]:
     """Let a captured module have another graph of the same arguments and results."""

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops import scan
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 import pipec
 from pipec.errors import CaptureError, InputError
@@ -251,6 +252,13 @@ def test_rows_behind_another_dimension_keep_their_layout() -> None:
         torch.testing.assert_close(net.first.weight.grad, eager.first.weight.grad)
 
 
+def test_an_offset_into_memory_is_refused() -> None:
+    def make() -> nn.Module:
+        return Net(lambda self, x, z: x * (z.storage_offset() + 1) + z.sum())
+
+    refused(make, CaptureError, "does not compute what the model computes", z=torch.randn(9)[3:])
+
+
 # the order of keyword arguments
 
 
@@ -461,6 +469,40 @@ def test_a_missing_gradient_is_none_in_a_custom_backward() -> None:
 
 
 # results
+
+
+class Box:
+    def __init__(self, value: Tensor, unit: str) -> None:
+        self.value, self.unit = value, unit
+
+
+@pytest.fixture
+def registered_box() -> Iterator[None]:
+    pytree.register_pytree_node(
+        Box,
+        lambda box: ([box.value], box.unit),
+        lambda values, unit: Box(*values, unit),
+        serialized_type_name="Box",
+    )
+    yield
+    pytree._deregister_pytree_node(Box)
+
+
+def test_the_loss_is_found_behind_an_object_that_the_model_made(registered_box: None) -> None:
+    class Boxed(Net):
+        def forward(self, x: Tensor, **others: Any) -> Any:
+            return Box(super().forward(x), "m")
+
+    net = Boxed(lambda self, x: x.sin())
+    x, target = batch()
+    pipe = pipec.compile(
+        net, devices=2, microbatches=2, loss_fn=lambda box, target: F.mse_loss(box.value, target)
+    )
+    loss, box = pipe.step(x, target=target, outputs=True)
+    expected = net(x)
+    torch.testing.assert_close(loss, F.mse_loss(expected.value, target).detach())
+    torch.testing.assert_close(box.value, expected.value.detach())
+    assert box.unit == "m"
 
 
 @pytest.mark.parametrize(
