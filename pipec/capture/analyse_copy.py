@@ -11,7 +11,7 @@ from pipec.capture.graph_calls import describe_call
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE
 from pipec.graph import BatchFindings
 from pipec.torch_compat import pytree
-from pipec.torch_compat.captured_graph import CapturedGraph
+from pipec.torch_compat.differentiation import CapturedGraph
 from pipec.torch_compat.make_fx_front_end import CAUSE
 
 

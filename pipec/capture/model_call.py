@@ -15,7 +15,6 @@ from pipec.ir import Variable
 from pipec.ir.batch_axis import LEADING, BatchAxis
 from pipec.ir.batch_split import leaf_path
 from pipec.torch_compat import pytree
-from pipec.torch_compat.foreign_classes import marked_dimensions
 from pipec.torch_compat.module_contents import has_forward_pre_hooks
 
 
@@ -31,8 +30,6 @@ class ModelCall:
     all, each with the name of its argument. ``strided`` are the positions of leaves with their rows elsewhere
     that are not contiguous as the user passes them. ``keyword_order`` has the names of keyword arguments in
     the user's order, if ``forward`` gets them in a dict and may ask for it.
-    ``marked`` has the leaf and the dimension, rows first, of sizes that torch's ``mark_dynamic`` said will
-    differ in later calls.
     ``repeated`` has the leaves at which a tensor is passed again, each with the leaf that has it first.
 
     What is read off the arguments is kept, because the checks before a step read it several times.
@@ -45,7 +42,6 @@ class ModelCall:
     ambiguous_leaves: Mapping[str, str | int] = field(default_factory=dict)
     strided: tuple[int, ...] = ()
     keyword_order: tuple[str, ...] = ()
-    marked: tuple[tuple[int, int], ...] = ()
     repeated: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -98,16 +94,13 @@ class ModelCall:
             names.setdefault(variable.position, {})[variable.dim] = variable.name
         named = [names.get(position, {}) for position in range(len(self.leaves))]
         kinds = tuple(map(_kind, self.leaves, self.axes, self.paths, named))
-        return self._structure, kinds, self.strided, self.keyword_order, self.repeated
-
-    def without_arguments(self) -> "ModelCall":
-        """A copy with what is known of this call, without its arguments."""
-        form = replace(self, args=(), kwargs={}, target=None)
-        vars(form).update({name: getattr(self, name) for name in _SHAPE_PROPERTIES})
-        return form
+        return str(pytree.tree_structure(self.tree)), kinds, self.strided, self.keyword_order, self.repeated
 
     def with_batch_first(self, rows: int) -> "ModelCall":
         """The call with its ``rows`` in front, which it has where ``split`` says.
+
+        Rows of a contiguous tensor are made contiguous, for ``forward`` may view them; others keep their
+        strides.
 
         Raises:
             InputError: rows are merged with others in a tensor that is not contiguous.
@@ -123,27 +116,12 @@ class ModelCall:
                     f"{path} is not contiguous, and has the rows of the batch merged with others: its "
                     f"microbatches would be laid out otherwise. Pass {path}.contiguous()"
                 )
-        args, kwargs, target = self.with_leaves(self.batch_first(self.leaves, rows))
-        return replace(self, args=args, kwargs=kwargs, target=target, strided=strided)
-
-    def batch_first(self, leaves: Sequence[Any], rows: int) -> list[Any]:
-        """The leaves that a user passes, with the rows of those that are split as dimension 0.
-
-        Rows of a contiguous tensor are made contiguous, for ``forward`` may view them; others keep their
-        strides.
-        """
-        return [
+        leaves = [
             leaf if axis is None or axis.is_leading else _rows_first(leaf, axis, rows)
-            for leaf, axis in zip(leaves, self.axes, strict=True)
+            for leaf, axis in zip(self.leaves, self.axes, strict=True)
         ]
-
-    def with_arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, leaves: list[Any]
-    ) -> "ModelCall":
-        """A call of the same form. ``leaves`` are those of the arguments."""
-        call = replace(self, args=args, kwargs=kwargs, target=target)
-        vars(call).update({name: vars(self)[name] for name in _SHAPE_PROPERTIES}, leaves=leaves)
-        return call
+        args, kwargs, target = self.with_leaves(leaves)
+        return replace(self, args=args, kwargs=kwargs, target=target, strided=strided)
 
     def in_order_for(self, model: nn.Module) -> "ModelCall":
         """The call with the ``keyword_order`` that ``model`` may ask for."""
@@ -154,29 +132,11 @@ class ModelCall:
         is_asked = takes_dict and others != sorted(others)
         return replace(self, keyword_order=tuple(others)) if is_asked else self
 
-    def marked_as(self, given: Sequence[Any]) -> "ModelCall":
-        """The call with what is ``marked`` of ``given``, the leaves that the user passes."""
-        found = list[tuple[int, int]]()
-        for position, (leaf, axis) in enumerate(zip(given, self.axes, strict=True)):
-            marked = marked_dimensions(leaf) if isinstance(leaf, Tensor) else frozenset[int]()
-            dims = range(axis is not None, self.leaves[position].ndim) if marked else ()
-            found += [(position, dim) for dim in dims if (axis.given_dim(dim) if axis else dim) in marked]
-        return replace(self, marked=tuple(found))
-
     def with_leaves(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments, keyword arguments and target that have these leaves in the place of its own."""
         made: tuple[Any, ...] = pytree.tree_unflatten(leaves, pytree.tree_structure(self.tree))
         args, kwargs, target = made
         return args, kwargs, target
-
-    @functools.cached_property
-    def cache(self) -> dict[Hashable, Any]:
-        """A cache for values that depend on the form of this call alone."""
-        return {}
-
-    @functools.cached_property
-    def _structure(self) -> str:
-        return str(pytree.tree_structure(self.tree))
 
     def check_target(self, needed: bool) -> None:
         """Raise InputError if the target is missing, or has other rows than the batch."""
@@ -236,10 +196,6 @@ class ModelCall:
         """Apply ``function`` to every leaf, in order. Split leaves stay split."""
         args, kwargs, target = pytree.tree_map(function, self.tree)
         return replace(self, args=args, kwargs=kwargs, target=target, split=self.axes)
-
-
-_SHAPE_PROPERTIES = ("paths", "batch_size", "axes", "batched", "_structure", "cache")
-"""What is the same of calls that differ in the values of tensors alone."""
 
 
 def _rows_first(leaf: Tensor, axis: BatchAxis, rows: int) -> Tensor:

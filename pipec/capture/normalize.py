@@ -18,7 +18,6 @@ from pipec.capture.graph_symbols import batch_symbol, check_evaluable, number_sy
 from pipec.capture.markers import OUTPUT_MERGE, REQUIRE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.output_merge import batch_first_output
-from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
     NO_FINDINGS,
@@ -121,7 +120,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     batch = batch_symbol(arguments, traced.joint.specialized_by) if traced.symbolic else None
     symbols = variable_symbols(arguments, batch, request.variables, traced.numbers, traced.joint)
     results = _read_results(graph, traced)
-    merge_tied_arguments(graph)
+    _merge_tied_arguments(graph)
     changed = {role.fqn for role in results.roles if isinstance(role, UpdatedBuffer)}
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["role"], Buffer):
@@ -140,7 +139,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
             module,
             request.mode,
             traced.operators,
-            merge_tied_gradients(graph, results.roles),
+            _merge_tied_gradients(graph, results.roles),
             request.call.batch_size,
             batch,
             _guards(traced.joint),
@@ -273,9 +272,11 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
                 unproven = unproven or str(marked.args[1])
             kept.append((value, role))
     output.args = (tuple(value for value, _ in kept),)
-    logs, output_spec = output_structure(returned, fixed, traced.request.mode)
+    logs, model_output = _logs_and_output(returned, fixed, traced.request.mode)
+    tree = pytree.tree_map(lambda i: _Fixed(fixed[i]) if i in fixed else i, model_output)
     first = f"a {type(fixed[0]).__name__}" if fixed.get(0) is not None else "None" if 0 in fixed else ""
-    return _Results(tuple(role for _, role in kept), logs, output_spec, unproven, first)
+    roles = tuple(role for _, role in kept)
+    return _Results(roles, logs, pytree.tree_structure(tree), unproven, first)
 
 
 def _refuse_alias(fqn: str, value: fx.Node, replaced: Mapping[fx.Node, str]) -> None:
@@ -293,18 +294,6 @@ def _refuse_alias(fqn: str, value: fx.Node, replaced: Mapping[fx.Node, str]) -> 
         f"They would share memory, which stages do not. Assign a copy, with .clone(), or write into the "
         "buffer, with .copy_()"
     )
-
-
-def output_structure(
-    returned: Any, fixed: Mapping[int, object], mode: Mode
-) -> tuple[tuple[str, ...], pytree.TreeSpec]:
-    """The names of logs, and the tree of the model's output, of a module that ``returned`` positions.
-
-    ``fixed`` are the results that are no tensors, by position.
-    """
-    logs, model_output = _logs_and_output(returned, fixed, mode)
-    tree = pytree.tree_map(lambda i: _Fixed(fixed[i]) if i in fixed else i, model_output)
-    return logs, pytree.tree_structure(tree)
 
 
 def _marked(role: Output, marked: fx.Node, traced: TracedCall) -> tuple[Output, fx.Node]:
@@ -449,6 +438,52 @@ def _replace_by(node: fx.Node, value: Any) -> None:
     for user in list(node.users):
         user.args = fx.map_arg(user.args, replaced)
         user.kwargs = fx.map_arg(user.kwargs, replaced)
+
+
+def _merge_tied_arguments(graph: fx.Graph) -> None:
+    """Let every user of a tied tensor read the same argument."""
+    first: dict[ArgumentRole, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if first.setdefault(node.meta["role"], node) is not node:
+            node.replace_all_uses_with(first[node.meta["role"]])
+            graph.erase_node(node)
+
+
+def _merge_tied_gradients(graph: fx.Graph, results: Iterable[ResultRole]) -> tuple[ResultRole, ...]:
+    """Sum the gradients of a tied parameter's names in the order of the graph, as autograd does."""
+    output = graph.output_node()
+    found: dict[ResultRole, list[fx.Node]] = {}
+    for role, node in zip(results, output.args[0], strict=True):  # type: ignore[arg-type]
+        found.setdefault(role, []).append(node)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for role, nodes in found.items():
+        if len(nodes) > 1:
+            terms = sorted((term for node in nodes for term in _terms(node)), key=order.__getitem__)
+            found[role] = [_sum(graph, terms)]
+    output.args = (tuple(node for [node] in found.values()),)
+    for node in reversed(order):
+        if not node.users and is_gradient_sum(node):
+            graph.erase_node(node)
+    return tuple(found)
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    if not is_gradient_sum(node):
+        return [node]
+    return [term for source in node.all_input_nodes for term in _terms(source)]
+
+
+def _sum(graph: fx.Graph, terms: Sequence[fx.Node]) -> fx.Node:
+    total = terms[0]
+    for term in terms[1:]:
+        with graph.inserting_after(term):
+            dense_first = (term, total) if total.meta["val"].is_sparse else (total, term)
+            partial = graph.call_function(torch.ops.aten.add.Tensor, dense_first)
+        partial.meta = {key: dense_first[0].meta[key] for key in ("val", "phase")}
+        partial.meta["operator"] = min(total.meta["operator"], term.meta["operator"])
+        partial.meta["constant"] = False
+        total = partial
+    return total
 
 
 def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:

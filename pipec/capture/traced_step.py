@@ -1,5 +1,6 @@
 """The module that is traced: the model with its loss, and the names of their tensors."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipec.capture.capture_request import CaptureRequest
+from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import UNKNOWN_LOSS, LossPath, find_loss, result_at
 from pipec.capture.variable_history import equal_dimensions
 from pipec.errors import InputError
@@ -189,3 +191,26 @@ def model_names(step: TracedStep, canonical: Mapping[str, str]) -> tuple[dict[st
                 "freeze it."
             )
     return fqns, constants
+
+
+def refuse_kv_cache(call: ModelCall) -> None:
+    """Raise InputError if the call asks for a cache."""
+    if call.kwargs.get("use_cache"):
+        raise InputError(
+            "use_cache=True asks for a cache of keys and values, which only generating text needs and no "
+            "stage returns; leave it out"
+        )
+
+
+@contextlib.contextmanager
+def without_kv_cache(model: nn.Module) -> Iterator[None]:
+    """Turn off Hugging Face's caches of keys and values, which only generating text reads."""
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config"))}
+    asking = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in asking:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in asking:
+            config.use_cache = True

@@ -28,31 +28,48 @@ from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_m
 from pipec.capture.diagnosis import capture_error, error_summary
 from pipec.capture.foreign_code import refuse_foreign_model, refuse_shared_constants
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
-from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
-from pipec.capture.kv_cache import refuse_kv_cache, without_kv_cache
 from pipec.capture.microbatch_checks import require_full_scatter
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.normalize import TracedCall, training_graph
 from pipec.capture.number_operators import number_operators
 from pipec.capture.own_operators import use_own_operators
 from pipec.capture.python_randomness import NonTorchGenerators
-from pipec.capture.repeated_blocks import RepeatedBlocks, find_repeated_blocks, without_middle
-from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
+from pipec.capture.repeated_blocks import (
+    IrregularBlocksError,
+    RepeatedBlocks,
+    find_repeated_blocks,
+    instantiate_blocks,
+    without_middle,
+)
+from pipec.capture.traced_step import (
+    TracedStep,
+    make_traced_step,
+    model_names,
+    named_tensors,
+    refuse_kv_cache,
+    without_kv_cache,
+)
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch_split import variable_values
-from pipec.primitives import recurrent_network
-from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
+from pipec.primitives import ctc_loss, recurrent_network
 from pipec.torch_compat.differentiation import (
+    CapturedGraph,
     JointGraph,
+    SymbolicDims,
     argument_tensors,
     differentiate,
     replaced_graph,
     returns_loss_first,
 )
-from pipec.torch_compat.dynamo_front_end import capture_with_dynamo, draws_with_numpy, ignored_cudnn_flags
+from pipec.torch_compat.dynamo_front_end import (
+    capture_with_dynamo,
+    draws_with_numpy,
+    ignored_cudnn_flags,
+    raise_if_unsupported,
+)
 from pipec.torch_compat.guards import Guards
 from pipec.torch_compat.make_fx_front_end import capture_with_make_fx
 from pipec.torch_compat.module_contents import has_gradient_hook
@@ -60,19 +77,16 @@ from pipec.torch_compat.module_state import (
     DryRun,
     dry_run,
     has_partial_backward_hook,
-    quiet_loggers,
     quiet_logging,
     replace_with_fake_tensors,
     restore_module,
 )
 from pipec.torch_compat.operator_patches import (
-    bound_ctc_loss_workspace,
     inlined_reentrant_checkpoints,
     skip_distribution_validation,
     traced_otherwise,
 )
 from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
-from pipec.torch_compat.unsupported import raise_if_unsupported
 
 log = logging.getLogger("pipec")
 
@@ -114,12 +128,14 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         if model in _unusual_losses:
             tracer.dry_run()
         graph, failures = _first_success(tracer, request)
-        generators.refuse_non_torch_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
+        captured = tracer.captured
+        assert captured is not None
+        generators.refuse_non_torch_draws(tracer.dry_run, suspected=draws_with_numpy(captured.module))
         read = step.batched, step.loss_path
     refuse_shared_constants(model, graph)
     step.batched, step.loss_path = read  # which guards of the capture look at
-    if not tracer.is_guarded:
-        _warn_of_missing_guards(model, tracer, failures)
+    if captured.dynamo_output is None:
+        _warn_of_missing_guards(model, captured, failures)
     if is_training:
         _check_trained(graph)
     if graph.batch is None:
@@ -162,8 +178,7 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(without_kv_cache(request.model))
         stack.enter_context(cached_size_arithmetic())
         stack.enter_context(skip_distribution_validation())
-        stack.enter_context(traced_otherwise(recurrent_network))
-        stack.enter_context(bound_ctc_loss_workspace())
+        stack.enter_context(traced_otherwise(recurrent_network, ctc_loss))
         stack.enter_context(inlined_reentrant_checkpoints())
         stack.enter_context(ignored_cudnn_flags())
         stack.enter_context(_without_fused_attention(step))
@@ -190,14 +205,14 @@ def _without_fused_attention(step: TracedStep) -> Iterator[None]:
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
-def _warn_of_missing_guards(model: nn.Module, tracer: "_Tracer", failures: Sequence[Exception]) -> None:
+def _warn_of_missing_guards(model: nn.Module, captured: CapturedGraph, failures: Sequence[Exception]) -> None:
     """Say once of a model that changes of what its code reads may go unnoticed."""
     if model not in _warned:
         _warned.add(model)
         log.warning(
             "%sDynamo cannot trace the model (%s), so what its code reads is taken to stay as it is, unless "
             "modules have it as attributes, or their methods and the loss function enclose it or name it",
-            "forward and backward were traced together: " * tracer.has_traced_backward,
+            "forward and backward were traced together: " * captured.has_backward,
             error_summary(failures[0]) if failures else "it was not asked",
         )
 
@@ -236,7 +251,8 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
                 errors.clear()
     assert dry_run is not None
     is_part = request.call.batch_size < request.whole_batch.batch_size
-    raise capture_error(errors, dry_run, tracer.refused_branch, is_part) from errors[0]
+    refused_branch = next(reversed(tracer.branches.refused), "")
+    raise capture_error(errors, dry_run, refused_branch, is_part) from errors[0]
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -287,28 +303,8 @@ class _Tracer:
         self._fqns, self._constants = model_names(step, request.canonical)
         self._device = request.device if any(True for _ in step.model.parameters()) else None
         originals = replace_with_fake_tensors(step, request.device)
-        self._branches = BranchDecider(request.call, request.whole_batch, originals)
-        self._captured: CapturedGraph | None = None
-
-    @property
-    def refused_branch(self) -> str:
-        """Why the last branch was not decided; empty if none was asked for in vain."""
-        return self._branches.refused[-1] if self._branches.refused else ""
-
-    @property
-    def is_guarded(self) -> bool:
-        """Whether the last graph comes with Dynamo's guards."""
-        return self._captured is not None and self._captured.dynamo_output is not None
-
-    @property
-    def has_traced_backward(self) -> bool:
-        """Whether the last graph was traced together with its backward."""
-        return self._captured is not None and self._captured.has_backward
-
-    @property
-    def draws_with_numpy(self) -> bool:
-        """Whether the last graph draws random numbers in the place of numpy."""
-        return self._captured is not None and draws_with_numpy(self._captured.module)
+        self.branches = BranchDecider(request.call, request.whole_batch, originals)
+        self.captured: CapturedGraph | None = None
 
     def dry_run(self) -> DryRun:
         """Run the step in eager mode on fake tensors."""
@@ -339,8 +335,12 @@ class _Tracer:
     def trace(self, front_end: FrontEnd, symbolic: bool) -> TrainingGraph:
         """The training graph of what a front end captures."""
         sample = self._sample() if symbolic else self._call.sample(self._call.batch_size, self._device)
-        captured = self._trace_forward(front_end, sample, symbolic)
-        self._captured = captured
+        self._step.batched = tuple(sample.batched)
+        with self.branches.deciding(sample, symbolic):
+            captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
+        if captured.dynamo_output is not None and self._request.has_loss and not returns_loss_first(captured):
+            raise TypeError("the model returns an object that torch makes before it returns the loss")
+        self.captured = captured
         use_own_operators(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)
@@ -372,15 +372,6 @@ class _Tracer:
 
         with self._request.timed("differentiate"):
             return self._differentiate(captured, self._repeated_blocks(captured), read)
-
-    def _trace_forward(self, front_end: FrontEnd, sample: ModelCall, symbolic: bool) -> CapturedGraph:
-        is_dynamo = front_end is capture_with_dynamo
-        self._step.batched = tuple(sample.batched)
-        with self._branches.deciding(sample, symbolic):
-            captured = front_end(self._step, sample.tree, self._symbolic(sample) if symbolic else [])
-        if is_dynamo and self._request.has_loss and not returns_loss_first(captured):
-            raise TypeError("the model returns an object that torch makes before it returns the loss")
-        return captured
 
     def _resolve_collectives(self, captured: CapturedGraph) -> str:
         """The first collective of the model itself, if it has one."""
@@ -461,8 +452,8 @@ class _Tracer:
 
     def reads(self) -> ReadValues:
         """The values that the code of the model and of the loss function read for the last graph."""
-        noted = self._captured.dynamo_output if self._captured else None
-        with quiet_loggers():
+        noted = self.captured.dynamo_output if self.captured else None
+        with quiet_logging():
             guards = Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]
         return ReadValues.of(self._step, guards, constants, readable_values)
@@ -491,26 +482,18 @@ def _is_record(model: nn.Module, path: str) -> bool:
     return is_of_model and not isinstance(found, Collection | Iterator)
 
 
-def _changed_state(model: nn.Module, changed: Sequence[str]) -> list[tuple[str, str]]:
-    """The paths of objects that a forward changes, and pipelines leave alone, each with a module's class."""
-    modules = {f"model.{path}" if path else "model": type(module) for path, module in model.named_modules()}
-    of_modules = [(path, modules[path].__name__) for path in sorted(modules.keys() & changed)]
-    others = {path for path in changed if not path.endswith(("._buffers", "._parameters"))} - modules.keys()
-    return of_modules + [(path, "") for path in sorted(others) if not _is_record(model, path)]
-
-
 def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
-    for path, kind in _changed_state(model, changed):
-        if kind:
-            log.warning(
-                "forward() of %s (%s) sets attributes of the module; pipelines run what was captured and "
-                "leave them alone. State that changes from step to step belongs into a registered buffer.",
-                path,
-                kind,
-            )
+    """Name the Python objects that a forward changes, and pipelines leave alone."""
+    modules = {f"model.{path}".rstrip("."): type(module).__name__ for path, module in model.named_modules()}
+    for path in sorted(changed):
+        if path in modules:
+            what = f"forward() of {path} ({modules[path]}) sets attributes of the module"
+        elif path.endswith(("._buffers", "._parameters")) or _is_record(model, path):
+            continue
         else:
-            log.warning(
-                "forward() changes %s; pipelines run what was captured and leave it alone. State that "
-                "changes from step to step belongs into a registered buffer.",
-                path.removeprefix("model."),
-            )
+            what = f"forward() changes {path.removeprefix('model.')}"
+        log.warning(
+            "%s; pipelines run what was captured and leave it alone. State that changes from step to step "
+            "belongs into a registered buffer.",
+            what,
+        )

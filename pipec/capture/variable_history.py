@@ -1,11 +1,10 @@
 """Tracks which sizes and numbers change from call to call, such as the length of sequences.
 
 A variable has a name, and code compiled for that name serves other values too. Lengths of sequences of token
-ids are variables from the first call on, as others are that torch's ``mark_dynamic`` has marked, because most
-scripts pad each batch to its longest sequence. Any other size or number becomes one when it differs in a
-later call. Dimensions that had the same size in every call share a name, until a call in which they differ.
-The sizes and whole numbers 0 and 1 never vary, because a dimension of one element is broadcast where others
-are not, nor does a number that is not finite.
+ids are variables from the first call on, because most scripts pad each batch to its longest sequence. Any
+other size or number becomes one when it differs in a later call. Dimensions that had the same size in every
+call share a name, until a call in which they differ. The sizes and whole numbers 0 and 1 never vary, because
+a dimension of one element is broadcast where others are not, nor does a number that is not finite.
 
 Every rank makes the same calls, and so comes to the same variables by itself.
 """
@@ -70,8 +69,7 @@ class VariableHistory:
 
     def _before_any(self, call: ModelCall, values: Mapping[LeafDim, float]) -> _Seen:
         """The history of a call that is the first of its kind."""
-        expected = (*_lengths(call), *call.marked)
-        return _Seen(values, {site: "" for site in expected if site in values})
+        return _Seen(values, {site: "" for site in _lengths(call) if site in values})
 
     def change(self, call: ModelCall, mode: Mode) -> str:
         """The new values of a call, in words; empty if there are none, or if its kind is new."""
@@ -165,7 +163,7 @@ def _variables(call: ModelCall, seen: _Seen, values: Mapping[LeafDim, float]) ->
     every = seen.before(values)
     for (position, dim), value in values.items():
         before = every[position, dim]
-        if before != value or (position, dim) in call.marked:
+        if before != value:
             path = call.paths[position]
             if dim is None:
                 name = _number_name(path, position, {variable.name for variable in found})
@@ -189,8 +187,6 @@ def _change(seen: _Seen, variables: Sequence[Variable], values: Mapping[LeafDim,
         site = variable.position, variable.dim
         if site in seen.fixed and seen.values[site] != values[site]:
             return f"{variable.what} is {values[site]}, compiled for {seen.values[site]}"
-        if site not in seen.names and seen.values[site] == values[site]:
-            return f"{variable.what} is marked as dynamic: it becomes symbolic"
         if site not in seen.names:
             return f"{variable.what} is {values[site]}, compiled for {seen.values[site]}: it becomes symbolic"
         if seen.names[site] != variable.name:

@@ -232,9 +232,8 @@ def _capture(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]
     )
     refuse_float16_weights(settings.precision, compiler.model)
     with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
-        variables = request.key.variables
-        says = request.has_changed or request.call.marked
-        graph = capture_with_variables(one, variables, log.warning if says else log.debug)
+        report = log.warning if request.has_changed else log.debug
+        graph = capture_with_variables(one, request.key.variables, report)
     return replace(graph, variables=request.key.variables, planned_sizes=request.values)
 
 

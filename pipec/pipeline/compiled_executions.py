@@ -18,16 +18,15 @@ from pipec.artifact.artifact import CompiledArtifact, MicrobatchGroups
 from pipec.capture.autocast import autocast, check_autocast
 from pipec.capture.batch_inputs import (
     BatchedOption,
+    lists_as_tensors,
     observed_splits,
     positional_names,
     refuse_nested_batches,
+    sequence_first_spec,
     with_batch_axes,
 )
-from pipec.capture.call_cache import CallCache, CallKey
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
-from pipec.capture.number_lists import Arguments, lists_as_tensors
-from pipec.capture.sequence_first import sequence_first_spec
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
 from pipec.compiler.compiler import Compiler
@@ -120,7 +119,6 @@ class CompiledExecutions(Executions):
         self.known_splits: dict[str, bool] = {}
         self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
-        self._checked_calls = CallCache()
         self._batch_axis_is_known = False
         self._takes_lists: bool | None = None
         self._made: dict[int, CompiledArtifact] = {}
@@ -168,7 +166,7 @@ class CompiledExecutions(Executions):
         """
         agree = self._agree if self._batch_axis_is_known else self._agree_on_axis
         may_convert = self.batch == "same" and self._takes_lists is not True
-        given = Arguments(arguments.args, dict(arguments.kwargs), arguments.target)
+        given = arguments.args, dict(arguments.kwargs), arguments.target
         tensors = lists_as_tensors(given) if may_convert else None
         if tensors is None:
             return agree(request, arguments)
@@ -178,7 +176,6 @@ class CompiledExecutions(Executions):
         try:
             call = agree(request, arguments)
         except (InputError, CaptureError) as failure:
-            self._checked_calls.clear()
             self._takes_lists = False
             try:
                 return agree(request, converted)
@@ -227,7 +224,6 @@ class CompiledExecutions(Executions):
             if not may_be_right:
                 continue
             self.batched = other
-            self._checked_calls.clear()
             try:
                 call = self._agree(request, arguments, refuses_mixed_rows=True)
             except (InputError, CaptureError):
@@ -236,7 +232,6 @@ class CompiledExecutions(Executions):
             logger.warning("the batch is split with batched={%s}. Otherwise: %s", listed, _reason(why))
             return call
         self.batched = given
-        self._checked_calls.clear()
         if not isinstance(why, MixedRowsError):
             raise why from None
         return self._agree(request, arguments)
@@ -531,7 +526,6 @@ class CompiledExecutions(Executions):
         groups, kept, read, splits = self.ranks.call_on_rank_0(f"compiling {request.name}", compiled)
         self._plain_values[request.mode] = PlainValues(read)
         self.known_splits |= splits
-        self._checked_calls.clear()
         made = self._made | {compiled.number: compiled for compiled, _ in groups}
         self._made = {number: made[number] for number in kept}
         if len(groups) == 1:
@@ -611,12 +605,8 @@ class CompiledExecutions(Executions):
         return ModelCall(args, kwargs, target, *form)
 
     def _capture_key(self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint) -> CaptureKey:
-        key: CaptureKey | None = call.cache.get((request, fingerprint))
-        if key is None:
-            variables = self.variables.of(call, request.mode)
-            key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
-            call.cache[request, fingerprint] = key
-        return key
+        variables = self.variables.of(call, request.mode)
+        return CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
 
     def _fingerprint(self, mode: Mode, snapshot: ModelSnapshot) -> Fingerprint:
         """The values of the model and of torch; the same object as last time if nothing has changed."""
@@ -639,30 +629,14 @@ class CompiledExecutions(Executions):
         args, kwargs, target = arguments.args, dict(arguments.kwargs), arguments.target
         check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
         refuse_active_mode()
-        key, leaves = CallKey.of(self.compiler.model, args, kwargs, target, mode is Mode.FORWARD)
-        if mode is Mode.TRAIN and (
-            key is None or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        ):
-            refuse_input_gradients(ModelCall(args, kwargs, target))
-        cached = self._checked_calls.get(key) if key else None
-        if cached is None:
-            cached = self._new_call(mode, args, kwargs, target)
-            if key and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
-                self._checked_calls.put(key, cached)
-            return cached
-        laid_out = cached.batch_first(leaves, cached.batch_size)
-        if not same_objects(laid_out, leaves):
-            structure = pytree.tree_structure((args, dict(sorted(kwargs.items())), target))
-            args, kwargs, target = pytree.tree_unflatten(laid_out, structure)
-        return cached.with_arguments(args, kwargs, target, laid_out)
-
-    def _new_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
-        given = ModelCall(args, kwargs, target).leaves
-        call = ModelCall(args, kwargs, target, repeated=repeated_tensors(given))
+        given = ModelCall(args, kwargs, target)
+        if mode is Mode.TRAIN:
+            refuse_input_gradients(given)
+        call = replace(given, repeated=repeated_tensors(given.leaves))
         call.check(self.compiler.model)
-        call = self._divided(call.in_order_for(self.compiler.model)).marked_as(given)
+        call = self._divided(call.in_order_for(self.compiler.model))
         if mode is not Mode.FORWARD:
             call.check_target(needed=self.compiler.settings.loss_fn is not None)
         return call
@@ -674,7 +648,7 @@ class CompiledExecutions(Executions):
 def _form(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
     splits = call.split, call.ambiguous_leaves
-    return *splits, call.strided, call.keyword_order, call.marked, call.repeated
+    return *splits, call.strided, call.keyword_order, call.repeated
 
 
 _TRAINED, _ROWS = 0, 1
@@ -699,10 +673,8 @@ def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:
 
 def _describe_form(call: ModelCall) -> CallDescription:
     """What must be equal on all ranks besides the arguments, because the code that they run depends on it."""
-    marked = [f"dimension {dim} of {call.paths[position]}" for position, dim in call.marked]
     repeated = [f"{call.paths[position]} is {call.paths[first]}" for position, first in call.repeated]
-    described = {"marked as dynamic": marked, "the same tensor": repeated}
-    return {name: ", ".join(each) or "nothing" for name, each in described.items()}
+    return {"the same tensor": ", ".join(repeated) or "nothing"}
 
 
 def _row_type(leaf: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""The joint graph of forward and backward, with the roles of its arguments and results, and its sizes."""
+"""What a front end returns, and the joint graph of forward and backward that torch makes of it."""
 
 import contextlib
 import re
@@ -19,11 +19,40 @@ from torch._guards import tracing
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv, free_unbacked_symbols
 
 from pipec.torch_compat import pytree
-from pipec.torch_compat.captured_graph import CapturedGraph
 from pipec.torch_compat.module_state import without_autocast
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
 """What ``torch._check`` becomes in a captured graph."""
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A forward graph, and the arguments to differentiate it with.
+
+    ``changed_state`` names the Python objects that the forward would change, and tracing did not. Each is a
+    path from the traced module, such as ``model.layers.0``; for an attribute, the path of its module.
+
+    Of a graph of Dynamo's, ``dynamo_output`` is the record of everything that the code read, for ``Guards``.
+    Of the fallback's, ``results`` is the tree of its results. If that graph includes its backward,
+    ``trained`` names the parameters whose gradients follow the results, and the last argument is the gradient
+    of the first result.
+    """
+
+    module: torch.fx.GraphModule
+    args: tuple[Any, ...]
+    changed_state: tuple[str, ...] = ()
+    dynamo_output: Any = None
+    results: pytree.TreeSpec | None = None
+    trained: tuple[str, ...] | None = None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the graph includes its backward."""
+        return self.trained is not None
+
+
+SymbolicDims = Sequence[tuple[torch.Tensor, int]]
+"""Tensors among the arguments, each with a dimension that becomes a symbol."""
 
 
 def is_data_dependent(value: object, numbers: Collection[sympy.Symbol] = ()) -> bool:
@@ -123,24 +152,18 @@ def argument_tensors(captured: CapturedGraph) -> dict[torch.fx.Node, object]:
     return dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
 
 
-def result_tree(captured: CapturedGraph) -> Any:
-    """What the traced module returned, as fake tensors. ``argument_tensors`` must have been called before."""
-    graph = captured.module.graph
-    results = graph.output_node().args[0]
-    return graph.process_outputs(torch.fx.node.map_arg(results, lambda node: node.meta["example_value"]))
-
-
 def returns_loss_first(captured: CapturedGraph) -> bool:
     """Whether the first result of a graph of Dynamo's is what the traced module returned first.
 
     Objects that the module made, and their tensors, may come before the loss.
     """
-    results: Any = captured.module.graph.output_node().args[0]
+    graph = captured.module.graph
+    results: Any = graph.output_node().args[0]
     if len(results) < 2:
         return True
     argument_tensors(captured)
-    first = results[0].meta.get("example_value") if isinstance(results[0], torch.fx.Node) else results[0]
-    return pytree.tree_leaves(result_tree(captured))[0] is first
+    values = torch.fx.node.map_arg(results, lambda node: node.meta["example_value"])
+    return pytree.tree_leaves(graph.process_outputs(values))[0] is values[0]
 
 
 @contextlib.contextmanager

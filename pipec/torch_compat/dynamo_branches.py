@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pipec.torch_compat import pytree
 from pipec.torch_compat.foreign_classes import is_fake
-from pipec.torch_compat.lost_effects import refuse_lost_call
+from pipec.torch_compat.lost_effects import refuse_lost_hook
 from pipec.torch_compat.operators import TorchDispatchMode, schema
 from pipec.torch_compat.symbolic_numbers import formula
 
@@ -58,8 +58,8 @@ def decide_branches(
     of tensors. The condition of ``torch._check_tensor_all``, or of an assertion that compares such numbers,
     becomes a call of ``require``, with the condition and an empty text. Dynamo handles other assertions.
 
-    Also let it skip statements that set ``requires_grad`` of what the graph computes, and refuse calls that a
-    graph would lose.
+    Also let it skip statements that set ``requires_grad`` of what the graph computes, and refuse hooks on
+    leaves.
     """
     call_method = TensorVariable.call_method
 
@@ -114,8 +114,7 @@ def decide_branches(
         return handle
 
     def watched_call(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        is_leaf = getattr(self, "source", None) is not None
-        refuse_lost_call(name, is_leaf, tx.f_code.co_filename, tx.lineno)
+        refuse_lost_hook(name, is_leaf=getattr(self, "source", None) is not None)
         value = None
         if name == "item":
             is_check = self.as_proxy().node.target == CHECK_METHOD and tx.output.current_tracer.parent is None

@@ -24,7 +24,7 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipec.errors import UnsupportedTorchError
-from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
+from pipec.torch_compat.differentiation import CapturedGraph, SymbolicDims
 from pipec.torch_compat.lost_effects import LOST_GRADIENT, LostEffectError
 from pipec.torch_compat.values import fqn_of
 
@@ -96,7 +96,6 @@ def _remove_compiled_globals(module: torch.nn.Module) -> None:
 def _refuse_lost_effects(module: torch.nn.Module, output: Any, changed: Collection[str]) -> None:
     """Refuse what Dynamo traced and its graph does not do.
 
-
     Raises:
         LostEffectError: a forward sets the gradient of a parameter, or a backward wants gradients that are
             None, for which Dynamo would pass zeros.
@@ -164,9 +163,6 @@ def _changed_state(messages: Sequence[str]) -> Iterator[str]:
             yield f"{module}.{attribute}".rstrip(".")
 
 
-_TORCH = str(Path(torch.__file__).parent)
-
-
 _MODEL_RAISED = ("Observed exception", "failed to bind arguments when attempting to inline")
 
 
@@ -195,3 +191,30 @@ def reason_of(error: BaseException) -> str:
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The stack of the traced program where Dynamo failed, outermost frame first; empty for other errors."""
     return list(getattr(error, "real_stack", None) or [])
+
+
+_HERE = str(Path(__file__).parent)
+
+_OF_CODE = (AttributeError, ImportError, NameError, TypeError)
+"""What Python raises where a name is gone or a function takes other arguments."""
+
+
+def raise_if_unsupported(error: BaseException) -> None:
+    """Raise UnsupportedTorchError if ``error`` arose in the code that uses private parts of torch.
+
+    What that code raises itself is of another class. So no model is captured in a quieter way because a part
+    of torch has changed.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        if isinstance(cause, UnsupportedTorchError):
+            raise cause
+        if type(cause) in _OF_CODE and frames and frames[-1].filename.startswith(_HERE):
+            place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
+            raise UnsupportedTorchError(
+                f"torch {torch.__version__} is not as pipec knows it: {type(cause).__name__}: {cause}\n"
+                f"  at {place}\nInstall a version of torch that docs/stability.md names, or a pipec that "
+                "knows this one"
+            ) from error
+        cause = cause.__cause__ or cause.__context__

@@ -16,7 +16,6 @@ _INHERITED: Any = (
 """What torch's own classes of tensors have, which leaves operators as they are."""
 
 _MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
-_DYNAMIC = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
 
 
 def active_mode() -> str:
@@ -59,12 +58,6 @@ def changes_operators(tensor: Tensor) -> bool:
 def attributes(tensor: Tensor) -> list[str]:
     """The attributes that a script gave to a tensor, without those by which torch marks its dimensions."""
     return [name for name in vars(tensor) if not name.startswith(_MARKS)]
-
-
-def marked_dimensions(tensor: Tensor) -> frozenset[int]:
-    """The dimensions that ``mark_dynamic`` or ``maybe_mark_dynamic`` said will have other sizes later."""
-    held = vars(tensor)
-    return frozenset().union(*(held.get(name, ()) for name in _DYNAMIC))
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:

@@ -22,9 +22,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.torch_compat import pytree
-from pipec.torch_compat.captured_graph import CapturedGraph, SymbolicDims
+from pipec.torch_compat.differentiation import CapturedGraph, SymbolicDims
 from pipec.torch_compat.lost_effects import ForwardWatch, LostEffectError, OwnBackwardError
-from pipec.torch_compat.module_state import silence_output, skipped_no_op_conversions, without_autocast
+from pipec.torch_compat.module_state import (
+    fake_tensor,
+    silence_output,
+    skipped_no_op_conversions,
+    without_autocast,
+)
 
 CAUSE = "pipec_cause"
 """Key in the meta of backward nodes: the forward node that autograd differentiated; None if unknown."""
@@ -54,7 +59,7 @@ def _trace(
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     traced = _TracedModule(module, with_backward)
     module_tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    fakes = {name: _fake(tensor, mode) for name, tensor in module_tensors.items()}
+    fakes = {name: fake_tensor(tensor, tensor.device, mode) for name, tensor in module_tensors.items()}
     real_leaves, structure = pytree.tree_flatten(args)
     leaves = [_fake_argument(leaf, mode, symbolic) for leaf in real_leaves]
 
@@ -137,12 +142,6 @@ def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
         }
         for path, each in module.named_modules()
     }
-
-
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def _fake_argument(leaf: Any, mode: FakeTensorMode, symbolic: SymbolicDims) -> Any:

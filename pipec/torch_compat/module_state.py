@@ -37,22 +37,16 @@ LOGGERS = (
 
 @contextlib.contextmanager
 def quiet_logging() -> Iterator[None]:
-    """Keep torch's advice about tracing off the terminal, and its warnings."""
-    with quiet_loggers(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def quiet_loggers() -> Iterator[None]:
-    """Keep torch's loggers off the terminal, except those that TORCH_LOGS turned up."""
+    """Keep torch's advice about tracing off the terminal, but for loggers that TORCH_LOGS turned up."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         if logger.level not in (logging.DEBUG, logging.INFO):
             logger.setLevel(logging.CRITICAL + 1)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -123,11 +117,6 @@ def _contents(container: Container) -> list[Any]:
     return [id(value) for value in container]
 
 
-def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The dicts with the attributes, parameters and buffers of the module and of every module in it."""
-    return [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
-
-
 def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
     """Replace parameters and buffers by fake ones on ``device``, without memory, unless both are on the CPU.
 
@@ -143,7 +132,7 @@ def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> 
         for tensor in (*module.parameters(), *module.buffers())
         if not tensor.device.type == device.type == "cpu"
     ]
-    fakes = {id(tensor): _fake(tensor, device, mode) for tensor in tensors}
+    fakes = {id(tensor): fake_tensor(tensor, device, mode) for tensor in tensors}
     replace_tensors(module, fakes)
     return {id(fakes[id(tensor)]): tensor for tensor in tensors}
 
@@ -159,14 +148,16 @@ def replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) 
             return weakref.ref(fakes[id(value())])
         return fakes.get(id(value), value)
 
-    for registry in _registries(module):
+    registries = [x for m in module.modules() for x in (m.__dict__, m._parameters, m._buffers)]
+    for registry in registries:
         for name, value in registry.items():
             registry[name] = replaced(value)
             if type(value) is list:
                 value[:] = map(replaced, value)
 
 
-def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
+def fake_tensor(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor like this one on ``device``, without values."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fake
@@ -214,8 +205,10 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     tensors = (*module.parameters(), *module.buffers())
     error = None
     try:
-        replace_tensors(module, {id(tensor): _fake(tensor, tensor.device, mode) for tensor in tensors})
-        fake_args = pytree.tree_map_only(torch.Tensor, lambda leaf: _fake(leaf, leaf.device, mode), args)
+        replace_tensors(module, {id(tensor): fake_tensor(tensor, tensor.device, mode) for tensor in tensors})
+        fake_args = pytree.tree_map_only(
+            torch.Tensor, lambda leaf: fake_tensor(leaf, leaf.device, mode), args
+        )
         with mode, silence_output(), skipped_no_op_conversions(module):
             module(*fake_args)
     except Exception as raised:

@@ -37,11 +37,14 @@ def _distributions_are_validated() -> bool:
 
 
 @contextlib.contextmanager
-def traced_otherwise(network: Callable[..., tuple[torch.Tensor, ...]]) -> Iterator[None]:
-    """Let torch trace recurrent networks as ``network(cell, ...)``, and covariances by products.
+def traced_otherwise(
+    network: Callable[..., tuple[torch.Tensor, ...]], ctc_loss: Callable[..., torch.Tensor]
+) -> Iterator[None]:
+    """Let torch trace recurrent networks as ``network(cell, ...)``, and other operators as such functions.
 
     torch traces a recurrent network step by step, which makes the length a constant, and takes 4.7 s for a
-    GRU of 100 steps. ``cov``, and ``corrcoef`` with it, asks for a value to warn of few observations. Kernels
+    GRU of 100 steps. What ``ctc_loss`` saves has a size that depends on the values of the lengths. ``cov``,
+    and ``corrcoef`` with it, asks for a value to warn of few observations. Kernels
     that ``torch.library`` registers reach real tensors too, in all threads; these are called where torch
     traces, and nowhere else.
     """
@@ -49,7 +52,7 @@ def traced_otherwise(network: Callable[..., tuple[torch.Tensor, ...]]) -> Iterat
         getattr(torch.ops.aten, name).input: functools.partial(network, cell)
         for cell, name in RECURRENT.items()
     }
-    operators[torch.ops.aten.cov.default] = _covariance
+    operators |= {torch.ops.aten.ctc_loss.Tensor: ctc_loss, torch.ops.aten.cov.default: _covariance}
     for operator, function in operators.items():
         for key in _AUTOGRAD:
             operator.py_impl(key)(function)
@@ -101,33 +104,6 @@ def inlined_reentrant_checkpoints() -> Iterator[None]:
         yield
     finally:
         del CheckpointFunction.apply
-
-
-@contextlib.contextmanager
-def bound_ctc_loss_workspace() -> Iterator[None]:
-    """Give the table that ``ctc_loss`` saves for its backward the size for the longest possible target.
-
-    Its real size depends on the values of the lengths, so that torch refuses the operator.
-    """
-    library = torch.library.Library("aten", "IMPL")  # registrations end with it
-    for name, fake in {"_ctc_loss": _ctc_loss, "_ctc_loss_backward": _ctc_loss_backward}.items():
-        torch.library.register_fake(f"aten::{name}.Tensor", fake, lib=library)
-    try:
-        yield
-    finally:
-        del library
-
-
-def _ctc_loss(
-    log_probabilities: torch.Tensor, targets: torch.Tensor, *options: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    length, rows, _ = log_probabilities.shape
-    table = log_probabilities.new_empty(rows, length, 2 * targets.shape[-1] + 1)
-    return log_probabilities.new_empty(rows), table
-
-
-def _ctc_loss_backward(gradient: torch.Tensor, log_probabilities: torch.Tensor, *options: object) -> Any:
-    return log_probabilities.new_empty(log_probabilities.shape)
 
 
 @functools.cache

@@ -19,20 +19,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from pipec.errors import UnsupportedTorchError
-from pipec.torch_compat.versions import NEWEST, OLDEST, parsed_version, version_text
+from pipec.torch_compat.versions import NEWEST, OLDEST, version_text
 
 
 class Symbol(NamedTuple):
     """A part of torch by its dotted path, and what pipec needs it for.
 
-    ``needed`` is the time at which pipec finds out that it is gone, one of ``GONE``. ``since`` is the first
-    supported version of torch that has it.
+    Every supported version of torch has it. ``needed`` is the time at which pipec finds out that it is gone,
+    one of ``GONE``.
     """
 
     name: str
     purpose: str
     needed: Literal["start", "capture", "inductor"] = "capture"
-    since: tuple[int, int] = OLDEST
 
 
 GONE = {
@@ -154,11 +153,6 @@ SYMBOLS = (
     ),
     Symbol("torch.utils._sympy.printers.PythonPrinter", "a formula of sizes as Python", "start"),
     Symbol("torch.fx.Graph()._codegen", "a graph without equal blocks takes arguments as the whole graph"),
-    Symbol(
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv()._replacements_version_counter",
-        "whether what is known of sizes has changed, so that arithmetic on them is computed once",
-        since=(2, 13),
-    ),
     # the fallback, make_fx
     Symbol("torch._C._current_autograd_node", "which node of autograd made an operator of the backward"),
     Symbol(
@@ -246,7 +240,7 @@ def _exists(symbol: Symbol) -> bool:
     try:
         resolve(symbol.name)
     except (AttributeError, ImportError):
-        return parsed_version(torch.__version__) < symbol.since
+        return False
     return True
 
 

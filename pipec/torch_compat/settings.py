@@ -43,9 +43,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
 }
 """Functions that read the settings, by name."""
 
-_READERS = [*SETTINGS.values()]
-
 
 def read_settings() -> tuple[Any, ...]:
     """The current values, in the order of ``SETTINGS``."""
-    return tuple([read() for read in _READERS])
+    return tuple([read() for read in SETTINGS.values()])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_models import each, t5
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from unsplit_reference import relative_error
@@ -82,12 +81,6 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_what_may_be_split_or_whole_is_tried(name: str) -> None:
-    check(*AMBIGUOUS[name])
-
-
-@pytest.mark.usefixtures("constant_batch")
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_what_may_be_split_or_whole_is_tried_for_one_size(name: str) -> None:
     check(*AMBIGUOUS[name])
 
 
@@ -200,21 +193,3 @@ def test_what_has_a_batch_of_its_own_is_refused(argument: Any, message: str) -> 
     pipe = pipec.compile(Model(add), devices=2, microbatches=2)
     with pytest.raises(InputError, match=message):
         pipe.step(X, argument)
-
-
-def test_a_list_of_tensors_without_a_common_batch_is_refused() -> None:
-    pipe = pipec.compile(Model(add), devices=2, microbatches=2)
-    with pytest.raises(InputError, match="'x' holds tensors of 3, 2 rows, so it has no batch to split"):
-        pipe.step([torch.randn(3, WIDTH), torch.randn(2, WIDTH)], TABLE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factory", each(t5))
-def test_ordinary_batches_of_text_need_no_word(factory: Any) -> None:
-    """Also if there are as many texts as tokens."""
-    made, inputs = factory()
-    inputs = {name: x[:, : x.shape[0]] if x.shape[1] > x.shape[0] else x for name, x in inputs.items()}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    pipe = pipec.compile(made, devices=2, microbatches=2)
-    pipe.step(**inputs)
-    assert "whole" not in str(pipe.plan)

@@ -26,15 +26,12 @@ from awkward_modules import (
     MovingMean,
     Normalized,
     Quantized,
-    Recurrent,
     Shared,
     Sizes,
     Teacher,
     Unused,
     batch,
 )
-from huggingface_models import llama
-from slow_params import slow
 from torch import Tensor, nn
 from unsplit_reference import Inputs, StepResult, assert_equal, microbatches, unsplit_step
 
@@ -105,21 +102,6 @@ UNROLLED = ("GRUCell loop", "TransformerEncoder")
 def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(make: Callable[[], nn.Module]) -> None:
     found, expected, pipe = trained_both_ways(Between(make), batch())
     assert_equal(found, expected, tied(pipe))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
-def test_a_recurrent_layer_trains_with_the_bits_of_the_unsplit_model(dtype: torch.dtype) -> None:
-    found, expected, _ = trained_both_ways(Between(Recurrent).to(dtype), batch(dtype))
-    assert_equal(found, expected)
-
-
-def test_what_is_not_trained_has_no_gradient() -> None:
-    """That gradients have the same names is compared above, too; here the names are spelled out."""
-    ends = {"first.weight", "first.bias", "last.weight", "last.bias"}
-    frozen, _, _ = trained_both_ways(Between(FrozenNorm), batch())
-    assert frozen.gradients.keys() == ends | {"awkward.norm.weight", "awkward.norm.bias"}
-    unused, _, _ = trained_both_ways(Between(Unused), batch())
-    assert unused.gradients.keys() == ends
 
 
 def test_a_loss_function_may_be_a_module_with_buffers() -> None:
@@ -210,14 +192,6 @@ def test_nested_outputs_come_back_in_their_own_classes() -> None:
     assert torch.equal(pair.left, torch.cat([part.extras["pair"].left for part in parts]))
     assert torch.equal(pair.right, call["inputs"]["pair"].right)
     assert (found.extras["name"], found.extras["none"]) == ("half", None)
-
-
-def test_the_order_of_keyword_arguments_means_nothing() -> None:
-    x, scale = torch.zeros(4, 2), 0.5
-    one, other = ModelCall((), {"x": x, "scale": scale}), ModelCall((), {"scale": scale, "x": x})
-    assert one.signature() == other.signature()
-    assert one.paths == other.paths == ["kwargs['scale']", "kwargs['x']", "target"]
-    assert one.leaves[1] is other.leaves[1] is x
 
 
 def test_a_sample_has_the_layout_of_the_call() -> None:
@@ -322,19 +296,6 @@ def test_a_tensor_that_nobody_gave_a_value_is_refused_by_name() -> None:
     assert_equal(StepResult.of(loss, pipe), expected)
 
 
-@pytest.mark.slow
-def test_a_llama_on_meta_keeps_rotary_buffers_that_are_real() -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    real, inputs = llama()
-    with torch.device("meta"):
-        model = type(real)(real.config)
-    model.model.rotary_emb = LlamaRotaryEmbedding(real.config)
-    pipe = pipec.compile(model, devices=2, microbatches=2).prepare(**inputs)
-    pipe.to_empty(device="cpu").load_state_dict(real.state_dict())
-    torch.testing.assert_close(pipe.step(**inputs), real(**inputs).loss.detach())
-
-
 # a batch that cannot be symbolic
 
 
@@ -355,16 +316,6 @@ def test_a_model_that_unrolls_the_batch_is_compiled_for_each_size(caplog: pytest
         assert message.startswith(f"microbatches of {size} rows are compiled on their own")
         assert "enumerate(x, start=1)" in message
         assert "test_capture.py:" in message
-
-
-@pytest.mark.slow
-def test_a_branch_on_the_batch_size_is_compiled_once_for_each_side() -> None:
-    class OnlySmall(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.relu() if x.shape[0] > 2 else x.sigmoid()
-
-    found, expected, _ = trained_both_ways(Between(OnlySmall), batch())
-    assert_equal(found, expected)
 
 
 # the model is left as it was

@@ -39,23 +39,6 @@ def test_fakes_of_the_other_device_stand_for_tensors_without_memory() -> None:
     assert all(after[name] is tensor for name, tensor in before.items())
 
 
-def test_a_model_on_several_gpus_is_traced_on_one() -> None:
-    """As it is once a first step has put its stages there."""
-    model = Tied()
-    with FakeTensorMode():
-        model.second.bias = nn.Parameter(torch.empty(4, device=torch.device("cuda", 1)))
-    with restore_module(model):
-        replace_with_fake_tensors(model, GPU)
-        assert {parameter.device for parameter in model.parameters()} == {GPU}
-    assert {parameter.device.type for parameter in model.parameters()} == {"cuda", "cpu"}
-
-
-def test_on_the_cpu_a_model_is_traced_as_it_is() -> None:
-    model = Tied()
-    replace_with_fake_tensors(model, torch.device("cpu"))
-    assert not any(isinstance(tensor, FakeTensor) for tensor in model.state_dict(keep_vars=True).values())
-
-
 def test_constants_of_an_artifact_are_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pickled tensor of ``cuda:0`` would be made there by every process."""
     loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))

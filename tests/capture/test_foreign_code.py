@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import pipec
 from pipec.errors import CaptureError, InputError
@@ -74,14 +72,6 @@ class Doubling(TorchFunctionMode):
         return result * 2 if func is torch.sin else result
 
 
-class DoublingValues(TorchDispatchMode):
-    """Doubles values below autograd, so that gradients are not doubled."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result * 2 if func in (torch.ops.aten.addmm.default, torch.ops.aten.linear.default) else result
-
-
 def within(context: Callable[[], Any], compute: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
     def odd(self: Any, x: Tensor) -> Tensor:
         with context():
@@ -92,9 +82,6 @@ def within(context: Callable[[], Any], compute: Callable[[Any, Tensor], Tensor])
 
 CONTEXTS = {
     "saved tensors doubled": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x * 2, lambda x: x),
-    "saved tensors rounded": lambda: torch.autograd.graph.saved_tensors_hooks(
-        lambda x: x.bfloat16(), lambda x: x.float()
-    ),
     "saved tensors cut by functions of torch": lambda: torch.autograd.graph.saved_tensors_hooks(
         F.relu, F.relu
     ),
@@ -106,10 +93,6 @@ CONTEXTS = {
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_in_forward_acts_as_in_eager_mode(name: str) -> None:
     assert_trains_as_eager(lambda: Net(within(CONTEXTS[name], lambda self, x: x.sin())))
-
-
-def test_a_dispatch_mode_in_forward_acts_below_autograd() -> None:
-    assert_trains_as_eager(lambda: Net(within(DoublingValues, lambda self, x: self.middle(x))))
 
 
 @pytest.mark.parametrize(
@@ -245,15 +228,6 @@ def test_rows_keep_the_strides_of_the_batch() -> None:
     assert_trains_as_eager(lambda: Net(odd), z=torch.randn(ROWS, 1).expand(ROWS, WIDTH))
 
 
-def test_a_call_with_another_layout_is_compiled_anew() -> None:
-    net = Net(lambda self, x, z: x * (2 if z.is_contiguous() else 3) + z.sum())
-    x, target = batch()
-    pipe = pipec.compile(net, devices=2, microbatches=2, loss_fn=F.mse_loss)
-    for z in (torch.ones(WIDTH, 3), torch.ones(3, WIDTH).t()):
-        loss = pipe.step(x, target=target, z=z)
-        torch.testing.assert_close(loss, F.mse_loss(net(x, z=z), target).detach())
-
-
 class TimeFirst(nn.Module):
     """Takes its rows as dimension 1, and asks how they are laid out."""
 
@@ -278,21 +252,11 @@ def test_rows_behind_another_dimension_keep_their_layout() -> None:
         torch.testing.assert_close(net.first.weight.grad, eager.first.weight.grad)
 
 
-def test_rows_that_are_merged_with_others_must_be_contiguous() -> None:
-    class Flat(TimeFirst):
-        def forward(self, x: Tensor, flat: Tensor) -> Tensor:
-            return super().forward(x + flat.reshape(x.shape))
-
-    pipe = pipec.compile(Flat(), devices=2, microbatches=2, batched={"x": 1, "flat": "(t b) d"})
-    with pytest.raises(InputError, match=r"args\[1\] is not contiguous.*Pass args\[1\].contiguous\(\)"):
-        pipe.step(torch.randn(3, ROWS, WIDTH), torch.randn(3 * ROWS, 2 * WIDTH)[:, ::2])
-
-
 def test_an_offset_into_memory_is_refused() -> None:
     def make() -> nn.Module:
         return Net(lambda self, x, z: x * (z.storage_offset() + 1) + z.sum())
 
-    refused(make, CaptureError, r"storage_offset\(\) at test_foreign_code.py", z=torch.randn(9)[3:])
+    refused(make, CaptureError, "does not compute what the model computes", z=torch.randn(9)[3:])
 
 
 # the order of keyword arguments
@@ -323,11 +287,6 @@ def freeze(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-def freeze_module(self: Any, x: Tensor) -> Tensor:
-    self.middle.requires_grad_(False)
-    return x
-
-
 def clear_gradient(self: Any, x: Tensor) -> Tensor:
     self.middle.weight.grad = None
     return x
@@ -348,11 +307,6 @@ def seed(self: Any, x: Tensor) -> Tensor:
     return x + torch.randn(WIDTH)
 
 
-def fork(self: Any, x: Tensor) -> Tensor:
-    with torch.random.fork_rng():
-        return x + torch.randn(WIDTH)
-
-
 def read_seed(self: Any, x: Tensor) -> Tensor:
     return x * (torch.initial_seed() % 7)
 
@@ -361,12 +315,10 @@ def read_seed(self: Any, x: Tensor) -> Tensor:
     ("odd", "match"),
     [
         (freeze, "sets requires_grad of a parameter"),
-        (freeze_module, "sets requires_grad of a parameter"),
         (clear_gradient, "sets or asks for the grad"),
         (replace_parameter, "replaces a parameter"),
         (replace_data, "replaces a parameter or its data"),
         (seed, "seeds torch's random generator"),
-        (fork, "seeds torch's random generator"),
         (read_seed, "seeds torch's random generator"),
     ],
 )
@@ -375,18 +327,6 @@ def test_a_forward_that_changes_more_than_values_is_refused(odd: Any, match: str
     refused(lambda: Net(odd), CaptureError, match)
     assert torch.random.default_generator is generator
     assert not {"grad", "data", "requires_grad", "requires_grad_", "stride"} & {*vars(Tensor)}
-
-
-def test_gradients_that_forward_clears_are_refused_once_there_are_some() -> None:
-    def odd(self: Any, x: Tensor) -> Tensor:
-        self.zero_grad()
-        return x
-
-    x, target = batch()
-    pipe = pipec.compile(Net(odd), devices=2, microbatches=2, loss_fn=F.mse_loss)
-    pipe.step(x, target=target)
-    with pytest.raises(CaptureError, match="sets or asks for the grad"):
-        pipe.step(x, target=target)
 
 
 def use_buffers(net: Any) -> None:
@@ -398,11 +338,6 @@ def use_buffers(net: Any) -> None:
 def swap(self: Any, x: Tensor) -> Tensor:
     self.one, self.other = self.other, self.one
     return x * self.one
-
-
-def share(self: Any, x: Tensor) -> Tensor:
-    self.one = self.other = x.detach().mean()
-    return x
 
 
 def alias_weight(self: Any, x: Tensor) -> Tensor:
@@ -419,7 +354,6 @@ def alias_argument(self: Any, x: Tensor, z: Tensor) -> Tensor:
     ("odd", "match", "others"),
     [
         (swap, "assigns other, or a view of it, to the buffer one", {}),
-        (share, "assigns one, or a view of it, to the buffer other", {}),
         (alias_weight, "assigns middle.weight, or a view of it, to the buffer table", {}),
         (
             alias_argument,
@@ -534,20 +468,6 @@ def test_a_missing_gradient_is_none_in_a_custom_backward() -> None:
     assert_trains_as_eager(lambda: Net(lambda self, x: Half.apply(x)[0]))
 
 
-def drop(x: Tensor) -> Tensor:
-    return F.dropout(x, 0.5)
-
-
-def test_a_checkpoint_of_dropout_alone_saves_its_result_and_not_its_mask() -> None:
-    nets = Net(lambda self, x: checkpoint(drop, x, use_reentrant=False)), Net(lambda self, x: drop(x))
-    x, target = batch()
-    for net in nets:
-        torch.manual_seed(3)
-        step(net, x, target)
-    for one, other in zip(*(net.parameters() for net in nets), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
 # results
 
 
@@ -585,28 +505,13 @@ def test_the_loss_is_found_behind_an_object_that_the_model_made(registered_box: 
     assert box.unit == "m"
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_what_a_pipeline_returns_is_an_argument_like_any_other(training: bool) -> None:
-    x, target = batch()
-    net = Net(lambda net, x, scale: x * scale)
-    pipe = pipec.compile(net, devices=2, microbatches=2, loss_fn=F.mse_loss).train(training)
-    loss = pipe.eval_step(x, target=target, scale=torch.tensor(1.0))
-    expected = F.mse_loss(net(x, scale=loss.item()), target)
-    torch.testing.assert_close(pipe.eval_step(x, target=target, scale=loss), expected)
-    output = pipe(x, scale=loss)
-    torch.testing.assert_close(pipe(output, scale=loss), net(output, scale=loss))
-
-
 @pytest.mark.parametrize(
     "times",
     [
         lambda x, memory: 2 if memory is x else 1,
-        lambda x, memory: len({x, memory}),
-        lambda x, memory: {x: 3.0}.get(memory, 1.0),
         lambda x, memory: 2 if id(x) == id(memory) else 1,
-        lambda x, memory: 2 if hash(x) == hash(memory) else 1,
     ],
-    ids=["is", "set", "dict", "id", "hash"],
+    ids=["is", "id"],
 )
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_tensor_that_is_passed_twice_is_one_object(
@@ -666,7 +571,3 @@ def test_a_scan_is_refused_by_its_name() -> None:
     refused(
         lambda: Net(running_sums), CaptureError, "the higher-order operator 'scan', which no stage can run"
     )
-
-
-def test_a_forward_that_asks_for_the_memory_of_tensors_is_refused() -> None:
-    refused(lambda: Net(lambda net, x: x * (1 + x.is_set_to(x))), CaptureError, "is_set_to")

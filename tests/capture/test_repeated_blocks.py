@@ -24,9 +24,8 @@ from torch import Tensor, fx, nn
 
 import pipec
 from pipec.capture import tracer
-from pipec.capture.instantiate_blocks import IrregularBlocksError, instantiate_blocks
 from pipec.capture.model_call import ModelCall
-from pipec.capture.repeated_blocks import RepeatedBlocks
+from pipec.capture.repeated_blocks import IrregularBlocksError, RepeatedBlocks, instantiate_blocks
 from pipec.graph import TrainingGraph
 from pipec.graph.training_graph import copy_graph
 from pipec.ir import Mode, Phase
@@ -65,9 +64,9 @@ REPEATING: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "batch norms": (lambda: Stack(*blocks(7, norm=nn.BatchNorm1d)), [7]),
     "written values": (lambda: Stack(*blocks(7, Writing)), [7]),
     "a value with a gradient for all": (lambda: Biased(*blocks(8)), [8]),
-    "an encoder and a decoder": (lambda: Crossing(blocks(6), blocks(9)), [6, 8]),
+    "an encoder and a decoder": (lambda: Crossing(blocks(6), blocks(9)), [6, 9]),
     "two kinds in turn": (alternating, [6]),
-    "partly frozen": (partly_frozen, [7, 6]),
+    "partly frozen": (partly_frozen, [7, 7]),
     "tied around the run": (tied, [7]),
     "one block for all": (one_for_all, [7]),
     "another block in front": (lambda: Stack(Block(0.5), *blocks(7)), [7]),

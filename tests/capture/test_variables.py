@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_models import Factory, gpt2, resnet, t5
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -88,25 +87,6 @@ def attention(**options: Any) -> Pair:
 # sequences
 
 
-def trimmed(inputs: dict[str, Any], length: int, short: int) -> dict[str, Any]:
-    """Inputs of another length, and labels of a ``short`` one if they may have one of their own."""
-    has_decoder = inputs["input_ids"].shape[1:] != inputs["labels"].shape[1:] if "input_ids" in inputs else 0
-    lengths = {name: short if name == "labels" and has_decoder else length for name in inputs}
-    if "pixel_values" in inputs:
-        side = 16 + 4 * length
-        return {**inputs, "pixel_values": torch.randn(len(inputs["labels"]), 3, side, side + 8)}
-    return {name: x[:, : lengths[name]].contiguous() for name, x in inputs.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("factory", "second"), [(gpt2, 0), (t5, 0), (resnet, 1)])
-def test_later_lengths_compile_nothing(factory: Factory, second: int) -> None:
-    model, inputs = factory()
-    pair = Pair(model.eval())
-    found = [pair.step(**trimmed(inputs, *lengths)) for lengths in ((8, 7), (10, 5), (11, 6), (5, 3), (8, 7))]
-    assert found == [1, second, 0, 0, 0]
-
-
 @pytest.mark.slow
 def test_code_has_the_length_by_name_and_plans_for_the_one_it_was_captured_with() -> None:
     pair = attention()
@@ -118,56 +98,6 @@ def test_code_has_the_length_by_name_and_plans_for_the_one_it_was_captured_with(
     assert (plan.planned_sizes, plan.fixed_sizes) == ({"t": 10}, {})
     assert {(given.path, given.dim) for given in plan.variables} == {("kwargs['x']", 1), ("target", 1)}
     assert set(plan.guards) >= {"t >= 2", "t <= 16"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"schedule": "zb-h1", "recompute": "full"}, id="in halves"),
-        pytest.param({"replicas": 2, "devices": 4}, id="replicas", marks=pytest.mark.slow),
-    ],
-)
-def test_schedules_and_replicas_take_any_length(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    pair = Pair(Attention(), loss_fn=F.mse_loss, **options)
-    assert [pair.step(**sequences(length)) for length in (5, 7, 4)] == [1, 1, 0]
-    if "replicas" in options:
-        for length in (5, 7, 4):
-            x = sequences(length)["x"]
-            torch.testing.assert_close(pair.pipe(x), pair.unsplit(x))
-
-
-def test_eval_steps_and_forwards_take_any_length() -> None:
-    pair = attention()
-    pipe, unsplit = pair.pipe.eval(), pair.unsplit.eval()
-    for length in (5, 7, 9, 4):
-        given = sequences(length)
-        output = unsplit(given["x"])
-        torch.testing.assert_close(pipe(given["x"]), output)
-        torch.testing.assert_close(pipe.eval_step(**given), F.mse_loss(output, given["target"]))
-    assert pair.num_compiled == 4
-
-
-@pytest.mark.slow
-def test_a_longer_sequence_than_the_table_is_refused_as_the_model_refuses_it() -> None:
-    pair = attention(most=9)
-    for length in (4, 6, 9):
-        pair.step(**sequences(length))
-    with pytest.raises(pipec.PipecError, match="10"):
-        pair.pipe.step(**sequences(10))
-    assert pair.step(**sequences(8)) == 0
-
-
-@pytest.mark.slow
-def test_a_call_that_fails_makes_nothing_symbolic() -> None:
-    pair = Pair(Branching(), loss_fn=F.mse_loss)
-    pair.step(**sequences(4))
-    with pytest.raises(pipec.PipecError):
-        pair.pipe.step(x=torch.zeros(ROWS, 4, 5), target=torch.zeros(ROWS, 4, 3))
-    assert pair.step(**sequences(4)) == 0
-    pair.step(**sequences(6))
-    assert {given.dim for given in pair.pipe.plan.variables} == {1}
 
 
 @pytest.mark.slow
@@ -207,93 +137,6 @@ def test_sizes_that_are_rounded_fractions_of_a_length_compile_nothing_again() ->
     torch.manual_seed(0)
     pair = Pair(Rounded(), loss_fn=F.mse_loss)
     assert [pair.step(**sequences(length)) for length in (7, 9, 8, 10, 16)] == [1, 1, 0, 0, 0]
-
-
-class HalfTheRows(nn.Module):
-    """What it makes of half the rows, as ``size`` has it, adds nothing."""
-
-    def __init__(self, size: Callable[[int], float]) -> None:
-        super().__init__()
-        self.first, self.last, self.size = nn.Linear(4, 8), nn.Linear(8, 3), size
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).tanh()
-        return self.last(hidden + torch.ones(int(self.size(x.shape[0])), device=x.device).sum() * 0)
-
-
-@pytest.mark.parametrize("size", [lambda rows: 0.5 * rows, lambda rows: math.log2(rows)])
-def test_a_size_made_of_the_rows_is_followed(size: Callable[[int], float]) -> None:
-    torch.manual_seed(0)
-    pair = Pair(HalfTheRows(size), loss_fn=F.mse_loss)
-    pair.step(**sequences(5))
-    assert pair.pipe.plan.dynamic_batch
-
-
-# sizes that a script marks
-
-
-def marked(inputs: dict[str, Tensor], dim: int = 1) -> dict[str, Tensor]:
-    for tensor in inputs.values():
-        torch._dynamo.mark_dynamic(tensor, dim)
-    return inputs
-
-
-@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
-def test_marked_lengths_are_symbols_from_the_first_call(mark: Callable[[Tensor, int], None]) -> None:
-    pair, first = attention(), sequences(8)
-    for tensor in first.values():
-        mark(tensor, 1)
-    assert [pair.step(**first), pair.step(**sequences(10)), pair.step(**marked(sequences(5)))] == [1, 0, 0]
-    assert {(given.path, given.dim) for given in pair.pipe.plan.variables} == {
-        ("kwargs['x']", 1),
-        ("target", 1),
-    }
-
-
-def test_a_later_mark_and_one_on_the_rows(caplog: pytest.LogCaptureFixture) -> None:
-    pair = attention()
-    assert [pair.step(**marked(sequences(8), dim=0)), pair.step(**sequences(8))] == [1, 0]
-    assert [pair.step(**marked(sequences(8))), pair.step(**sequences(6))] == [1, 0]
-    assert "dimension 1 of kwargs['x'] is marked as dynamic" in caplog.text
-
-
-def test_a_marked_length_counts_the_dimensions_as_the_user_has_them() -> None:
-    class TimeFirst(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.transpose(0, 1)).transpose(0, 1)
-
-    torch.manual_seed(0)
-    pair = Pair(TimeFirst(), loss_fn=F.mse_loss, batched={"x": 1, "target": 1})
-    found = []
-    for length in (8, 10, 5):
-        given = {name: x.transpose(0, 1).contiguous() for name, x in sequences(length).items()}
-        found.append(pair.step(**marked(given, dim=0)))
-    assert found == [1, 0, 0]
-
-
-def test_a_mark_on_one_of_two_equal_lengths_is_said_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    pair, found = attention(), []
-    for length in (8, 8, 10, 5):
-        inputs = sequences(length)
-        torch._dynamo.mark_dynamic(inputs["x"], 1)
-        found.append(pair.step(**inputs))
-    assert found == [1, 0, 1, 0]
-    assert "each value of kwargs['x'] is compiled on its own" in caplog.text
-
-
-@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
-def test_a_mark_on_a_size_of_weights_leaves_the_others(
-    mark: Callable[[Tensor, int], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    pair, found = attention(), []
-    for length in (8, 10, 5):
-        inputs = sequences(length)
-        for tensor in inputs.values():
-            mark(tensor, 1)
-            mark(tensor, 2)
-        found.append(pair.step(**inputs))
-    assert found == [1, 0, 0]
-    assert "each value of kwargs['x'] is compiled on its own: dimension 2" in caplog.text
 
 
 def test_a_size_that_must_be_a_number_leaves_others_symbols() -> None:
@@ -375,19 +218,6 @@ def test_lengths_of_token_ids_are_symbols_of_forwards_and_evaluations() -> None:
     assert pair.num_compiled == 2
 
 
-def test_lengths_are_those_of_the_batch_if_time_is_first() -> None:
-    class TimeFirst(Reader):
-        def forward(self, ids: Tensor) -> Tensor:
-            return super().forward(ids.T)
-
-    torch.manual_seed(0)
-    pair, found = Pair(TimeFirst(), loss_fn=of_tokens, batched={"ids": 1, "target": 0}), []
-    for length in (8, 10, 5):
-        ids, target = read(length).values()
-        found.append(pair.step(ids.T.contiguous(), target=target))
-    assert found == [1, 0, 0]
-
-
 def test_a_length_that_equals_a_size_of_weights_is_a_symbol_as_soon_as_they_differ(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -395,43 +225,6 @@ def test_a_length_that_equals_a_size_of_weights_is_a_symbol_as_soon_as_they_diff
     found = [pair.step(**read(length, given=torch.randn(ROWS, 4))) for length in (4, 4, 6, 5)]
     assert (found, "is compiled on its own" in caplog.text) == ([1, 0, 1, 0], False)
     assert symbolic(pair) == {"kwargs['ids'] 1", "target 1"}
-
-
-def test_columns_of_categories_stay_numbers_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    class Categories(nn.Module):
-        """A table for each column, of which there are always as many."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.tables = nn.ModuleList(nn.Embedding(32, 2) for _ in range(4))
-            self.out = nn.Linear(8, 3)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            columns = [self.tables[k](ids[:, k]) for k in range(ids.shape[1])]
-            return self.out(torch.cat(columns, -1))
-
-    torch.manual_seed(0)
-    pair = Pair(Categories(), loss_fn=F.cross_entropy)
-    for _ in range(2):
-        pair.step(torch.randint(32, (ROWS, 4)), target=torch.randint(3, (ROWS,)))
-    assert (pair.num_compiled, caplog.text, symbolic(pair)) == (1, "", set())
-
-
-def test_a_loop_over_tokens_is_compiled_for_each_length_and_says_so_at_the_second(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Recurrent(Reader):
-        def forward(self, ids: Tensor) -> Tensor:
-            state = torch.zeros_like(self.embed(ids[:, 0]))
-            states = [state := (state + self.embed(token)).tanh() for token in ids.unbind(1)]
-            return self.out(torch.stack(states, 1))
-
-    torch.manual_seed(0)
-    pair, said, found = Pair(Recurrent(), loss_fn=of_tokens), [], []
-    for length in (3, 3, 4, 5, 3):
-        found.append(pair.step(**read(length)))
-        said.append(caplog.text.count("is compiled on its own"))
-    assert (found, said) == ([1, 0, 1, 1, 0], [0, 0, 1, 1, 1])
 
 
 # sizes that are equal by chance, and sizes of one
@@ -464,22 +257,6 @@ def test_lengths_that_were_equal_by_chance_may_differ_later() -> None:
 
 
 @pytest.mark.slow
-def test_a_length_may_be_the_number_of_rows() -> None:
-    pair = attention()
-    for length, rows in ((4, ROWS), (ROWS, ROWS), (4, 4)):
-        pair.step(**sequences(length, rows))
-
-
-@pytest.mark.slow
-def test_a_whole_mask_of_time_by_time_varies_with_the_sequences() -> None:
-    torch.manual_seed(0)
-    pair = Pair(Attention(), loss_fn=F.mse_loss, batched={"mask": None})
-    masks = [torch.ones(length, length).tril(1).bool() for length in (4, ROWS, 8, ROWS)]
-    found = [pair.step(**sequences(len(mask)), mask=mask) for mask in masks]
-    assert found == [1, 1, 0, 0]
-
-
-@pytest.mark.slow
 def test_a_dimension_of_one_element_has_code_of_its_own() -> None:
     pair = Pair(Two(), loss_fn=F.mse_loss)
     calls = ((4, 4), (5, 5), (6, 1), (7, 7))
@@ -501,13 +278,6 @@ class Branching(nn.Module):
         if x.shape[1] > 8:
             x = x - 1
         return self.layers(x)
-
-
-@pytest.mark.slow
-def test_a_condition_on_the_length_is_looked_at_in_each_call() -> None:
-    pair = Pair(Branching(), loss_fn=F.mse_loss)
-    found = [pair.step(**sequences(length)) for length in (4, 6, 8, 5, 7, 10, 12, 4, 3)]
-    assert found == [1, 1, 0, 1, 0, 1, 0, 0, 0]
 
 
 class Looping(nn.Module):
@@ -566,13 +336,6 @@ def test_numbers_are_inputs_from_their_second_value_on_with_the_same_bits() -> N
 
 
 @pytest.mark.slow
-def test_a_number_and_a_length_may_change_together() -> None:
-    pair = Pair(Scaled(), loss_fn=F.mse_loss)
-    calls = ((4, 1.0), (5, 0.7), (6, 0.6), (7, 0.5))
-    assert [pair.step(**sequences(n), temperature=t) for n, t in calls] == [1, 1, 0, 0]
-
-
-@pytest.mark.slow
 def test_a_condition_on_a_number_is_looked_at_in_each_call() -> None:
     pair = Pair(Scaled(limit=1.0), loss_fn=F.mse_loss)
     given = sequences(4)
@@ -617,15 +380,6 @@ def test_what_was_used_longest_ago_is_let_go(
     assert [execution() is not None for _, execution in alive] == [True, False, True, True]
     assert [alive[k][0]() is not None for k in (0, 1, 3)] == [True, False, True]
     assert (pair.num_compiled, len(graphs)) == (3, 2)
-
-
-def test_programs_for_many_numbers_of_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_cache, "MAX_PROGRAMS", 2)
-    pair = Pair(Branching(), loss_fn=F.mse_loss)
-    found = [pair.step(**sequences(4, rows)) for rows in (4, 6, 4, 8, 4, 6)]
-    assert found == [1, 1, 0, 1, 0, 1]
-    assert all(pair.pipe.compile_seconds[step] > 0 for step in ("capture", "differentiate"))
-    assert len(pair.pipe._executions._linked) <= 2
 
 
 # what a person is told

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec.capture import tracer
-from pipec.capture.instantiate_blocks import instantiate_blocks
 from pipec.capture.model_call import ModelCall
-from pipec.capture.repeated_blocks import RepeatedBlocks, constants_key, value_key
+from pipec.capture.repeated_blocks import RepeatedBlocks, constants_key, instantiate_blocks, value_key
 from pipec.graph import TrainingGraph
 from pipec.ir import Mode
 

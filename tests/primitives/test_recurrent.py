@@ -66,24 +66,6 @@ class Stack(nn.Module):
         return output + sum(last if isinstance(last, tuple) else [last]).sum(0)[:, None]
 
 
-class Translation(nn.Module):
-    """Encoder, decoder, and attention of the one to the other."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(20, width)
-        self.encoder = nn.GRU(width, width // 2, 2, batch_first=True, bidirectional=True)
-        self.decoder = nn.GRU(width, width, 2, batch_first=True)
-        self.head = nn.Linear(2 * width, 20)
-
-    def forward(self, words: Tensor) -> Tensor:
-        source, state = self.encoder(self.words(words))
-        begin = state.unflatten(0, (2, 2)).transpose(1, 2).flatten(2)
-        output, _ = self.decoder(self.words(words), begin.contiguous())
-        weights = (output @ source.transpose(1, 2)).softmax(-1)
-        return self.head(torch.cat([output, weights @ source], -1))
-
-
 def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -145,32 +127,6 @@ def test_a_stack_is_cut_between_its_layers(kind: type[nn.RNNBase], num_layers: i
         torch.testing.assert_close(pipe(numbers(4, WIDE)), unsplit(numbers(4, WIDE)))
 
 
-@pytest.mark.parametrize("make", [Language, slow(Translation)])
-def test_stages_are_balanced(make: type[nn.Module]) -> None:
-    pipe = pipec.compile(made(make, WIDE), 4, loss_fn=loss, microbatches=MICROBATCHES)
-    pipe.prepare(words(32), target=words(32))
-    seconds = [sum(stage.cost.seconds.values()) for stage in pipe.plan.stages]
-    assert max(seconds) < 1.3 * sum(seconds) / len(seconds)
-
-
-@pytest.mark.parametrize("make", [Language, slow(Translation)])
-def test_one_compilation_serves_any_length(make: type[nn.Module]) -> None:
-    """The second length makes a symbol of it; the third one is not compiled for."""
-    model = made(make, 16)
-    unsplit = copy.deepcopy(model)
-    pipe = pipec.compile(model, 4, loss_fn=loss, microbatches=MICROBATCHES)
-    for length in (4, 7, 5):
-        inputs = words(length)
-        found, expected = pipe.step(inputs, target=inputs), loss(unsplit(inputs), inputs)
-        expected.backward()
-        torch.testing.assert_close(found, expected.detach())
-    gradients = dict(pipe.named_parameters())
-    for name, parameter in unsplit.named_parameters():
-        torch.testing.assert_close(gradients[name].grad, parameter.grad, atol=1e-6, rtol=1e-4)
-    assert {variable.name for variable in pipe.plan.variables} == {"t"}
-    assert not pipe.plan.fixed_sizes
-
-
 @pytest.mark.slow
 def test_dropout_between_layers_draws_the_same_wherever_layers_are() -> None:
     outcomes = []
@@ -183,12 +139,6 @@ def test_dropout_between_layers_draws_the_same_wherever_layers_are() -> None:
     assert all(map(torch.equal, *outcomes))
     eager = loss(made(Language, 16, 3, 0.5).eval()(words()), words())
     assert not torch.equal(outcomes[0][0], eager.detach())
-
-
-def test_a_layer_is_one_call_of_generated_code() -> None:
-    pipe = pipec.compile(made(Language, 16), 2, loss_fn=loss, microbatches=MICROBATCHES)
-    pipe.prepare(words(), target=words())
-    assert "\n    lstm_l3, _, _ = primitives.RECURRENT_LAYER(" in pipe.source(1)
 
 
 def test_weights_are_not_moved_to_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
