@@ -14,7 +14,7 @@ from pipec.checkpoint.async_save import AsyncSave
 from pipec.checkpoint.hugging_face import save_pretrained
 from pipec.checkpoint.metadata import replica_position
 from pipec.checkpoint.pretrained_weights import PretrainedWeights, read_pretrained, weights_for
-from pipec.checkpoint.read import load, load_saved_profile, load_weights
+from pipec.checkpoint.read import load, load_weights
 from pipec.checkpoint.shards import TensorShard, tensor_spec, unsharded
 from pipec.checkpoint.training_state import TrainingState
 from pipec.checkpoint.write import begin_checkpoint

@@ -4,27 +4,24 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 To Accelerate every process trains alone, on the batches that one process would train on; pipec divides these
-among stages and replicas. With ``batch="local"`` the processes of a replica read its rows of them alone.
+among stages and replicas.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import is_torch_tensor
 from torch import nn
 
 import pipec
 from pipec.errors import InputError
-from pipec.integrations.replica_rows import REDUCTIONS, joined, of_replicas, shared_loader
+from pipec.integrations.shared_loader import refuse_local_batches, shared_loader
 from pipec.options import OPTIONS
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
-from pipec.torch_compat import pytree
 
 __all__ = ["PipecAccelerator"]
 
@@ -55,7 +52,7 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
         if given.get("split_batches") or given.get("dispatch_batches"):
             raise InputError(
                 "split_batches and dispatch_batches divide batches among processes, but pipec divides them "
-                'among replicas; leave them out, and pass batch="local" for each replica to read its own rows'
+                "among replicas; leave them out"
             )
         precision = given.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if precision not in _PRECISIONS:
@@ -90,7 +87,7 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
                 return model
             pipe = model if isinstance(model, Pipeline) else pipec.compile(model, **self._options)
             model = pipe.as_module()
-        pipe = model.__dict__["_pipe"]
+        pipe = refuse_local_batches(model.__dict__["_pipe"])
         if pipe not in self._pipes:
             self._pipes.append(pipe)
         return model
@@ -101,67 +98,15 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """A loader of the same batches on every rank, or with ``batch="local"`` of its replica's rows.
-
-        Where ranks would shuffle differently, they shuffle as rank 0.
-        """
+        """A loader of the same batches on every rank: where they would shuffle differently, as rank 0."""
         if not getattr(data_loader, "_is_accelerate_prepared", False):
             if not self._pipes:
                 raise InputError(
-                    "a loader was prepared before the model, on whose replicas its rows depend; pass the "
-                    "model to the same prepare(...), or prepare it first"
+                    "a loader was prepared before the model, whose ranks share it; pass the model to the "
+                    "same prepare(...), or prepare it first"
                 )
             data_loader = shared_loader(data_loader, self._pipes[0])
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-
-    def gather(self, tensor: Any) -> Any:
-        """The rows of all replicas, in the order of the batch; with the same batches everywhere, these."""
-        if self._num_replicas == 1:
-            return tensor
-        return self._combined(tensor, joined)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As ``gather``; no row comes twice. Of objects it makes one list of all replicas'."""
-        leaves = pytree.tree_leaves(input_data)
-        if self._num_replicas == 1 or not (use_gather_object or not all(map(is_torch_tensor, leaves))):
-            return self.gather(input_data)
-        return [each for own in of_replicas(self._pipes[0], input_data) for each in own]
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, mean or maximum of what replicas have; the same everywhere as it is."""
-        if self._num_replicas == 1 or reduction == "none":
-            return super().reduce(tensor, reduction, scale)
-        if reduction not in REDUCTIONS:
-            raise InputError(f"reduction is {reduction!r}; there are {', '.join(REDUCTIONS)}, and none")
-        return self._combined(tensor, lambda parts: REDUCTIONS[reduction](torch.stack([*parts])))
-
-    def _combined(self, tensor: Any, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
-        """Each of these tensors, combined from those of all replicas."""
-        leaves, structure = pytree.tree_flatten(tensor)
-        parts = zip(*of_replicas(self._pipes[0], [each.cpu() for each in leaves]), strict=True)
-        return pytree.tree_unflatten([combine(each).to(self.device) for each in parts], structure)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """Tensors, each filled along a dimension to the size of the largest of the replicas'."""
-        if self._num_replicas == 1:
-            return tensor
-        leaves, structure = pytree.tree_flatten(tensor)
-        shapes = zip(*of_replicas(self._pipes[0], [each.shape for each in leaves]), strict=True)
-        padded = []
-        for own, all_shapes in zip(leaves, shapes, strict=True):
-            if -own.dim() <= dim < own.dim():
-                missing = [*own.shape]
-                missing[dim] = max(shape[dim] for shape in all_shapes) - own.shape[dim]
-                filling = own.new_full(missing, pad_index)
-                own = torch.cat([filling, own] if pad_first else [own, filling], dim)
-            padded.append(own)
-        return pytree.tree_unflatten(padded, structure)
-
-    @property
-    def _num_replicas(self) -> int:
-        return self._pipes[0].num_replicas if self._pipes else 1
 
     def wait_for_everyone(self) -> None:
         """Wait for the other ranks."""

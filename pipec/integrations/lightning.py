@@ -3,8 +3,7 @@
     trainer = lightning.Trainer(strategy=PipecStrategy(devices=4), devices=1, ...)
 
 In each process that ``torchrun`` starts, or in one alone. To Lightning every process trains alone, on the
-batches that one process would train on; pipec divides these among stages and replicas. With
-``batch="local"`` the processes of a replica read its rows of them alone.
+batches that one process would train on; pipec divides these among stages and replicas.
 """
 
 import os
@@ -18,19 +17,19 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
 import pipec
 from pipec.errors import InputError
-from pipec.integrations.replica_rows import REDUCTIONS, of_replicas, shared_loader
+from pipec.integrations.shared_loader import refuse_local_batches, shared_loader
 from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
 from pipec.runtime.processes.launch import world
 from pipec.torch_compat.run_time import persistent_buffers
 
-__all__ = ["PipecMetrics", "PipecStrategy"]
+__all__ = ["PipecStrategy"]
 
 
 class PipecStrategy(SingleDeviceStrategy):
@@ -111,7 +110,11 @@ class PipecStrategy(SingleDeviceStrategy):
         if not isinstance(child, PipelineModule):
             pipe = child if isinstance(child, Pipeline) else pipec.compile(child, **self._options)
             setattr(model, name, pipe.as_module())
-        _sync_metrics(model, *_pipes_of(model).values())
+        for pipe in _pipes_of(model).values():
+            refuse_local_batches(pipe)
+        for metric in model.modules():
+            if isinstance(metric, Metric):  # which would add up what all ranks have of the same rows
+                metric.distributed_available_fn = bool
         return model
 
     @property
@@ -126,42 +129,10 @@ class PipecStrategy(SingleDeviceStrategy):
                 child.to(self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A loader of the same batches on every rank, or with ``batch="local"`` of its replica's rows."""
+        """A loader of the same batches on every rank."""
         if not isinstance(dataloader, torch.utils.data.DataLoader):
             return dataloader
         return shared_loader(dataloader, *self._pipes.values())
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether ranks log different values, which ``sync_dist`` then brings together."""
-        return any(pipe.num_replicas > 1 for pipe in self._pipes.values())
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What ``sync_dist`` logs: the mean or sum of the replicas' values, where they differ."""
-        (pipe,) = self._pipes.values()
-        if pipe.num_replicas == 1 or not isinstance(tensor, Tensor):
-            return tensor
-        name = str(getattr(reduce_op, "name", reduce_op)).lower()
-        stacked = torch.stack([each.cpu().double() for each in of_replicas(pipe, tensor)])
-        if name not in REDUCTIONS:
-            raise InputError(f"reduce_op is {reduce_op!r}; expected one of {', '.join(REDUCTIONS)}")
-        reduced = REDUCTIONS[name](stacked).to(tensor.device)
-        return reduced.to(tensor.dtype) if tensor.is_floating_point() else reduced
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all replicas decide so, or any."""
-        (pipe,) = self._pipes.values()
-        if pipe.num_replicas == 1:
-            return decision
-        decisions = of_replicas(pipe, decision)
-        return sum(decisions) == len(decisions) if all else any(decisions)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The values of all replicas, stacked; the same everywhere as it is."""
-        (pipe,) = self._pipes.values()
-        if pipe.num_replicas == 1:
-            return tensor
-        return torch.stack(_of_replicas(pipe, tensor))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():
@@ -210,33 +181,10 @@ class PipecStrategy(SingleDeviceStrategy):
         self.checkpoint_io.teardown()
 
 
-class PipecMetrics(lightning.Callback):
-    """Logs ``pipec.metrics`` of the pipeline under ``pipec/``, as often as the Trainer logs."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if trainer.global_step % trainer.log_every_n_steps == 0:
-            for pipe in _pipes_of(pl_module).values():
-                found = {f"pipec/{name}": value for name, value in pipec.metrics(pipe).items()}
-                for logger in trainer.loggers:
-                    logger.log_metrics(found, step=trainer.global_step)
-
-
 def _pipes_of(module: Any) -> dict[str, Pipeline]:
     """The pipeline of a LightningModule, once there is one, by its name there."""
     children = module.named_children() if module is not None else ()
     return {name: x.__dict__["_pipe"] for name, x in children if isinstance(x, PipelineModule)}
-
-
-def _of_replicas(pipe: Pipeline, tensor: Tensor) -> list[Tensor]:
-    return [each.to(tensor.device) for each in of_replicas(pipe, tensor.cpu())]
-
-
-def _sync_metrics(module: nn.Module, pipe: Pipeline) -> None:
-    """Let metrics of torchmetrics take the values of replicas, where they would take those of all ranks."""
-    for metric in module.modules():
-        if isinstance(metric, Metric):
-            metric.distributed_available_fn = lambda: pipe.num_replicas > 1
-            metric.dist_sync_fn = lambda tensor, group=None: _of_replicas(pipe, tensor)
 
 
 StrategyRegistry.register("pipec", PipecStrategy, description="stages of one model on several devices")

@@ -26,7 +26,7 @@ from pipec.checkpoint import (
 from pipec.console import notice
 from pipec.errors import InputError
 from pipec.runtime.absent_tensors import is_absent
-from pipec.runtime.executions import Executions, nothing
+from pipec.runtime.executions import Executions
 from pipec.runtime.messages.call_description import format_names
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.step.loss_scale import LossScale
@@ -57,9 +57,9 @@ class Checkpoints:
         directory: str | Path,
         training_state: Mapping[str, Any],
         asynchronous: bool,
-        then: Callable[[], None] = nothing,
+        then: Callable[[], object] | None,
     ) -> Future[None]:
-        """As ``Pipeline.save_checkpoint``. When the checkpoint is in its place, rank 0 calls ``then``."""
+        """As ``Pipeline.save_checkpoint``."""
         path = self._agreed_path("save_checkpoint", directory, asynchronous)
         training = self._training(training_state["optimizer"], training_state["scheduler"], only_owned=True)
         updates = self._steps.updates
@@ -160,14 +160,13 @@ class Checkpoints:
             kinds,
             parts,
             {name: canonical for name, canonical in first.items() if name != canonical},
-            [fqn for fqn, parameter in parameters.items() if not parameter.requires_grad],
+            [name for name in self._tensors.names.frozen() if name in parameters],
             {id(parameter): fqn for fqn, parameter in parameters.items()},
             self._optimizers(optimizer),
             _listed(scheduler),
             self._stream.num_trained,
             self._stream.position() if only_owned else None,
             self._executions.num_replicas,
-            self._executions.profile,
             copy.copy(updates.loss_scale) if updates is not None else None,
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipec.artifact.artifact import CompiledArtifact, MicrobatchGroups
+from pipec.artifact.artifact import Artifact, MicrobatchGroups
 from pipec.capture.autocast import autocast, check_autocast
 from pipec.capture.batch_inputs import (
     BatchedOption,
@@ -54,7 +54,7 @@ from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.executions import STEP, Call, CallRequest, Executions, MakeExecutions
 from pipec.runtime.messages.call_description import (
     CallDescription,
-    describe_differences,
+    describe_argument,
     describe_leaf,
     describe_tensor,
 )
@@ -123,7 +123,7 @@ class CompiledExecutions(Executions):
         self._checked_calls = CallCache()
         self._batch_axis_is_known = False
         self._takes_lists: bool | None = None
-        self._made: dict[int, CompiledArtifact] = {}
+        self._made: dict[int, Artifact] = {}
         self._last_made: dict[Mode, int] = {}
         self._valid_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
         self._snapshot = ModelSnapshot(compiler.model)
@@ -140,10 +140,6 @@ class CompiledExecutions(Executions):
         replicas = self.compiler.decided.policy.replicas
         divides = self.batch == "local" and self.agreement.is_distributed
         return replicas if divides and isinstance(replicas, int) else 1
-
-    @property
-    def profile(self) -> Any:
-        return self.compiler.decided.options.profile
 
     @property
     def memory_bytes(self) -> Sequence[float]:
@@ -271,7 +267,7 @@ class CompiledExecutions(Executions):
         rows: tuple[int, ...] = (),
     ) -> CompiledCall:
         """The call, which rank 0 has decided how to run. ``rows`` are known where some ranks have joined."""
-        snapshot, part = self.snapshot(), CallDescription()
+        snapshot, numbers = self.snapshot(), list[int]()
         fingerprint = self._fingerprint(request.mode, snapshot)
         description = self._describe_model(request, fingerprint, snapshot)
         is_local = self.batch == "local" and not rows
@@ -281,7 +277,7 @@ class CompiledExecutions(Executions):
             description |= _describe_batch(call, request)
         elif is_local:
             description |= _describe_types(call, request)
-            part = _describe_rows(call, request)
+            numbers = [call.batch_size, _digest(_describe_batch(call, request))]
         signature: CaptureSignature | None = None
 
         def decide(notes: Sequence[RankNote]) -> Any:
@@ -294,7 +290,6 @@ class CompiledExecutions(Executions):
             decision, signature = self._decide(request, call, fingerprint, every)
             return {"decision": vars(decision)}
 
-        numbers = self._numbers() + ([call.batch_size, _digest(part)] if part else [])
         call_role = CallRole.OPTIONAL if is_local else CallRole.REQUIRED
         answer = self.agreement.require_same_call(request.name, description, decide, numbers, call_role)
         self.agreement.exit_on_signal(self.drain, answer)
@@ -302,7 +297,7 @@ class CompiledExecutions(Executions):
             raise refusal
         if "owner" in answer.value:
             return self._inform_joined_ranks(answer, request, call)
-        if self._changes_model(answer, snapshot, part):
+        if self._adopt_model_changes(snapshot):
             return self._agree_across_ranks(request, call, None, refuses_mixed_rows, rows)
         if self.batch == "rank0":
             call = self._sent(request, call)
@@ -311,54 +306,49 @@ class CompiledExecutions(Executions):
 
     def next_call_of_others(self) -> CompiledCall | None:
         """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
-        own = {"batch": "none, for it has joined"}
         snapshot = self.snapshot()
         answer = self.agreement.require_same_call(
             "join",
-            own,
+            {"batch": "none, for it has joined"},
             lambda notes: self._unusual(notes, snapshot, is_local=True),
-            self._numbers(),
             call_role=CallRole.JOINED,
         )
         self.agreement.exit_on_signal(self.drain, answer)
         if "all joined" in answer.value:
             return None
-        self._changes_model(answer, snapshot, own)
+        self._adopt_model_changes(snapshot)
         return self._inform_joined_ranks(answer)
 
     def _unusual(self, notes: Sequence[RankNote], snapshot: ModelSnapshot, is_local: bool) -> dict[str, Any]:
-        """What all ranks do before they make the call; empty if nothing. Rank 0 decides it."""
+        """What all ranks do before they make the call; empty if nothing. Rank 0 decides it.
+
+        Raises InputError if ranks of the same replica passed different rows.
+        """
         if is_local:
             count = self.num_replicas
-            parts = [(note.joined, *note.numbers[_ROWS:]) for note in notes]
-            if any(each != parts[rank % count] for rank, each in enumerate(parts)):
-                return {"parts differ": True}
+            parts = [(note.joined, *note.numbers) for note in notes]
+            for rank, each in enumerate(parts):
+                if each != parts[rank % count]:
+                    raise InputError(
+                        f"the ranks of replica {rank % count} passed different parts of the batch: rank "
+                        f"{rank} has other rows than rank {rank % count}. Ranks of the same replica pass the "
+                        "same rows, and join together: make a DistributedSampler with "
+                        "num_replicas=pipe.num_replicas and rank=pipe.replica, and seed it alike on all ranks"
+                    )
             if all(note.joined for note in notes):
                 return {"all joined": True}
             rows = self._rows(notes)
             if any(note.joined for note in notes):
-                return {"owner": next(rank for rank, own in enumerate(parts) if own[1]), "rows": rows}
-        if self.replaced_names(snapshot):
-            return {"model changed": True}
-        if any(note.numbers[_TRAINED] != self.tensors.trainable_hash for note in notes):
-            return {"trained differs": True}
-        return {}
+                owner = next(rank for rank, note in enumerate(notes) if note.numbers[0])
+                return {"owner": owner, "rows": rows}
+        return {"model changed": True} if self.replaced_names(snapshot) else {}
 
     def _rows(self, notes: Sequence[RankNote]) -> tuple[int, ...]:
         """The rows of each replica. Raises InputError if there are none."""
-        rows = tuple(note.numbers[_ROWS] for note in notes[: self.num_replicas])
+        rows = tuple(note.numbers[0] for note in notes[: self.num_replicas])
         if not any(rows):
             raise InputError("no replica passed any rows; leave the call out on all ranks")
         return rows
-
-    def _changes_model(self, answer: Answer, snapshot: ModelSnapshot, part: CallDescription) -> bool:
-        """Whether the model's tensors or what is trained have changed. Every rank has followed then."""
-        if "parts differ" in answer.value:
-            count = self.num_replicas
-            self.ranks.exchange.raise_mismatch(part, lambda every: _replica_mismatch(every, count))
-        if "trained differs" in answer.value:
-            self.tensors.agree_on_trained()
-        return self._adopt_model_changes(snapshot) or "trained differs" in answer.value
 
     def _inform_joined_ranks(
         self,
@@ -388,10 +378,6 @@ class CompiledExecutions(Executions):
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
         return self._agree_across_ranks(request, call, rows=rows)
-
-    def _numbers(self) -> list[int]:
-        """What rank 0 is told of this rank besides its arguments."""
-        return [hash(self.tensors.names.requires_grad_flags())]
 
     def _decide(
         self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint, rows: Sequence[int]
@@ -426,9 +412,9 @@ class CompiledExecutions(Executions):
             self._check_again(call, signature, numbers[0][1])
         groups = [(self._made[number], sizes) for number, sizes in numbers]
         if request.mode is Mode.TRAIN:
-            self.trained = groups[0][0].artifact
+            self.trained = groups[0][0]
         if decision.groups is None or self.tensors.needs_placement:
-            self.tensors.place(groups[0][0].artifact.plan)
+            self.tensors.place(groups[0][0].plan)
         if len(decision.rows) > 1:
             groups = self._of_local_batch(groups, decision.rows)
         return CompiledCall(
@@ -482,7 +468,7 @@ class CompiledExecutions(Executions):
     def _of_local_batch(self, groups: MicrobatchGroups, rows: Sequence[int]) -> MicrobatchGroups:
         """The artifact for the microbatches of all replicas, each of which splits its own rows."""
         compiled, _ = groups[0]
-        plan = compiled.artifact.plan
+        plan = compiled.plan
         check_local_batch(plan, self.num_replicas)
         sizes = replica_microbatch_sizes(rows, plan.num_microbatches)
         if plan.model_collectives:
@@ -494,7 +480,7 @@ class CompiledExecutions(Executions):
     ) -> None:
         """Refuse parts of a batch whose microbatches have sizes that one graph cannot serve."""
         compiled, _ = groups[0]
-        distinct = frozenset(replica_microbatch_sizes(rows, compiled.artifact.plan.num_microbatches)) - {0}
+        distinct = frozenset(replica_microbatch_sizes(rows, compiled.plan.num_microbatches)) - {0}
         served = compiled.number, distinct, tuple(values.values())
         if served not in self._valid_sizes:
             self.compiler.require_one_graph_for(signature, sorted(distinct), values)
@@ -522,7 +508,7 @@ class CompiledExecutions(Executions):
                 read = self.compiler.cache.read(signature)
             if len(decision.rows) > 1:
                 self._require_one_graph(groups, signature, decision.rows, decision.values)
-            self.variables.note(call, mode, groups[0][0].artifact.plan.fixed_sizes)
+            self.variables.note(call, mode, groups[0][0].plan.fixed_sizes)
             self.compiler.cache.add(signature, rows, groups)
             kept = [made.number for made in self.compiler.cache.compiled]
             self._valid_sizes = {served for served in self._valid_sizes if served[0] in kept}
@@ -536,14 +522,12 @@ class CompiledExecutions(Executions):
         self._made = {number: made[number] for number in kept}
         if len(groups) == 1:
             self._last_made[request.mode] = groups[0][0].number
-        self.keep([each.artifact for each in self._made.values()])
+        self.keep(self._made.values())
         return [(compiled.number, sizes) for compiled, sizes in groups]
 
-    def saved(self) -> dict[Mode, CompiledArtifact]:
+    def saved(self) -> dict[Mode, Artifact]:
         last = {mode: self._made.get(number) for mode, number in self._last_made.items()}
-        made = {mode: each for mode, each in last.items() if each is not None and mode is not Mode.TRAIN}
-        trained = [each for each in self._made.values() if each.artifact is self.trained]
-        return made | {Mode.TRAIN: trained[0] if trained else CompiledArtifact(self.artifact, None, {})}
+        return {mode: each for mode, each in last.items() if each} | {Mode.TRAIN: self.artifact}
 
     def matching(self, first: Call, arguments: CallArguments) -> Call | None:
         assert isinstance(first, CompiledCall)
@@ -632,6 +616,9 @@ class CompiledExecutions(Executions):
         changed = (read.difference(self.compiler.traced(mode)) if read else "") or "none"
         replaced = ", ".join(self.replaced_names(snapshot)) or "none"
         description = fingerprint.digest | {"replaced": replaced, "changed values": changed}
+        if mode is Mode.TRAIN:
+            frozen = ", ".join(self.tensors.names.frozen()) or "none"
+            description["frozen parameters"] = describe_argument(frozen)
         return description | (self.agreement.describe_updates() if request.method == "step" else {})
 
     def check_call(self, mode: Mode, arguments: CallArguments) -> ModelCall:
@@ -677,10 +664,6 @@ def _form(call: ModelCall) -> tuple[Any, ...]:
     return *splits, call.strided, call.keyword_order, call.marked, call.repeated
 
 
-_TRAINED, _ROWS = 0, 1
-"""Positions in ``numbers``: a hash of the requires_grad flags; the rows of the rank's part, if any."""
-
-
 def _describe_batch(call: ModelCall, request: CallRequest) -> CallDescription:
     """What must be equal on all ranks: rows, types and sizes, and values unless nothing is run."""
     leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in call.leaves]
@@ -710,29 +693,9 @@ def _row_type(leaf: Tensor) -> str:
     return describe_tensor(leaf.new_empty(leaf.shape[1:], device="meta")) + layout
 
 
-def _describe_rows(call: ModelCall, request: CallRequest) -> CallDescription:
-    """What must also be equal on the ranks of one replica: the rows of tensors that are split."""
-    split = dict(zip(call.paths, call.batched, strict=True))
-    description = _describe_batch(call, request)
-    return {path: each for path, each in description.items() if split.get(path, True)}
-
-
 def _digest(description: CallDescription) -> int:
     digest = hashlib.blake2b(json.dumps(list(description.items())).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
-
-
-def _replica_mismatch(every: Sequence[CallDescription], count: int) -> str:
-    """How the descriptions differ on ranks of the same replica."""
-    lines = [
-        f"the ranks of replica {k} passed different parts of the batch:\n{found}"
-        for k in range(count)
-        if (found := describe_differences(every[k::count], range(k, len(every), count)))
-    ]
-    return "\n".join(lines) + (
-        "\nRanks of the same replica pass the same rows, and join together: make a DistributedSampler with "
-        "num_replicas=pipe.num_replicas and rank=pipe.replica, and seed it alike on all ranks"
-    )
 
 
 _MAX_TRIED = 6

@@ -59,5 +59,6 @@ METHOD_ARGUMENTS = {
     "path": PATH | NONE,
     "state_dict": instance("a mapping of names to tensors", Mapping),
     "tensors": FLAG,
+    "then": FUNCTION | NONE,
     "trace": ArgumentRule("what the with of trace() gave", _is_trace) | NONE,
 }

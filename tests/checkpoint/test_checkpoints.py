@@ -181,13 +181,10 @@ class TestWhatDoesNotFit:
 
     def test_companions(self, stopped: Stopped, tmp_path: Path) -> None:
         run, path, _ = stopped["2 stages, own optimizer"]
-        plain, schedule = decayed(run.pipe.named_parameters()), optim.lr_scheduler.StepLR
         before = everything(run)
         for passed, said in (
             ({}, "has the state of AdamW; pass that as optimizer=..."),
             ({"optimizer": run.optimizer}, "has the state of OneCycleLR, and scheduler is None"),
-            ({"optimizer": plain, "scheduler": schedule(plain, 1)}, "and scheduler is StepLR"),
-            ({"optimizer": "AdamW"}, "optimizer is 'AdamW'; expected the optimizer that the script steps"),
             ({"scheduler": 3}, "scheduler is 3; expected an LR scheduler"),
             (
                 {"optimizer": optim.SGD([nn.Parameter(torch.ones(1))]), "scheduler": run.scheduler},
@@ -249,13 +246,6 @@ class TestHuggingFace:
             vocab_size=19, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
         )
         return GPT2LMHeadModel(config)
-
-    def test_from_pretrained_gives_the_same_logits(self, model: GPT2LMHeadModel, tmp_path: Path) -> None:
-        pipe, words = pipec.compile(model, 2, microbatches=2), torch.arange(16).view(2, 8)
-        pipe.save_checkpoint(tmp_path / "saved")
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-        assert torch.equal(loaded(words).logits, model.eval()(words).logits)
-        assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
     def test_a_process_killed_anywhere_leaves_a_folder_for_from_pretrained(
         self, model: GPT2LMHeadModel, tmp_path: Path

@@ -85,7 +85,6 @@ def test_torch_goes_on_from_a_checkpoint(run: Run, saved: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_pipec_goes_on_from_torch(run: Run, tmp_path: Path) -> None:
     plain = Plain(seed=5)
     for words in batches(0, 2):

@@ -24,7 +24,7 @@ EXPECTED = {
     "accelerate": {
         "accelerator.prepare(pipe)": WRAPPED,
         "accelerator.prepare(model)": WRAPPED,
-        "accelerator.prepare(pipe.as_module())": "state = accelerate.PartialState()",
+        "accelerator.prepare(pipe.as_module())": "Use PipecAccelerator",
         "accelerator.get_state_dict(pipe)": "right",
         "accelerator.clip_grad_norm_": "right",
         "optimizer.state_dict() of accelerator.prepare(optimizer)": "right",

@@ -264,15 +264,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Every rank calls this, and rank 0 writes the whole model."""
-        folder = self.args.output_dir if output_dir is None else output_dir
-        with self.pipe.state_to_write(folder) as state:
-            if state is None:
-                return
+        folder, save = self.args.output_dir if output_dir is None else output_dir, super()._save
+
+        def write(state: dict[str, Tensor]) -> None:
             module, self.model = self.model, self._whole_model
             try:
-                super()._save(folder, state)
+                save(folder, state)
             finally:
                 self.model = module
+
+        self.pipe.write_whole(folder, write)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with self.pipe.optimizer_state_on_rank_0():  # every rank calls this
@@ -288,7 +289,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        self.pipe.wait_for_ranks("saving a checkpoint")
+        self.pipe.ranks.barrier()
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.pipe.loss_scale_state is not None and self.args.should_save:
