@@ -1,7 +1,13 @@
 """Saves and loads checkpoints of a pipeline: what of its state is in this process."""
 
+import contextlib
 import copy
 import functools
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipec.checkpoint import (
-    AsyncSave,
     TensorShard,
     TrainingState,
     begin_checkpoint,
@@ -23,7 +28,7 @@ from pipec.checkpoint import (
     tensor_spec,
     unsharded,
 )
-from pipec.console import notice
+from pipec.console import logger, notice
 from pipec.errors import InputError
 from pipec.runtime.absent_tensors import is_absent
 from pipec.runtime.executions import Executions
@@ -193,3 +198,58 @@ def _listed(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+class AsyncSave(Future[None]):
+    """A checkpoint that is being written: ``result()`` waits until it is complete.
+
+    ``result()`` raises the error, if there was one. If it is not called, the next save or load of the
+    pipeline raises the error. If there is none, the process waits for the checkpoint before it ends, logs
+    the error, and exits with 1.
+    """
+
+    def __init__(self, write: Callable[[], object]) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._at_exit = multiprocessing.util.Finalize(None, self._before_exit, exitpriority=_BEFORE_OTHERS)
+        threading.Thread(target=self._run, args=(write,), name="pipec checkpoint", daemon=True).start()
+
+    def result(self, timeout: float | None = None) -> None:
+        if (error := self.exception(timeout)) is not None:
+            raise error
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._at_exit.cancel()
+        return error
+
+    @property
+    def is_unobserved(self) -> bool:
+        """Whether nobody has seen yet how it ended."""
+        return self._at_exit.still_active()
+
+    def _run(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+    def _before_exit(self) -> None:
+        """Wait, since other processes depend on this one. Raising here would not change the exit status."""
+        if (error := self.exception()) is not None:
+            logger.error("%s", error)
+            multiprocessing.util.Finalize(None, _exit_with_failure, exitpriority=_AFTER_OTHERS)
+
+
+def _exit_with_failure() -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
+
+
+_BEFORE_OTHERS, _AFTER_OTHERS = 10, -100
+"""Priorities at exit: connections to other processes are closed in between."""

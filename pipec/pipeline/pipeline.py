@@ -18,10 +18,19 @@ from pipec.checkpoint.all_ranks import call_on_rank_0
 from pipec.console import notice
 from pipec.errors import InputError
 from pipec.ir import Mode, Program
-from pipec.ir.argument_checks import check_arguments
+from pipec.ir.argument_checks import (
+    FLAG,
+    FUNCTION,
+    NONE,
+    NUMBER,
+    PATH,
+    ArgumentRule,
+    check_arguments,
+    instance,
+    integer_between,
+)
 from pipec.ir.text_format import text_as_html
 from pipec.pipeline.checkpointing import Checkpoints
-from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
 from pipec.pipeline.pipeline_module import PipelineModule, make_module, refuse_other_forward
 from pipec.runtime.absent_tensors import copies_of_absent, is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
@@ -36,7 +45,7 @@ from pipec.runtime.recording import Recording
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState
-from pipec.runtime.stream.call_arguments import CallArguments
+from pipec.runtime.stream.call_arguments import ITERABLE, CallArguments
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.tensors import ReadTensors, Tensors
 from pipec.runtime.whole_model import StateOfRank0, WholeState, local_state
@@ -77,7 +86,6 @@ class Pipeline(ConvertedModule):
         refuse_wrappers()
         self._call_guard, self._steps = CallGuard(), StepState(updates)
         self._modes_before_eval: dict[nn.Module, bool] = {}
-        self.last_step_seconds: float | None = None
         self._tensors = Tensors(self, names, ranks, updates, read)
         self._agreement = CallAgreement(ranks, self._steps)
         self._executions = make_executions(self._tensors, self._agreement, self._steps)
@@ -168,7 +176,7 @@ class Pipeline(ConvertedModule):
         self._stream.leave_last()
         begun = time.perf_counter()
         loss: Tensor | tuple[Tensor, Any] = self._executions.train(call)
-        self.last_step_seconds = time.perf_counter() - begun
+        self._steps.last_seconds = time.perf_counter() - begun
         return loss
 
     @overload
@@ -395,10 +403,6 @@ class Pipeline(ConvertedModule):
     def logs(self) -> dict[str, Tensor]:
         """By name, what the loss function of the last step returned besides the loss, for the batch."""
         return self._steps.logs
-
-    @logs.setter
-    def logs(self, logs: dict[str, Tensor]) -> None:
-        self._steps.logs = logs
 
     @property
     def num_steps(self) -> int:
@@ -956,3 +960,50 @@ class Pipeline(ConvertedModule):
 
 def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _several(given: object) -> list[object]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _are_optimizers(given: object) -> bool:
+    return all(isinstance(each, Optimizer) for each in _several(given))
+
+
+def _are_schedulers(given: object) -> bool:
+    methods = ("state_dict", "load_state_dict", "step")
+    return all(hasattr(each, method) for each in _several(given) for method in methods)
+
+
+def _is_trace(given: object) -> bool:
+    from pipec.timeline.trace import Trace
+
+    return isinstance(given, Trace)
+
+
+METHOD_ARGUMENTS = {
+    "after_update": FUNCTION | NONE,
+    "all_ranks": FLAG,
+    "asynchronous": FLAG,
+    "batches": ITERABLE,
+    "call": FUNCTION,
+    "directory": PATH,
+    "max_norm": NUMBER,
+    "norm_type": NUMBER,
+    "resume": FLAG | NONE,
+    "stage": instance("the number of a stage", int),
+    "mode": FLAG,
+    "outputs": FLAG,
+    "optimizer": ArgumentRule("the optimizer that the script steps, or a list of them", _are_optimizers)
+    | NONE,
+    "scheduler": ArgumentRule("an LR scheduler, or a list of them", _are_schedulers) | NONE,
+    "every": integer_between(1, 10**9),
+    "model_only": FLAG,
+    "model": instance("an nn.Module", nn.Module),
+    "path": PATH | NONE,
+    "state_dict": instance("a mapping of names to tensors", Mapping),
+    "tensors": FLAG,
+    "then": FUNCTION | NONE,
+    "trace": ArgumentRule("what the with of trace() gave", _is_trace) | NONE,
+}
+"""What the arguments of methods must be. Those of the model are the model's own."""

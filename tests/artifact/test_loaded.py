@@ -85,16 +85,6 @@ def test_a_batch_norm_is_refused_one_row(saved: Path) -> None:
         pipec.load(saved).step(X[:6], target=Y[:6])
 
 
-def test_an_artifact_of_evaluation_mode_stays_in_it(tmp_path: Path) -> None:
-    pipe = compiled().eval()
-    pipe.prepare(X, target=Y).save(tmp_path / "saved", tensors=True)
-    loaded = pipec.load(tmp_path / "saved").eval()
-    assert not loaded.training
-    assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
-    with pytest.raises(InputError, match=r"in training mode, .* for evaluation mode .*train\(False\)"):
-        loaded.train().step(X, target=Y)
-
-
 def test_keywords_are_matched_by_name(tmp_path: Path) -> None:
     class Difference(nn.Linear):
         def forward(self, *, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -184,21 +174,6 @@ def test_a_loaded_artifact_updates_as_the_pipeline_does(options: dict[str, objec
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     moments = [p.optimizer.state_dict()["state"] for p in (pipe, loaded)]
     assert torch.equal(moments[0][0]["exp_avg"], moments[1][0]["exp_avg"])
-
-
-def test_a_loaded_artifact_accumulates(tmp_path: Path) -> None:
-    pipe = updating()
-    pipe.save(tmp_path / "saved", tensors=True)
-    loaded = pipec.load(tmp_path / "saved", optimizer=ADAM)
-    before = {name: x.detach().clone() for name, x in loaded.named_parameters()}
-    with loaded.accumulate():
-        loaded.step(X, target=Y)
-    assert all(torch.equal(before[name], x) for name, x in loaded.named_parameters())
-    loaded.step(X, target=Y)
-    with pipe.accumulate():
-        pipe.step(X, target=Y)
-    pipe.step(X, target=Y)
-    assert all(torch.equal(dict(pipe.named_parameters())[n], x) for n, x in loaded.named_parameters())
 
 
 def test_what_an_artifact_needs_for_its_updates_is_asked_for(saved: Path, tmp_path: Path) -> None:

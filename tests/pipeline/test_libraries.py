@@ -31,15 +31,6 @@ EXPECTED = {
         "accelerator.prepare(scheduler)": "Leave the scheduler out of prepare(...)",
         "accelerator.save_model(model)": NOT_HERE,
     },
-    "peft": {
-        "model.save_pretrained(folder)": NOT_HERE,
-        "get_peft_model_state_dict(model, pipe.state_dict())": "right",
-    },
-    "lightning": {
-        "fabric.clip_gradients": "right",
-        "fabric.save(model)": NOT_HERE,
-        "grad_norm(pipe, 2)": "the norm of one parameter's gradient on this rank",
-    },
 }
 """By library and what is done with it: "right", or what the error says on every rank."""
 

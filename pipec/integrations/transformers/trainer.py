@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
@@ -94,8 +93,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def take_model(self) -> None:
         """Put a pipeline in place of the model."""
         self._grad_norm, self._num_skipped = torch.zeros((), dtype=torch.float64), 0
-        self.add_callback(_DuringTraining(self))
-        self.neftune_noise_alpha = None  # so that the Trainer adds no noise of its own
+        self.add_callback(_AfterUpdates(self))
         self._set_signature_columns_if_needed()  # while the model is there to tell them
         self.model = self.model_wrapped = self._as_pipeline(self.model)
 
@@ -106,16 +104,6 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             self._num_skipped = self.pipe.num_skipped
             if self.pipe.grad_norm is not None:
                 self._grad_norm.copy_(self.pipe.grad_norm)
-
-    def add_noise(self) -> RemovableHandle | None:
-        """Let embeddings have NEFTune's noise, if the arguments ask for it."""
-        if self.args.neftune_noise_alpha is None:
-            return None
-        model = self._whole_model
-        base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
-        noise = functools.partial(_add_noise, self.args.neftune_noise_alpha)
-        hook: RemovableHandle = base.get_input_embeddings().register_forward_hook(noise)
-        return hook
 
     def _as_pipeline(self, model: nn.Module) -> nn.Module:
         """Compile the model. Returns the module that the Trainer takes for it."""
@@ -330,34 +318,14 @@ class PipecTrainer(PipelineTrainer):
     """
 
 
-class _DuringTraining(TrainerCallback):  # type: ignore[misc]
-    """Calls ``after_update`` of a Trainer, and lets it add noise while it trains."""
+class _AfterUpdates(TrainerCallback):  # type: ignore[misc]
+    """Calls ``after_update`` of a Trainer."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:
         self._trainer = trainer
-        self._noise: RemovableHandle | None = None
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._noise = self._trainer.add_noise()
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._noise is not None:
-            self._noise.remove()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.after_update()
-
-
-def _add_noise(alpha: float, embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """A forward hook: adds NEFTune's numbers up to ``alpha / sqrt(tokens * width)`` to (rows, tokens, width).
-
-    The hook of transformers makes a tensor of the size of the noise, and reads it. This one computes with
-    numbers, so that each row is proved to have its own noise. https://huggingface.co/papers/2310.05914
-    """
-    if not embedding.training:
-        return output
-    size: float = alpha / (output.size(1) * output.size(2)) ** 0.5
-    return output + (torch.rand_like(output) * 2 - 1) * size
 
 
 def _refuse_model(model: nn.Module) -> None:
