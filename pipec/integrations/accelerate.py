@@ -9,18 +9,16 @@ among stages and replicas.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from torch import nn
 
-import pipec
 from pipec.errors import InputError
-from pipec.integrations.shared_loader import refuse_local_batches, shared_loader
+from pipec.integrations import module_of, refuse_optimizer
 from pipec.options import OPTIONS
-from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
 
 __all__ = ["PipecAccelerator"]
@@ -44,11 +42,7 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
 
     def __init__(self, **given: Any) -> None:
         self._options = {name: given.pop(name) for name in [*given] if name in OPTIONS}
-        if "optimizer" in self._options:
-            raise InputError(
-                "optimizer=... makes updates in the programs, and the optimizer that prepare(...) is given "
-                "would make them again; leave it out, and pass that optimizer to prepare"
-            )
+        refuse_optimizer(self._options)
         if given.get("split_batches") or given.get("dispatch_batches"):
             raise InputError(
                 "split_batches and dispatch_batches divide batches among processes, but pipec divides them "
@@ -62,7 +56,6 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
             )
         if _PRECISIONS[precision] is not None:
             self._options.setdefault("precision", _PRECISIONS[precision])
-        self._pipes: list[Pipeline] = []
         state = PartialState(cpu=bool(given.get("cpu")))
         state.num_processes, state.distributed_type = 1, DistributedType.NO
         super().__init__(mixed_precision="no", **given)
@@ -82,31 +75,7 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
         return module
 
     def _pipelined(self, model: nn.Module) -> nn.Module:
-        if not isinstance(model, PipelineModule):
-            if not any(True for _ in model.parameters()):
-                return model
-            pipe = model if isinstance(model, Pipeline) else pipec.compile(model, **self._options)
-            model = pipe.as_module()
-        pipe = refuse_local_batches(model.__dict__["_pipe"])
-        if pipe not in self._pipes:
-            self._pipes.append(pipe)
-        return model
-
-    def prepare_data_loader(
-        self,
-        data_loader: Any,
-        device_placement: bool | None = None,
-        slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> Any:
-        """A loader of the same batches on every rank: where they would shuffle differently, as rank 0."""
-        if not getattr(data_loader, "_is_accelerate_prepared", False):
-            if not self._pipes:
-                raise InputError(
-                    "a loader was prepared before the model, whose ranks share it; pass the model to the "
-                    "same prepare(...), or prepare it first"
-                )
-            data_loader = shared_loader(data_loader, self._pipes[0])
-        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        return module_of(model, self._options) if any(True for _ in model.parameters()) else model
 
     def wait_for_everyone(self) -> None:
         """Wait for the other ranks."""

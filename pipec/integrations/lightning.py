@@ -20,9 +20,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torchmetrics import Metric
 
-import pipec
 from pipec.errors import InputError
-from pipec.integrations.shared_loader import refuse_local_batches, shared_loader
+from pipec.integrations import module_of, refuse_optimizer
 from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
@@ -51,11 +50,7 @@ class PipecStrategy(SingleDeviceStrategy):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        if "optimizer" in given:
-            raise InputError(
-                "optimizer=... makes updates in the programs, and those of configure_optimizers would make "
-                "them again; leave it out"
-            )
+        refuse_optimizer(given)
         Options.of(given)
         self._options = given
         self.global_rank, self.local_rank = world().rank, int(os.environ.get("LOCAL_RANK", 0))
@@ -79,7 +74,7 @@ class PipecStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: lightning.Trainer) -> None:
         self._take_precision(trainer)
-        trainer._accelerator_connector.use_distributed_sampler = False  # process_dataloader divides rows
+        trainer._accelerator_connector.use_distributed_sampler = False  # pipec divides rows
         super().setup(trainer)
 
     def _take_precision(self, trainer: lightning.Trainer) -> None:
@@ -107,11 +102,7 @@ class PipecStrategy(SingleDeviceStrategy):
                 "takes what loss_fn needs, and assign it in __init__ or configure_model"
             )
         ((name, child),) = with_parameters.items()
-        if not isinstance(child, PipelineModule):
-            pipe = child if isinstance(child, Pipeline) else pipec.compile(child, **self._options)
-            setattr(model, name, pipe.as_module())
-        for pipe in _pipes_of(model).values():
-            refuse_local_batches(pipe)
+        setattr(model, name, module_of(child, self._options))
         for metric in model.modules():
             if isinstance(metric, Metric):  # which would add up what all ranks have of the same rows
                 metric.distributed_available_fn = bool
@@ -127,12 +118,6 @@ class PipecStrategy(SingleDeviceStrategy):
         for child in self.lightning_module.children():
             if not any(True for _ in child.parameters()):
                 child.to(self.root_device)
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """A loader of the same batches on every rank."""
-        if not isinstance(dataloader, torch.utils.data.DataLoader):
-            return dataloader
-        return shared_loader(dataloader, *self._pipes.values())
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():

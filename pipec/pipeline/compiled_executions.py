@@ -121,7 +121,7 @@ class CompiledExecutions(Executions):
         self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
         self._checked_calls = CallCache()
-        self._batch_axis_is_known = False
+        self._batch_axis_is_known = self._refuses_mixed_rows = False
         self._takes_lists: bool | None = None
         self._made: dict[int, Artifact] = {}
         self._last_made: dict[Mode, int] = {}
@@ -215,7 +215,7 @@ class CompiledExecutions(Executions):
         """The call split as it seems, or else as the first of ``others`` that computes each row by itself."""
         given = self.batched
         try:
-            return self._agree(request, arguments, refuses_mixed_rows=True)
+            return self._agree_unmixed(request, arguments)
         except (InputError, CaptureError) as error:
             why = error
         for other in others:
@@ -225,7 +225,7 @@ class CompiledExecutions(Executions):
             self.batched = other
             self._checked_calls.clear()
             try:
-                call = self._agree(request, arguments, refuses_mixed_rows=True)
+                call = self._agree_unmixed(request, arguments)
             except (InputError, CaptureError):
                 continue
             listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
@@ -237,18 +237,24 @@ class CompiledExecutions(Executions):
             raise why from None
         return self._agree(request, arguments)
 
-    def _agree(
-        self, request: CallRequest, arguments: CallArguments, refuses_mixed_rows: bool = False
-    ) -> CompiledCall:
+    def _agree_unmixed(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
+        """As ``_agree``. Raises MixedRowsError if rows depend on one another."""
+        self._refuses_mixed_rows = True
+        try:
+            return self._agree(request, arguments)
+        finally:
+            self._refuses_mixed_rows = False
+
+    def _agree(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
         """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica."""
         self.drain()
         if not self.agreement.is_distributed:
             self.agreement.exit_on_signal(self.drain)
-            self._adopt_model_changes(self.snapshot())
+            self.adopt_model_changes()
             call = self.check_call(request.mode, arguments)
-            fingerprint = self._fingerprint(request.mode, self._snapshot)
+            fingerprint = self._fingerprint(request.mode)
             decision, signature = self._decide(request, call, fingerprint, (call.batch_size,))
-            return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
+            return self._made_call(request, call, fingerprint, decision, signature)
         call, refusal = ModelCall((), {}), None
         if self.batch != "rank0" or self.ranks.world.rank == 0:
             try:
@@ -256,20 +262,19 @@ class CompiledExecutions(Executions):
                 call.signature()  # refuses what no stage can take
             except PipecError as error:
                 refusal = error
-        return self._agree_across_ranks(request, call, refusal, refuses_mixed_rows)
+        return self._agree_across_ranks(request, call, refusal)
 
     def _agree_across_ranks(
         self,
         request: CallRequest,
         call: ModelCall,
         refusal: PipecError | None = None,
-        refuses_mixed_rows: bool = False,
         rows: tuple[int, ...] = (),
     ) -> CompiledCall:
         """The call, which rank 0 has decided how to run. ``rows`` are known where some ranks have joined."""
-        snapshot, numbers = self.snapshot(), list[int]()
-        fingerprint = self._fingerprint(request.mode, snapshot)
-        description = self._describe_model(request, fingerprint, snapshot)
+        self._look()
+        fingerprint, numbers = self._fingerprint(request.mode), list[int]()
+        description = self._describe_call(request, fingerprint)
         is_local = self.batch == "local" and not rows
         if refusal is not None:
             description |= {"refused": str(refusal)}
@@ -284,7 +289,7 @@ class CompiledExecutions(Executions):
             nonlocal signature
             if refusal is not None:
                 return None
-            if found := self._unusual(notes, snapshot, is_local):
+            if found := self._unusual(notes, is_local):
                 return found
             every = rows or (self._rows(notes) if is_local else (call.batch_size,))
             decision, signature = self._decide(request, call, fingerprint, every)
@@ -297,29 +302,29 @@ class CompiledExecutions(Executions):
             raise refusal
         if "owner" in answer.value:
             return self._inform_joined_ranks(answer, request, call)
-        if self._adopt_model_changes(snapshot):
-            return self._agree_across_ranks(request, call, None, refuses_mixed_rows, rows)
+        if self._adopt():
+            return self._agree_across_ranks(request, call, None, rows)
         if self.batch == "rank0":
             call = self._sent(request, call)
         decision = _Decision(**answer.value["decision"])
-        return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
+        return self._made_call(request, call, fingerprint, decision, signature)
 
     def next_call_of_others(self) -> CompiledCall | None:
         """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
-        snapshot = self.snapshot()
+        self._look()
         answer = self.agreement.require_same_call(
             "join",
             {"batch": "none, for it has joined"},
-            lambda notes: self._unusual(notes, snapshot, is_local=True),
+            lambda notes: self._unusual(notes, is_local=True),
             call_role=CallRole.JOINED,
         )
         self.agreement.exit_on_signal(self.drain, answer)
         if "all joined" in answer.value:
             return None
-        self._adopt_model_changes(snapshot)
+        self._adopt()
         return self._inform_joined_ranks(answer)
 
-    def _unusual(self, notes: Sequence[RankNote], snapshot: ModelSnapshot, is_local: bool) -> dict[str, Any]:
+    def _unusual(self, notes: Sequence[RankNote], is_local: bool) -> dict[str, Any]:
         """What all ranks do before they make the call; empty if nothing. Rank 0 decides it.
 
         Raises InputError if ranks of the same replica passed different rows.
@@ -341,7 +346,7 @@ class CompiledExecutions(Executions):
             if any(note.joined for note in notes):
                 owner = next(rank for rank, note in enumerate(notes) if note.numbers[0])
                 return {"owner": owner, "rows": rows}
-        return {"model changed": True} if self.replaced_names(snapshot) else {}
+        return {"model changed": True} if self._replaced_names() else {}
 
     def _rows(self, notes: Sequence[RankNote]) -> tuple[int, ...]:
         """The rows of each replica. Raises InputError if there are none."""
@@ -402,12 +407,11 @@ class CompiledExecutions(Executions):
         fingerprint: Fingerprint,
         decision: _Decision,
         signature: CaptureSignature | None,
-        refuses_mixed_rows: bool,
     ) -> CompiledCall:
         """The call with its executions, which are compiled and placed."""
         numbers = decision.groups
         if numbers is None:
-            numbers = self._compile(request, call, decision, signature, refuses_mixed_rows)
+            numbers = self._compile(request, call, decision, signature)
         elif decision.is_checked:
             self._check_again(call, signature, numbers[0][1])
         groups = [(self._made[number], sizes) for number, sizes in numbers]
@@ -492,7 +496,6 @@ class CompiledExecutions(Executions):
         call: ModelCall,
         decision: _Decision,
         signature: CaptureSignature | None,
-        refuses_mixed_rows: bool,
     ) -> list[tuple[int, list[int]]]:
         """Compile on rank 0, for all ranks, which drop the artifacts that it has evicted."""
 
@@ -504,7 +507,9 @@ class CompiledExecutions(Executions):
             tensors = self.tensors.names.unique()
             unknown = [fqn for fqn, tensor in tensors.items() if is_absent(tensor)]
             with materialized(tensors.values()):
-                groups = self.compiler.compile(signature, whole, change, refuses_mixed_rows, call, unknown)
+                groups = self.compiler.compile(
+                    signature, whole, change, self._refuses_mixed_rows, call, unknown
+                )
                 read = self.compiler.cache.read(signature)
             if len(decision.rows) > 1:
                 self._require_one_graph(groups, signature, decision.rows, decision.values)
@@ -544,33 +549,33 @@ class CompiledExecutions(Executions):
     def is_valid(self, call: Call) -> bool:
         """Whether the compiled code is valid for the model as it is now. Rank 0 alone has guards."""
         assert isinstance(call, CompiledCall)
-        snapshot = self.snapshot()
-        if self.replaced_names(snapshot):
-            return False
-        if self._fingerprint(Mode.TRAIN, snapshot) != call.fingerprint:
+        self._look()
+        if self._replaced_names() or self._fingerprint(Mode.TRAIN) != call.fingerprint:
             return False
         return call.signature is None or self.compiler.cache.is_valid(call.signature)
 
-    def snapshot(self) -> ModelSnapshot:
-        """The model as it is now."""
+    def _look(self) -> None:
+        """Take the model as it is now."""
         self._snapshot = self._snapshot.current()
-        return self._snapshot
 
-    def replaced_names(self, snapshot: ModelSnapshot) -> list[str]:
+    def _replaced_names(self) -> list[str]:
         """The names whose tensors the model has replaced, added or removed."""
-        if same_objects(snapshot.tensors, self._known_tensors):
+        if same_objects(self._snapshot.tensors, self._known_tensors):
             return []
         return self.tensors.names.names_differing(ModelTensors.of(self.compiler.model))
 
     def describe_model(self) -> CallDescription:
-        return {"replaced": ", ".join(self.replaced_names(self.snapshot())) or "none"}
+        self._look()
+        return {"replaced": ", ".join(self._replaced_names()) or "none"}
 
     def adopt_model_changes(self) -> None:
         """Take over tensors that the model was given."""
-        self._adopt_model_changes(self.snapshot())
+        self._look()
+        self._adopt()
 
-    def _adopt_model_changes(self, snapshot: ModelSnapshot) -> bool:
-        names = self.replaced_names(snapshot)
+    def _adopt(self) -> bool:
+        """Take over tensors that the model had been given when it was looked at; whether there were any."""
+        names = self._replaced_names()
         if names:
             model = ModelTensors.of(self.compiler.model)
             model.refuse_shared_memory()
@@ -583,7 +588,8 @@ class CompiledExecutions(Executions):
     def follow_tensors(self) -> None:
         """Run with the tensors that the pipeline owns by now."""
         self.compiler.canonical = self.tensors.canonical
-        self._known_tensors = self.snapshot().tensors
+        self._look()
+        self._known_tensors = self._snapshot.tensors
         self.clear()
 
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
@@ -602,19 +608,17 @@ class CompiledExecutions(Executions):
             call.cache[request, fingerprint] = key
         return key
 
-    def _fingerprint(self, mode: Mode, snapshot: ModelSnapshot) -> Fingerprint:
+    def _fingerprint(self, mode: Mode) -> Fingerprint:
         """The values of the model and of torch; the same object as last time if nothing has changed."""
         with autocast(self.compiler.settings.precision, self.compiler.settings.device):
-            return snapshot.fingerprint(mode, torch_values())
+            return self._snapshot.fingerprint(mode, torch_values())
 
-    def _describe_model(
-        self, request: CallRequest, fingerprint: Fingerprint, snapshot: ModelSnapshot
-    ) -> CallDescription:
+    def _describe_call(self, request: CallRequest, fingerprint: Fingerprint) -> CallDescription:
         """What must be equal on all ranks before a call, values that the traced code reads among them."""
         mode = request.mode
         read = self._plain_values.get(mode)
         changed = (read.difference(self.compiler.traced(mode)) if read else "") or "none"
-        replaced = ", ".join(self.replaced_names(snapshot)) or "none"
+        replaced = ", ".join(self._replaced_names()) or "none"
         description = fingerprint.digest | {"replaced": replaced, "changed values": changed}
         if mode is Mode.TRAIN:
             frozen = ", ".join(self.tensors.names.frozen()) or "none"

@@ -142,10 +142,6 @@ class TestWhatDoesNotFit:
             lambda: start("1 stage", model=lambda: Net(width=8)),
             "words.weight is float64[11, 10] in the file",
         ),
-        "types": (
-            lambda: start("1 stage", dtype=torch.float32),
-            "is float64[11, 10] in the file and float32[11, 10]",
-        ),
         "more": (
             lambda: start(
                 "1 stage",
@@ -165,7 +161,6 @@ class TestWhatDoesNotFit:
             ),
             "body.4.weight is in group 0 of the optimizer",
         ),
-        "frozen": (lambda: start("1 stage", model=frozen), "body.0.weight is in group 0 of the optimizer"),
         "meta": (lambda: start("1 stage", model=on_meta), "call to_empty(device=...)"),
     }
 
@@ -201,7 +196,7 @@ class TestWhatDoesNotFit:
             stopped["1 stage"][0].pipe.save_checkpoint(tmp_path / "x", optimizer=run.optimizer)
         assert everything(run) == before
 
-    @pytest.mark.parametrize("extra", [torch.ones(2**20), {"a": object()}, [{1, 2}], {"a": 1j}])
+    @pytest.mark.parametrize("extra", [torch.ones(2**20), {"a": [{1, 2}]}])
     def test_extra(self, stopped: Stopped, extra: Any, tmp_path: Path) -> None:
         with pytest.raises(pipec.InputError, match=r"extra.* a checkpoint stores None, numbers, text"):
             stopped["1 stage"][0].save(tmp_path / "new", extra=extra)
@@ -215,12 +210,6 @@ class TestWhatDoesNotFit:
             run.save(tmp_path / "new")
         run.pipe.step(torch.arange(8))
         run.save(tmp_path / "new")
-
-
-def frozen() -> Net:
-    model = Net()
-    model.body[0].weight.requires_grad_(False)
-    return model
 
 
 def on_meta() -> Net:

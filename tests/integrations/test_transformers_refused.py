@@ -54,16 +54,10 @@ def test_arguments(options: dict[str, Any], expected: str, tmp_path: Path) -> No
 
 
 def test_arguments_of_the_library_become_options(tmp_path: Path) -> None:
-    made = arguments(
-        tmp_path, bf16=True, activation_checkpointing=True, torch_compile=True, devices=4, replicas=2
-    )
+    made = arguments(tmp_path, bf16=True, activation_checkpointing=True, devices=4, replicas=2)
     options = made.options()
-    assert [options[name] for name in ("precision", "recompute", "kernels")] == [
-        "bf16-mixed",
-        "full",
-        "inductor",
-    ]
-    assert (made.mixed_precision, made.activation_checkpointing, made.torch_compile) == ("no", False, False)
+    assert [options[name] for name in ("precision", "recompute")] == ["bf16-mixed", "full"]
+    assert (made.mixed_precision, made.activation_checkpointing) == ("no", False)
     assert (made.train_batch_size, made.eval_batch_size, made.world_size) == (16, 16, 1)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.errors import ArtifactError, InputError, PipecError, PlanError, VerifyError
+from pipec.errors import ArtifactError, InputError, PipecError, VerifyError
 from pipec.pipeline import Pipeline
 
 
@@ -57,13 +57,6 @@ def test_a_bad_call_is_refused_and_the_next_good_one_works(
     assert all(parameter.grad is None for parameter in pipe.parameters())
     assert torch.equal(pipe.step(X, target=Y), before)
     pipe.zero_grad()
-
-
-def test_more_stages_than_operators() -> None:
-    with pytest.raises(PlanError, match="operators"):
-        pipec.compile(nn.Linear(4, 2), devices=30, loss_fn=nn.functional.mse_loss, microbatches=4).step(
-            X, target=Y
-        )
 
 
 def test_what_is_not_compiled_yet_says_how() -> None:
