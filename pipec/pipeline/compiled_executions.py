@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -213,37 +213,34 @@ class CompiledExecutions(Executions):
         self, request: CallRequest, arguments: CallArguments, others: Sequence[BatchedOption]
     ) -> CompiledCall:
         """The call split as it seems, or else as the first of ``others`` that computes each row by itself."""
-        given = self.batched
+        given, why = self.batched, cast(PipecError | None, None)
+        self._refuses_mixed_rows = True
         try:
-            return self._agree_unmixed(request, arguments)
-        except (InputError, CaptureError) as error:
-            why = error
-        for other in others:
-            may_be_right = isinstance(why, MixedRowsError | TargetRowsError) or None in other.values()
-            if not may_be_right:
-                continue
-            self.batched = other
-            self._checked_calls.clear()
-            try:
-                call = self._agree_unmixed(request, arguments)
-            except (InputError, CaptureError):
-                continue
-            listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
-            logger.warning("the batch is split with batched={%s}. Otherwise: %s", listed, _reason(why))
-            return call
+            for split in (given, *others):
+                may_help = isinstance(why, MixedRowsError | TargetRowsError) or None in (split or {}).values()
+                if why is not None and not may_help:
+                    continue
+                self.batched = split
+                self._checked_calls.clear()
+                try:
+                    call = self._agree(request, arguments)
+                except (InputError, CaptureError) as error:
+                    why = why or error
+                    continue
+                if why is not None:
+                    listed = ", ".join(f"{name!r}: {word!r}" for name, word in (split or {}).items())
+                    logger.warning(
+                        "the batch is split with batched={%s}. Otherwise: %s", listed, _reason(why)
+                    )
+                return call
+        finally:
+            self._refuses_mixed_rows = False
         self.batched = given
         self._checked_calls.clear()
         if not isinstance(why, MixedRowsError):
+            assert why is not None, "the call was refused"
             raise why from None
         return self._agree(request, arguments)
-
-    def _agree_unmixed(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
-        """As ``_agree``. Raises MixedRowsError if rows depend on one another."""
-        self._refuses_mixed_rows = True
-        try:
-            return self._agree(request, arguments)
-        finally:
-            self._refuses_mixed_rows = False
 
     def _agree(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
         """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica."""
