@@ -85,7 +85,6 @@ class Pipeline(ConvertedModule):
         super().__init__()
         refuse_wrappers()
         self._call_guard, self._steps = CallGuard(), StepState(updates)
-        self._modes_before_eval: dict[nn.Module, bool] = {}
         self._tensors = Tensors(self, names, ranks, updates, read)
         self._agreement = CallAgreement(ranks, self._steps)
         self._executions = make_executions(self._tensors, self._agreement, self._steps)
@@ -337,21 +336,18 @@ class Pipeline(ConvertedModule):
     def train(self, mode: bool = True) -> Self:
         """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does.
 
-        Raises InputError if it is a loaded artifact of the other mode, which holds no code for this one.
+        A loaded artifact refuses the calls for which it holds no code in this mode.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        model = self._executions.model
-        if model is None:
+        if self._executions.model is None:
             self._executions.set_mode(mode)
-            return self
-        if not mode and self.training:
-            self._modes_before_eval = {each: each.training for each in model.modules()}
-        model.train(mode)
+        else:
+            self._executions.model.train(mode)
         return self
 
     @property
     def training(self) -> bool:
-        """The model's mode. Loops that restore modes after an evaluation assign it, as Lightning does."""
+        """The model's own mode. Loops that restore the mode of each module assign it, as Lightning does."""
         executions = self.__dict__.get("_executions")
         if executions is None:
             return True
@@ -361,9 +357,8 @@ class Pipeline(ConvertedModule):
     @training.setter
     def training(self, mode: bool) -> None:
         executions = self.__dict__.get("_executions")
-        if executions is not None and executions.model is not None and mode != self.training:
-            for module in executions.model.modules():
-                module.training = self._modes_before_eval.get(module, mode) if mode else mode
+        if executions is not None and executions.model is not None:
+            executions.model.training = mode
 
     @exclusive_call
     def _convert(self, function: Any, recurse: bool = True) -> Self:
@@ -528,17 +523,6 @@ class Pipeline(ConvertedModule):
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         self._agreement.before_stop(call)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, in less time."""
-        if not set_to_none:
-            return super().zero_grad(set_to_none)
-        modules: list[nn.Module] = [self]
-        for module in modules:
-            modules += filter(None, module._modules.values())
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    parameter.grad = None
 
     @exclusive_call
     @torch.no_grad()
