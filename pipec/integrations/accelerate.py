@@ -60,22 +60,14 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
         state.num_processes, state.distributed_type = 1, DistributedType.NO
         super().__init__(mixed_precision="no", **given)
 
-    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As of Accelerate. The model may come with the others, or before them in a call of its own."""
-        prepared = [self._pipelined(each) if isinstance(each, nn.Module) else each for each in args]
-        return super().prepare(*prepared, device_placement=device_placement)
-
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """The module of the pipeline of a model; a module without parameters as it is."""
-        module = self._pipelined(model)
+        module = module_of(model, self._options) if any(True for _ in model.parameters()) else model
         if module not in self._models:
             self._models.append(module)
         return module
-
-    def _pipelined(self, model: nn.Module) -> nn.Module:
-        return module_of(model, self._options) if any(True for _ in model.parameters()) else model
 
     def wait_for_everyone(self) -> None:
         """Wait for the other ranks."""

@@ -7,7 +7,6 @@ batches that one process would train on; pipec divides these among stages and re
 """
 
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,6 @@ from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
 from pipec.runtime.processes.launch import world
-from pipec.torch_compat.run_time import persistent_buffers
 
 __all__ = ["PipecStrategy"]
 
@@ -110,7 +108,9 @@ class PipecStrategy(SingleDeviceStrategy):
 
     @property
     def _pipes(self) -> dict[str, Pipeline]:
-        return _pipes_of(self.lightning_module)
+        """The pipeline of the LightningModule, once there is one, by its name there."""
+        children = () if self.lightning_module is None else self.lightning_module.named_children()
+        return {name: x.__dict__["_pipe"] for name, x in children if isinstance(x, PipelineModule)}
 
     def model_to_device(self) -> None:
         """Move what is not of the pipeline, which has places for its own."""
@@ -129,18 +129,6 @@ class PipecStrategy(SingleDeviceStrategy):
         found = [obj]
         dist.broadcast_object_list(found, src)
         return found[0]
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the whole LightningModule on rank 0; on others without the pipeline's."""
-        if not self._pipes:
-            return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        own = self.lightning_module
-        state = OrderedDict[str, Any](persistent_buffers(own))
-        for name, child in own.named_children():
-            found = self._pipes[name].state_dict() if name in self._pipes else child.state_dict()
-            state.update({f"{name}.{key}": value for key, value in found.items()})
-        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what plain Lightning loads, each rank its own part."""
@@ -164,12 +152,6 @@ class PipecStrategy(SingleDeviceStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _pipes_of(module: Any) -> dict[str, Pipeline]:
-    """The pipeline of a LightningModule, once there is one, by its name there."""
-    children = module.named_children() if module is not None else ()
-    return {name: x.__dict__["_pipe"] for name, x in children if isinstance(x, PipelineModule)}
 
 
 StrategyRegistry.register("pipec", PipecStrategy, description="stages of one model on several devices")
