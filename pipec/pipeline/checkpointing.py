@@ -168,7 +168,7 @@ class Checkpoints:
             [name for name in self._tensors.names.frozen() if name in parameters],
             {id(parameter): fqn for fqn, parameter in parameters.items()},
             self._optimizers(optimizer),
-            _listed(scheduler),
+            listed(scheduler),
             self._stream.num_trained,
             self._stream.position() if only_owned else None,
             self._executions.num_replicas,
@@ -178,7 +178,7 @@ class Checkpoints:
     def _optimizers(self, given: Any) -> PipelineOptimizer | Sequence[Optimizer] | None:
         updates = self._steps.updates
         if updates is None:
-            return None if given is None else _listed(given)
+            return None if given is None else listed(given)
         if given is not None and given is not updates.optimizer:
             raise InputError(
                 "the pipeline was compiled with optimizer=..., which makes its updates; leave out optimizer, "
@@ -193,7 +193,7 @@ def _with_extra_state(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).get_extra_state is not plain]
 
 
-def _listed(given: Any) -> list[Any]:
+def listed(given: Any) -> list[Any]:
     """A list of what was given: one, several or none."""
     if given is None:
         return []

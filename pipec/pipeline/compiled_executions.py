@@ -385,7 +385,11 @@ class CompiledExecutions(Executions):
         self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint, rows: Sequence[int]
     ) -> tuple[_Decision, CaptureSignature]:
         """What runs a call, if it was compiled, and the call's signature. Rank 0 calls this."""
-        key = self._capture_key(request, call, fingerprint)
+        key: CaptureKey | None = call.cache.get((request, fingerprint))
+        if key is None:
+            variables = self.variables.of(call, request.mode)
+            key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
+            call.cache[request, fingerprint] = key
         whole = call if self.batch != "local" else None
         signature = CaptureSignature(key, self.compiler.cache.version(key, whole))
         values = variable_values(key.variables, call.leaves)
@@ -596,14 +600,6 @@ class CompiledExecutions(Executions):
         sent = self.ranks.exchange.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
         (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
         return ModelCall(args, kwargs, target, *form)
-
-    def _capture_key(self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint) -> CaptureKey:
-        key: CaptureKey | None = call.cache.get((request, fingerprint))
-        if key is None:
-            variables = self.variables.of(call, request.mode)
-            key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
-            call.cache[request, fingerprint] = key
-        return key
 
     def _fingerprint(self, mode: Mode) -> Fingerprint:
         """The values of the model and of torch; the same object as last time if nothing has changed."""

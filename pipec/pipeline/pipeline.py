@@ -30,7 +30,7 @@ from pipec.ir.argument_checks import (
     integer_between,
 )
 from pipec.ir.text_format import text_as_html
-from pipec.pipeline.checkpointing import Checkpoints
+from pipec.pipeline.checkpointing import Checkpoints, listed
 from pipec.pipeline.pipeline_module import PipelineModule, make_module, refuse_other_forward
 from pipec.runtime.absent_tensors import copies_of_absent, is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
@@ -946,17 +946,13 @@ def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _several(given: object) -> list[object]:
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
 def _are_optimizers(given: object) -> bool:
-    return all(isinstance(each, Optimizer) for each in _several(given))
+    return all(isinstance(each, Optimizer) for each in listed(given))
 
 
 def _are_schedulers(given: object) -> bool:
     methods = ("state_dict", "load_state_dict", "step")
-    return all(hasattr(each, method) for each in _several(given) for method in methods)
+    return all(hasattr(each, method) for each in listed(given) for method in methods)
 
 
 def _is_trace(given: object) -> bool:
