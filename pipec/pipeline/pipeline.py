@@ -42,6 +42,7 @@ from pipec.runtime.model_tensors import ModelTensors, fill_tensors, register_ten
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.optimizers.pipeline_optimizer import refuse_update
 from pipec.runtime.recording import Recording
+from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState
@@ -422,20 +423,12 @@ class Pipeline(ConvertedModule):
 
         Neither losses nor gradients show it.
         """
-        updates = self._steps.updates
-        return updates.loss_scale.scale if updates and updates.loss_scale else 1.0
+        return self.loss_scaler.scale if self.loss_scaler else 1.0
 
     @property
-    def loss_scale_state(self) -> dict[str, float] | None:
-        """The scale, and the number of updates since it changed, if the loss is scaled. May be assigned."""
-        updates = self._steps.updates
-        return dict(vars(updates.loss_scale)) if updates and updates.loss_scale else None
-
-    @loss_scale_state.setter
-    def loss_scale_state(self, state: Mapping[str, float]) -> None:
-        updates = self._steps.updates
-        assert updates is not None, "the loss is scaled"
-        vars(updates.loss_scale).update(state)
+    def loss_scaler(self) -> LossScale | None:
+        """The scale, and the number of updates since it changed, if the loss is scaled."""
+        return self._steps.updates.loss_scale if self._steps.updates else None
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -280,13 +280,13 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self.pipe.ranks.barrier()
 
     def _save_scaler(self, output_dir: str) -> None:
-        if self.pipe.loss_scale_state is not None and self.args.should_save:
-            torch.save(self.pipe.loss_scale_state, Path(output_dir, SCALER_NAME))
+        if self.pipe.loss_scaler is not None and self.args.should_save:
+            torch.save(vars(self.pipe.loss_scaler), Path(output_dir, SCALER_NAME))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        scales = self.pipe.loss_scale_state is not None
-        if scales and checkpoint is not None and Path(checkpoint, SCALER_NAME).exists():
-            self.pipe.loss_scale_state = torch.load(Path(checkpoint, SCALER_NAME), weights_only=True)
+        scaler = self.pipe.loss_scaler
+        if scaler is not None and checkpoint is not None and Path(checkpoint, SCALER_NAME).exists():
+            vars(scaler).update(torch.load(Path(checkpoint, SCALER_NAME), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_peft_model(self.model):
