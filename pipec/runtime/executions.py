@@ -153,16 +153,25 @@ class Executions:
 
         A rank that cannot use its arguments raises only when the others know.
         """
-        call = self._checked(request, arguments)
-        self.drain()
         if not self.agreement.is_distributed:
+            call = self._checked(request, arguments)
+            self.drain()
             self.agreement.exit_on_signal(self.drain)
             return call
-        description = self._described(call)
+        self.drain()
+        try:
+            call = self._checked(request, arguments)
+            description, refusal = self._described(call), None
+        except InputError as error:
+            description, refusal = {"refused": str(error)}, error
         if request.mode is Mode.TRAIN:
             description |= self.agreement.describe_updates()
-        answer = self.agreement.require_same_call(request.name, description, lambda _: call.seed)
+        answer = self.agreement.require_same_call(
+            request.name, description, lambda _: None if refusal else call.seed
+        )
         self.agreement.exit_on_signal(self.drain, answer)
+        if refusal is not None:
+            raise refusal
         return replace(call, seed=answer.value)
 
     def matching(self, first: Call, arguments: CallArguments) -> Call | None:
