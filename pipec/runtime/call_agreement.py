@@ -99,9 +99,9 @@ def _mismatch_message(every: Sequence[CallDescription]) -> str:
         return f"{method} cannot use the arguments of {format_ranks(failed)}:\n{why}"
     for is_meant, what, advice in _MISMATCHES:
         own = [{name: value for name, value in each.items() if is_meant(name)} for each in every]
-        if any(each != own[0] for each in own):
-            return f"{what.format(method)}:\n{describe_differences(own)}\n{advice}"
-    raise AssertionError("the descriptions are equal")
+        if (found := describe_differences(own)) or (what, advice) == _MISMATCHES[-1][1:]:
+            return f"{what.format(method)}:\n{found}\n{advice}"
+    raise AssertionError("the last kind is of all entries")
 
 
 _BATCH_ADVICE = (
