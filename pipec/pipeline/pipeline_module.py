@@ -8,7 +8,7 @@ The step computes the gradients, and ``backward`` commits them::
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
@@ -130,16 +130,6 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         else:
             setattr(model, name, value)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the pipeline."""
-        return self._pipe.named_parameters(*args, **kwargs)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self._pipe.parameters(recurse)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self._pipe.named_buffers(*args, **kwargs)
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the whole model, on every rank: loops may save and load in each process."""
         return self._pipe.state_dict(*args, all_ranks=True, **kwargs)
@@ -163,9 +153,6 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         """Set the model to training or evaluation mode."""
         self._pipe.train(mode)
         return self
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._pipe.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As the pipeline's: by the norm of the whole model."""
