@@ -25,7 +25,6 @@ PUBLIC_MODULES = (
     "pipec",
     "pipec.integrations.accelerate",
     "pipec.integrations.lightning",
-    "pipec.integrations.trainer_metrics",
     "pipec.integrations.transformers",
 )
 

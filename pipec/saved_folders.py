@@ -11,7 +11,6 @@ While ``name`` is replaced, the same folder may contain::
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -62,10 +61,10 @@ class SavedFolder:
 
     def __init__(self, path: Path, error: type[PipecError], remedy: str) -> None:
         self.path, self._error, self._remedy = path, error, remedy
-        self._listed_in = checksums_file(path)
+        self._listed_in = path / CHECKSUMS
         try:
             data = self._listed_in.read_bytes()
-            self.sums = _parsed(data) if self._listed_in.name == CHECKSUMS else _parsed_manifest(data)
+            self.sums = _parsed(data)
         except OSError as failure:
             raise error(f"{self._listed_in} cannot be read: {failure.strerror}. {remedy}") from failure
         except DAMAGED_DATA_ERRORS as failure:
@@ -98,12 +97,6 @@ class SavedFolder:
             )
 
 
-def checksums_file(folder: Path) -> Path:
-    """The file with the checksums of a folder; checkpoints once had another one."""
-    manifest = folder / "manifest.json"
-    return manifest if manifest.exists() and not (folder / CHECKSUMS).exists() else folder / CHECKSUMS
-
-
 def _parsed(data: bytes) -> dict[str, str]:
     sums = {}
     *lines, last = data.decode().split("\n")
@@ -114,14 +107,6 @@ def _parsed(data: bytes) -> dict[str, str]:
     if last:
         raise ValueError("its last line is cut short")
     return sums
-
-
-def _parsed_manifest(data: bytes) -> dict[str, str]:
-    found = json.loads(data)
-    text = json.dumps(found["files"], sort_keys=True).encode()
-    if hashlib.sha256(text).hexdigest() != found["sha256_of_files"]:
-        raise ValueError("its SHA-256 is not the one in its last line")
-    return {name: each["sha256"] for name, each in found["files"].items()}
 
 
 class StagingFolder:

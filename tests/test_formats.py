@@ -20,7 +20,7 @@ from pipec.checkpoint.plain_values import read, written
 from pipec.cost.profile import load_profile
 from pipec.errors import ArtifactError, CheckpointError, InputError, PipecError, PlanError
 from pipec.hardware.topology import read_topology
-from pipec.saved_folders import CHECKSUMS, sync_file, write_checksums
+from pipec.saved_folders import CHECKSUMS, sync_file
 from pipec.schedules import parse_orders
 
 FORMATS = Path(__file__).parent / "formats"
@@ -187,11 +187,9 @@ def test_an_unknown_version_is_refused_and_named(name: str, tmp_path: Path) -> N
         assert text.count(old) == 1
         path.write_text(text.replace(old, new), encoding="utf-8")
     before, after = (sync_file(folder / edited) for folder in (last, tmp_path))
-    sums = tmp_path / "artifact" / CHECKSUMS
-    sums.write_text(sums.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
-    (tmp_path / "checkpoint" / "manifest.json").unlink()
-    files = sorted((tmp_path / "checkpoint").iterdir())
-    write_checksums(tmp_path / "checkpoint", {file.name: sync_file(file) for file in files})
+    for folder in ("artifact", "checkpoint"):
+        sums = tmp_path / folder / CHECKSUMS
+        sums.write_text(sums.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
     with pytest.raises(error, match=message):
         READERS[name](tmp_path / name)
 

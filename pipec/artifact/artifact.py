@@ -61,10 +61,11 @@ class Artifact:
 
     ``representative_programs`` are those of the ranks that represent all, to predict a step. If there are
     more ranks, ``make_programs`` makes the programs of all when they are first needed. ``options`` records
-    those of ``pipec.compile``, as plain values and names; nothing is made of them. ``ties`` maps the other
-    names of a tied tensor to its first, and ``unsaved`` buffers are in no state dict. ``output_spec`` and
-    ``axes`` are those of a ``CompiledArtifact``. A saved artifact has these.
-    An artifact equals only itself, so that it can be the key of a cache.
+    those of ``pipec.compile``, as plain values and names; nothing is made of them. ``output_spec`` is the
+    structure of the model's output, and ``axes`` maps results whose rows were moved to the front to the
+    dimension where the model has them. ``number`` identifies the artifact on every rank. A saved artifact has
+    ``ties``, which map the other names of a tied tensor to its first, and the ``unsaved`` buffers, which are
+    in no state dict. An artifact equals only itself, so that it can be the key of a cache.
     """
 
     plan: Plan
@@ -73,10 +74,11 @@ class Artifact:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     make_programs: Callable[[], Sequence[Program]] | None = None
+    output_spec: pytree.TreeSpec | None = None
+    axes: Mapping[str, BatchAxis] = field(default_factory=dict)
+    number: int = field(default_factory=itertools.count().__next__)
     ties: Mapping[str, str] = field(default_factory=dict)
     unsaved: Sequence[str] = ()
-    output_spec: str | None = None
-    axes: Mapping[str, BatchAxis] = field(default_factory=dict)
 
     @functools.cached_property
     def programs(self) -> Sequence[Program]:
@@ -93,44 +95,19 @@ class Artifact:
         """Whether the functions of any stage take ``rng``, for random operators."""
         return any('frame["rng"]' in source for source in self.sources)
 
+    def as_saved(self, ties: Mapping[str, str], unsaved: Sequence[str]) -> "Artifact":
+        """The artifact with what a reader needs. Raises NotImplementedError for unknown structures."""
+        if self.output_spec is not None:
+            pytree.dump_structure(self.output_spec)
+        return replace(self, ties=ties, unsaved=unsaved)
+
     def canonical_text(self) -> str:
         """All that ranks must agree on, as one text."""
         programs = map(format_program, self.programs)
         return "\n".join([dump_json(self.plan), *self.sources, *programs])
 
 
-@dataclass(frozen=True, eq=False)
-class CompiledArtifact:
-    """An artifact, and the structure of the model's output.
-
-    ``axes`` maps results whose rows were moved to the front to the dimension where the model has them.
-    ``number`` identifies the artifact on every rank.
-    """
-
-    artifact: Artifact
-    output_spec: pytree.TreeSpec | None
-    axes: Mapping[str, BatchAxis]
-    number: int = field(default_factory=itertools.count().__next__)
-
-    def as_saved(self, ties: Mapping[str, str], unsaved: Sequence[str]) -> Artifact:
-        """The artifact with what a reader needs. Raises NotImplementedError for unknown structures."""
-        spec = None if self.output_spec is None else pytree.dump_structure(self.output_spec)
-        return replace(self.artifact, ties=ties, unsaved=unsaved, output_spec=spec, axes=self.axes)
-
-    @classmethod
-    def of(cls, artifact: Artifact) -> "CompiledArtifact":
-        """A saved artifact."""
-        try:
-            spec = None if artifact.output_spec is None else pytree.load_structure(artifact.output_spec)
-        except (*DAMAGED_DATA_ERRORS, NotImplementedError) as error:
-            raise ArtifactError(
-                f"output_spec of plan.json names no structure of outputs: {type(error).__name__}: {error}; "
-                "save the artifact once more"
-            ) from error
-        return cls(artifact, spec, artifact.axes)
-
-
-MicrobatchGroups = list[tuple[CompiledArtifact, list[int]]]
+MicrobatchGroups = list[tuple[Artifact, list[int]]]
 """The artifact of each group of consecutive microbatches of a call, and the sizes of the microbatches."""
 
 
@@ -147,9 +124,6 @@ class _Header:
     unsaved: Sequence[str]
     output_spec: str | None
     axes: Mapping[str, BatchAxis]
-
-
-_SAVED = ("options", "ties", "unsaved", "output_spec", "axes")
 
 
 def load_stage_module(stage: int, source: str) -> types.ModuleType:
@@ -202,7 +176,10 @@ def write_artifact(
 def _write_files(artifact: Artifact, folder: Path, tensors: Mapping[str, Tensor] | None) -> None:
     plan = replace(artifact.plan, checked="")  # how closely a run agreed is not the plan's
     interfaces = [interface_of(source, f"stage {k}") for k, source in enumerate(artifact.sources)]
-    header = _Header(FORMAT, "", plan, interfaces, *(getattr(artifact, name) for name in _SAVED))
+    spec = None if artifact.output_spec is None else pytree.dump_structure(artifact.output_spec)
+    header = _Header(
+        FORMAT, "", plan, interfaces, artifact.options, artifact.ties, artifact.unsaved, spec, artifact.axes
+    )
     header = replace(header, sha256=_digest(header))
     files = {PLAN: dump_json(header, indent=1).encode()}
     files |= {f"stage_{stage}.py": source.encode() for stage, source in enumerate(artifact.sources)}
@@ -252,8 +229,29 @@ def read_artifact(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
             raise ArtifactError(
                 f"{directory}: the plan has {format_value(value)}, but the tensor is {is_here}"
             )
-    saved = {name: getattr(header, name) for name in _SAVED}
-    return Artifact(plan, sources, programs, constants, **saved), tensors
+    artifact = Artifact(
+        plan,
+        sources,
+        programs,
+        constants,
+        header.options,
+        output_spec=_structure(header.output_spec),
+        axes=header.axes,
+        ties=header.ties,
+        unsaved=header.unsaved,
+    )
+    return artifact, tensors
+
+
+def _structure(text: str | None) -> pytree.TreeSpec | None:
+    """A structure of outputs. Raises ArtifactError, as for one with a class that nothing has registered."""
+    try:
+        return None if text is None else pytree.load_structure(text)
+    except (*DAMAGED_DATA_ERRORS, NotImplementedError) as error:
+        raise ArtifactError(
+            f"output_spec of {PLAN} names no structure of outputs: {type(error).__name__}: {error}; "
+            "save the artifact once more"
+        ) from error
 
 
 _REMEDY = (

@@ -1,10 +1,10 @@
 """Calls that succeed in all processes, or raise in all of them."""
 
 import base64
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipec.checkpoint.plain_values import read, written
 from pipec.errors import CheckpointError, InputError, PipecError, TransportError
 from pipec.runtime.step.ranks import BackgroundRanks, Ranks
 
@@ -13,7 +13,7 @@ RankCalls = Ranks | BackgroundRanks
 
 
 def call_on_all_ranks(ranks: RankCalls, activity: str, function: Callable[[], Any]) -> list[Any]:
-    """The results of ``function`` from all processes, plain values. All raise the error of any.
+    """The results of ``function`` from all processes. All raise the error of any.
 
     The call takes as long as the slowest process; if a process dies, the others fail at once.
     """
@@ -25,11 +25,11 @@ def call_on_all_ranks(ranks: RankCalls, activity: str, function: Callable[[], An
     except Exception as error:
         failure = as_pipec_error(error, activity)
     said = "" if failure is None else str(failure)
-    text = base64.b64encode(written((said, isinstance(failure, InputError), result))).decode()
+    text = base64.b64encode(pickle.dumps((said, isinstance(failure, InputError), result))).decode()
     texts = ranks.all_gather_text_no_timeout(text, f"{activity} on every rank")
     if failure is not None:
         raise failure
-    every = [read(base64.b64decode(each)) for each in texts]
+    every = [pickle.loads(base64.b64decode(each)) for each in texts]
     for rank, (said, is_input, _) in enumerate(every):
         if said:
             raise (InputError if is_input else CheckpointError)(f"rank {rank}: {said}")

@@ -36,7 +36,7 @@ from pipec.checkpoint.shards import (
 )
 from pipec.checkpoint.write import require_replaceable
 from pipec.errors import DAMAGED_DATA_ERRORS, CheckpointError, InputError, PipecError
-from pipec.saved_folders import StagingFolder, checksums_file, find_folder, write_checksums, write_file
+from pipec.saved_folders import CHECKSUMS, StagingFolder, find_folder, write_checksums, write_file
 
 METADATA = ".metadata"
 
@@ -89,7 +89,7 @@ def open_checkpoint(place: Path) -> OpenedCheckpoint:
     Raises:
         CheckpointError: it is damaged, or not a checkpoint.
     """
-    if not checksums_file(place).is_file() and not (place / METADATA_FILE).is_file():
+    if not (place / CHECKSUMS).is_file() and not (place / METADATA_FILE).is_file():
         raise CheckpointError(
             f"{place} is neither a checkpoint of pipec nor a folder of torch.distributed.checkpoint: it has "
             f"no {METADATA_FILE} and no {METADATA}. Pass the folder that save_checkpoint or dcp.save wrote"

@@ -25,15 +25,12 @@ from pipec.checkpoint.optimizer_state import (
     require_same_groups,
     tensor_names,
 )
-from pipec.checkpoint.plain_values import fields_of
 from pipec.checkpoint.shards import TensorSpec, open_tensors
-from pipec.checkpoint.training_state import PROFILE, TrainingState
+from pipec.checkpoint.training_state import TrainingState
 from pipec.console import notice
-from pipec.cost.profile import Profile, load_profile
 from pipec.errors import CheckpointError, InputError
-from pipec.ir.json_form import read_plain
 from pipec.runtime.messages.call_description import format_names
-from pipec.saved_folders import SavedFolder, checksums_file, find_folder
+from pipec.saved_folders import CHECKSUMS, SavedFolder, find_folder
 
 
 def saved_folder(place: Path) -> SavedFolder:
@@ -44,7 +41,7 @@ def saved_folder(place: Path) -> SavedFolder:
     """
     if not place.is_dir():
         raise CheckpointError(f"{place} does not exist; expected the folder of a checkpoint")
-    if not checksums_file(place).exists() and not (place / METADATA_FILE).exists():
+    if not (place / CHECKSUMS).exists() and not (place / METADATA_FILE).exists():
         weight_files(place)
         raise CheckpointError(
             f"{place} has only weights, as save_pretrained(...) writes them. It has no state of an "
@@ -103,7 +100,7 @@ def load(directory: Path, training: TrainingState) -> tuple[CheckpointMetadata, 
     require_equal(digests, f"the checkpoint {directory}", "let every rank see the same folder")
     opened: list[tuple[OpenedCheckpoint, dict[str, str]]] = []
 
-    def check() -> object:
+    def check() -> OptimizerState:
         checkpoint = OpenedCheckpoint.of(saved_folder(place))
         if saved_folder(place).digest != digests[0]:
             raise CheckpointError(
@@ -114,9 +111,9 @@ def load(directory: Path, training: TrainingState) -> tuple[CheckpointMetadata, 
         )
         _require_companions(checkpoint.metadata, training, place)
         groups = [] if training.optimizers is None else param_groups_of(training.optimizers, training.names)
-        return fields_of(OptimizerState(groups))
+        return OptimizerState(groups)
 
-    every = [read_plain(OptimizerState, each) for each in call_on_all_ranks(ranks, activity, check)]
+    every = call_on_all_ranks(ranks, activity, check)
     ((checkpoint, names),) = opened
     metadata = checkpoint.metadata
     if metadata.optimizer is not None:
@@ -150,25 +147,12 @@ def load_weights(directory: Path, training: TrainingState) -> None:
         weights = open_weights(place)
         opened.append((weights, _stored_names(place, weights, training, None)))
 
-    if any(call_on_all_ranks(ranks, activity, checksums_file(place).exists)):
+    if any(call_on_all_ranks(ranks, activity, (place / CHECKSUMS).exists)):
         call_on_all_ranks(ranks, activity, lambda: _check_files(place, training))
     call_on_all_ranks(ranks, activity, check)
     call_on_all_ranks(
         ranks, f"{activity}, part of which may have been loaded,", lambda: _fill(training, *opened[0])
     )
-
-
-def load_saved_profile(directory: Path) -> Profile | None:
-    """The profile by which the stages were cut, if there was one. One process may call it alone.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    folder = saved_folder(find_folder(directory))
-    if PROFILE not in folder.sums:
-        return None
-    folder.check(PROFILE)
-    return load_profile(folder.path / PROFILE)
 
 
 def _check_files(place: Path, training: TrainingState) -> str:

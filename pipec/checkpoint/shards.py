@@ -99,12 +99,11 @@ def assign_writers(parts: Sequence[TensorShard], ranks: Ranks, loads: dict[int, 
     Raises:
         CheckpointError: a name has different types or shapes, or the parts do not make up the whole.
     """
-    own = [(part.name, part.spec.dtype, part.spec.shape, part.start, part.stop) for part in parts]
+    own = [(part.name, part.spec, part.start, part.stop) for part in parts]
     found: dict[str, dict[tuple[int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
     specs: dict[str, TensorSpec] = {}
     for rank, every in enumerate(call_on_all_ranks(ranks, "listing what to save", lambda: own)):
-        for name, dtype, shape, start, stop in every:
-            spec = TensorSpec(dtype, shape)
+        for name, spec, start, stop in every:
             if specs.setdefault(name, spec) != spec:
                 raise CheckpointError(
                     f"{name} is {specs[name]} on one rank and {spec} on rank {rank}; find what in the "

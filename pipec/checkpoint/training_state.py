@@ -8,13 +8,10 @@ from torch import nn
 
 from pipec.checkpoint.optimizer_state import Optimizers
 from pipec.checkpoint.shards import TensorShard, TensorSpec
-from pipec.cost.profile import Profile
 from pipec.errors import InputError
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.stream_position import StreamPosition
-
-PROFILE = "profile.json"
 
 
 @dataclass(frozen=True)
@@ -23,8 +20,8 @@ class TrainingState:
 
     ``parts`` are this process's shards of them, in the memory that is trained; ``ties`` maps the other names
     of a tied tensor to its first. ``names`` has the names of the whole model's parameters by ``id``, in the
-    model's order. ``position`` is the position in the stream; each of ``num_replicas`` has one. ``profile``
-    has the times by which the stages were cut. ``loss_scale`` is for the next step, if the loss is scaled.
+    model's order. ``position`` is the position in the stream; each of ``num_replicas`` has one.
+    ``loss_scale`` is for the next step, if the loss is scaled.
     """
 
     model: nn.Module
@@ -39,7 +36,6 @@ class TrainingState:
     num_steps: int
     position: StreamPosition | None
     num_replicas: int
-    profile: Profile | None
     loss_scale: LossScale | None
 
     def require_memory(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipec.checkpoint.all_ranks import RankCalls, call_on_all_ranks, call_on_rank_0, require_equal
 from pipec.checkpoint.hugging_face import index_name, write_config
 from pipec.checkpoint.metadata import METADATA_FILE, CheckpointMetadata, SchedulerState, plain_position
-from pipec.checkpoint.optimizer_state import OptimizerState, merge_states, state_shards
+from pipec.checkpoint.optimizer_state import merge_states, state_shards
 from pipec.checkpoint.plain_values import describe, fields_of, plain
 from pipec.checkpoint.shards import (
     SavedTensor,
@@ -22,14 +22,13 @@ from pipec.checkpoint.shards import (
     weight_index,
     write_tensors,
 )
-from pipec.checkpoint.training_state import PROFILE, TrainingState
+from pipec.checkpoint.training_state import TrainingState
 from pipec.errors import CheckpointError, InputError
-from pipec.ir.json_form import read_plain
 from pipec.runtime.step.ranks import BackgroundRanks
 from pipec.saved_folders import (
+    CHECKSUMS,
     SavedFolder,
     StagingFolder,
-    checksums_file,
     find_folder,
     sync_file,
     write_checksums,
@@ -46,7 +45,7 @@ def begin_checkpoint(
     extra: Any,
     own: dict[Path, str],
     copies: bool,
-    then: Callable[[], object],
+    then: Callable[[], object] | None,
 ) -> Callable[[], None]:
     """Begin a checkpoint; returns a function that writes it. Every process calls both.
 
@@ -71,8 +70,6 @@ def begin_checkpoint(
         require_replaceable(directory, known)
         folder = staging.make()
         write_config(training.model, folder)
-        if training.profile is not None:
-            training.profile.save(folder / PROFILE)
         return str(folder)
 
     with staging.discarded_on_failure():
@@ -102,7 +99,8 @@ def begin_checkpoint(
             )
             sums = {name: digest for each in every for name, digest in each.items()}
             own[directory] = call_on_rank_0(rank_calls, activity, lambda: publish(sums))
-        call_on_rank_0(rank_calls, f"tidying up after saving to {directory}", then)
+        if then is not None:
+            call_on_rank_0(rank_calls, f"tidying up after saving to {directory}", then)
 
     return write
 
@@ -116,7 +114,7 @@ def require_replaceable(directory: Path, known_digest: str | None) -> None:
     place = find_folder(directory)
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
-    if not checksums_file(place).is_file() or not (place / METADATA_FILE).is_file():
+    if not (place / CHECKSUMS).is_file() or not (place / METADATA_FILE).is_file():
         raise CheckpointError(f"{place} exists and is not a checkpoint of pipec; choose another directory")
     if SavedFolder(place, CheckpointError, "Choose another directory").digest != known_digest:
         raise CheckpointError(
@@ -160,17 +158,17 @@ def _document(training: TrainingState, extra: Any) -> tuple[CheckpointMetadata, 
             state.extend(tensors)
         return {
             "random": torch.get_rng_state(),
-            "optimizer": fields_of(optimizer),
-            "schedulers": [fields_of(SchedulerState.of(each)) for each in training.schedulers],
+            "optimizer": optimizer,
+            "schedulers": [SchedulerState.of(each) for each in training.schedulers],
             "position": plain_position(training.position),
             "extra": describe(plain(extra, "extra")),
         }
 
     every = call_on_all_ranks(training.ranks, "describing the training", describe_own)
     require_equal([each["extra"] for each in every], "extra", "pass the same value on every rank")
-    described = [describe(each["schedulers"]) for each in every]
+    described = [describe(fields_of(each["schedulers"])) for each in every]
     require_equal(described, "the scheduler", "let the same schedulers step on every rank")
-    found = [read_plain(OptimizerState, each["optimizer"]) for each in every if each["optimizer"]]
+    found = [each["optimizer"] for each in every if each["optimizer"]]
     if found and len(found) < len(every):
         raise InputError("some ranks passed an optimizer and others did not; pass it on every rank")
     metadata = CheckpointMetadata(
@@ -179,7 +177,7 @@ def _document(training: TrainingState, extra: Any) -> tuple[CheckpointMetadata, 
         frozen=list(training.frozen),
         random=[each["random"] for each in every],
         optimizer=merge_states(found, [*training.names.values()]) if found else None,
-        schedulers=[SchedulerState(**each) for each in every[0]["schedulers"]],
+        schedulers=every[0]["schedulers"],
         positions=[each["position"] for each in every[: training.num_replicas]],
         extra=plain(extra, "extra"),
         loss_scale=training.loss_scale,

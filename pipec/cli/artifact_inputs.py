@@ -21,7 +21,7 @@ PARAMETER_DEVIATION = 0.02
 """The standard deviation of random parameters: GPT-2's at initialization, small enough for most models."""
 
 Leaves = list[Tensor | float | None]
-"""The flattened arguments of ``step``, as ``step_with_leaves`` takes them; None for those no stage reads."""
+"""The flattened arguments of ``step``, as ``stream_of_leaves`` takes them; None for those no stage reads."""
 
 
 def load_with_random_tensors(

@@ -132,11 +132,11 @@ def _trace(
 ) -> None:
     from pipec.timeline.report import timeline_report
 
-    for _ in range(WARMUP):
-        pipe.step_with_leaves(next(batches))
+    for _ in pipe.stream_of_leaves(islice(batches, WARMUP)):
+        pass
     with pipe.trace() as recorded:
-        for _ in range(steps):
-            pipe.step_with_leaves(next(batches))
+        for _ in pipe.stream_of_leaves(islice(batches, steps)):
+            pass
     text = pipe.visualize(output, recorded)
     if as_json:
         show_json({name: timeline_report(timeline) for name, timeline in recorded.timelines().items()})

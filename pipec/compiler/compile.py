@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from pipec.artifact.artifact import Artifact
 from pipec.capture.autocast import autocast, refuse_float16_weights
 from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import make_traced_step
@@ -32,7 +33,7 @@ from pipec.compiler.batch_equivalence import (
 )
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.check import CheckRequest, CheckResult, check_call
-from pipec.compiler.compile_cache import CaptureKey, CompiledArtifact, CompiledGraphs, MicrobatchGroups
+from pipec.compiler.compile_cache import CaptureKey, CompiledGraphs, MicrobatchGroups
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.infeasible import require_memory
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
@@ -316,7 +317,7 @@ def _generate(request: CompileRequest, choice: _Choice) -> CompiledCall:
         groups.append((artifacts[key], group))
         rest = rest[len(group) :]
     if len(groups) > 1:
-        require_independent_graphs(groups[0][0].artifact.plan, sizes)
+        require_independent_graphs(groups[0][0].plan, sizes)
     for staged in graphs:
         staged.clear_evaluated()
     return CompiledCall(groups, candidate, CompiledGraphs(tuple(graphs), artifacts))
@@ -419,9 +420,7 @@ def _evaluate(
     return SearchResult(candidate, staged.evaluate(schedule, size, candidate.options.sync_spec), staged)
 
 
-def _artifact(
-    request: CompileRequest, candidate: Candidate, found: SearchResult, checked: str
-) -> CompiledArtifact:
+def _artifact(request: CompileRequest, candidate: Candidate, found: SearchResult, checked: str) -> Artifact:
     """The artifact of an evaluated plan. Raises InfeasibleError if the plan does not fit into memory."""
     evaluated, compiler = found.best, request.compiler
     require_memory(evaluated, where=" on the stages that the first call has fixed")
@@ -443,4 +442,4 @@ def _artifact(
         for name, role in zip(plan.outputs, outputs, strict=True)
         if role.axis and role.axis.has_outer
     }
-    return CompiledArtifact(replace(artifact, plan=plan), graph.output_spec, axes)
+    return replace(artifact, plan=plan, output_spec=graph.output_spec, axes=axes)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipec.artifact.artifact import CompiledArtifact, MicrobatchGroups
+from pipec.artifact.artifact import Artifact, MicrobatchGroups
 from pipec.capture.model_call import ModelCall
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import notice
@@ -72,7 +72,7 @@ class CompiledGraphs:
     """
 
     graphs: tuple[StagedGraph, ...] = ()
-    artifacts: Mapping[tuple[StagedGraph, int, int], CompiledArtifact] = field(default_factory=dict)
+    artifacts: Mapping[tuple[StagedGraph, int, int], Artifact] = field(default_factory=dict)
 
     def only(self, numbers: Collection[int]) -> "CompiledGraphs":
         """The artifacts with these numbers, and the graphs that they were generated from."""
@@ -115,7 +115,7 @@ class _Program:
         return is_valid
 
     def _guards_hold(self, values: Sizes) -> bool:
-        plans = [(compiled.artifact.plan, {*sizes} - {0}) for compiled, sizes in self.groups]
+        plans = [(compiled.plan, {*sizes} - {0}) for compiled, sizes in self.groups]
         for plan, sizes in plans:
             sizes |= {self.rows} if plan.tail_stage is not None else set()
         return all(
@@ -171,7 +171,7 @@ class CompileCache:
         return entry
 
     @property
-    def compiled(self) -> Iterator[CompiledArtifact]:
+    def compiled(self) -> Iterator[Artifact]:
         """All artifacts in the cache."""
         for entry in self._entries.values():
             yield from (compiled for program in entry.programs for compiled, _ in program.groups)

@@ -4,28 +4,22 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 To Accelerate every process trains alone, on the batches that one process would train on; pipec divides these
-among stages and replicas. With ``batch="local"`` the processes of a replica read its rows of them alone.
+among stages and replicas.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import is_torch_tensor
-from torch import nn
+from torch import Tensor, nn
 
-import pipec
 from pipec.errors import InputError
-from pipec.integrations.clipping import clip_grad_norm
-from pipec.integrations.replica_rows import REDUCTIONS, joined, of_replicas, shared_loader
+from pipec.integrations import clip_grad_norm, module_of, refuse_optimizer
 from pipec.options import OPTIONS
-from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
-from pipec.torch_compat import pytree
 
 __all__ = ["PipecAccelerator"]
 
@@ -48,15 +42,11 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
 
     def __init__(self, **given: Any) -> None:
         self._options = {name: given.pop(name) for name in [*given] if name in OPTIONS}
-        if "optimizer" in self._options:
-            raise InputError(
-                "optimizer=... makes updates in the programs, and the optimizer that prepare(...) is given "
-                "would make them again; leave it out, and pass that optimizer to prepare"
-            )
+        refuse_optimizer(self._options)
         if given.get("split_batches") or given.get("dispatch_batches"):
             raise InputError(
                 "split_batches and dispatch_batches divide batches among processes, but pipec divides them "
-                'among replicas; leave them out, and pass batch="local" for each replica to read its own rows'
+                "among replicas; leave them out"
             )
         precision = given.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if precision not in _PRECISIONS:
@@ -66,107 +56,22 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
             )
         if _PRECISIONS[precision] is not None:
             self._options.setdefault("precision", _PRECISIONS[precision])
-        self._pipes: list[Pipeline] = []
         state = PartialState(cpu=bool(given.get("cpu")))
         state.num_processes, state.distributed_type = 1, DistributedType.NO
         super().__init__(mixed_precision="no", **given)
-
-    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As of Accelerate. The model may come with the others, or before them in a call of its own."""
-        prepared = [self._pipelined(each) if isinstance(each, nn.Module) else each for each in args]
-        return super().prepare(*prepared, device_placement=device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """The module of the pipeline of a model; a module without parameters as it is."""
-        module = self._pipelined(model)
+        module = module_of(model, self._options) if any(True for _ in model.parameters()) else model
         if module not in self._models:
             self._models.append(module)
         return module
 
-    def _pipelined(self, model: nn.Module) -> nn.Module:
-        if not isinstance(model, PipelineModule):
-            if not any(True for _ in model.parameters()):
-                return model
-            pipe = model if isinstance(model, Pipeline) else pipec.compile(model, **self._options)
-            model = pipe.as_module()
-        pipe = model.__dict__["_pipe"]
-        if pipe not in self._pipes:
-            self._pipes.append(pipe)
-        return model
-
-    def prepare_data_loader(
-        self,
-        data_loader: Any,
-        device_placement: bool | None = None,
-        slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> Any:
-        """A loader of the same batches on every rank, or with ``batch="local"`` of its replica's rows.
-
-        Where ranks would shuffle differently, they shuffle as rank 0.
-        """
-        if not getattr(data_loader, "_is_accelerate_prepared", False):
-            if not self._pipes:
-                raise InputError(
-                    "a loader was prepared before the model, on whose replicas its rows depend; pass the "
-                    "model to the same prepare(...), or prepare it first"
-                )
-            data_loader = shared_loader(data_loader, self._pipes[0])
-        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As of Accelerate, by the norm over all stages of a model. Every rank calls it."""
-        return clip_grad_norm(self._pipes, parameters, max_norm, norm_type)
-
-    def gather(self, tensor: Any) -> Any:
-        """The rows of all replicas, in the order of the batch; with the same batches everywhere, these."""
-        if self._num_replicas == 1:
-            return tensor
-        return self._combined(tensor, joined)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As ``gather``; no row comes twice. Of objects it makes one list of all replicas'."""
-        leaves = pytree.tree_leaves(input_data)
-        if self._num_replicas == 1 or not (use_gather_object or not all(map(is_torch_tensor, leaves))):
-            return self.gather(input_data)
-        return [each for own in of_replicas(self._pipes[0], input_data) for each in own]
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, mean or maximum of what replicas have; the same everywhere as it is."""
-        if self._num_replicas == 1 or reduction == "none":
-            return super().reduce(tensor, reduction, scale)
-        if reduction not in REDUCTIONS:
-            raise InputError(f"reduction is {reduction!r}; there are {', '.join(REDUCTIONS)}, and none")
-        return self._combined(tensor, lambda parts: REDUCTIONS[reduction](torch.stack([*parts])))
-
-    def _combined(self, tensor: Any, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
-        """Each of these tensors, combined from those of all replicas."""
-        leaves, structure = pytree.tree_flatten(tensor)
-        parts = zip(*of_replicas(self._pipes[0], [each.cpu() for each in leaves]), strict=True)
-        return pytree.tree_unflatten([combine(each).to(self.device) for each in parts], structure)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """Tensors, each filled along a dimension to the size of the largest of the replicas'."""
-        if self._num_replicas == 1:
-            return tensor
-        leaves, structure = pytree.tree_flatten(tensor)
-        shapes = zip(*of_replicas(self._pipes[0], [each.shape for each in leaves]), strict=True)
-        padded = []
-        for own, all_shapes in zip(leaves, shapes, strict=True):
-            if -own.dim() <= dim < own.dim():
-                missing = [*own.shape]
-                missing[dim] = max(shape[dim] for shape in all_shapes) - own.shape[dim]
-                filling = own.new_full(missing, pad_index)
-                own = torch.cat([filling, own] if pad_first else [own, filling], dim)
-            padded.append(own)
-        return pytree.tree_unflatten(padded, structure)
-
-    @property
-    def _num_replicas(self) -> int:
-        return self._pipes[0].num_replicas if self._pipes else 1
+        return clip_grad_norm(self._models, parameters, max_norm, norm_type)
 
     def wait_for_everyone(self) -> None:
         """Wait for the other ranks."""

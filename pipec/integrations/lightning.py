@@ -3,12 +3,10 @@
     trainer = lightning.Trainer(strategy=PipecStrategy(devices=4), devices=1, ...)
 
 In each process that ``torchrun`` starts, or in one alone. To Lightning every process trains alone, on the
-batches that one process would train on; pipec divides these among stages and replicas. With
-``batch="local"`` the processes of a replica read its rows of them alone.
+batches that one process would train on; pipec divides these among stages and replicas.
 """
 
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,20 +16,17 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
-import pipec
 from pipec.errors import InputError
-from pipec.integrations.clipping import clip_grad_norm
-from pipec.integrations.replica_rows import REDUCTIONS, of_replicas, shared_loader
+from pipec.integrations import clip_grad_norm, module_of, refuse_optimizer
 from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
 from pipec.runtime.processes.launch import world
-from pipec.torch_compat.run_time import persistent_buffers
 
-__all__ = ["PipecMetrics", "PipecStrategy"]
+__all__ = ["PipecStrategy"]
 
 
 class PipecStrategy(SingleDeviceStrategy):
@@ -53,11 +48,7 @@ class PipecStrategy(SingleDeviceStrategy):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        if "optimizer" in given:
-            raise InputError(
-                "optimizer=... makes updates in the programs, and those of configure_optimizers would make "
-                "them again; leave it out"
-            )
+        refuse_optimizer(given)
         Options.of(given)
         self._options = given
         self.global_rank, self.local_rank = world().rank, int(os.environ.get("LOCAL_RANK", 0))
@@ -82,7 +73,7 @@ class PipecStrategy(SingleDeviceStrategy):
     def setup(self, trainer: lightning.Trainer) -> None:
         self._take_precision(trainer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        trainer._accelerator_connector.use_distributed_sampler = False  # process_dataloader divides rows
+        trainer._accelerator_connector.use_distributed_sampler = False  # pipec divides rows
         super().setup(trainer)
 
     def _take_precision(self, trainer: lightning.Trainer) -> None:
@@ -98,7 +89,9 @@ class PipecStrategy(SingleDeviceStrategy):
             self.precision_plugin = Precision()
 
     def _clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        clip_grad_norm(self._pipes.values(), self.precision_plugin.main_params(optimizer), clip_val)
+        assert self.lightning_module is not None
+        parameters = self.precision_plugin.main_params(optimizer)
+        clip_grad_norm(self.lightning_module.children(), parameters, clip_val)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """The LightningModule, in which a pipeline has taken the place of the model."""
@@ -113,15 +106,17 @@ class PipecStrategy(SingleDeviceStrategy):
                 "takes what loss_fn needs, and assign it in __init__ or configure_model"
             )
         ((name, child),) = with_parameters.items()
-        if not isinstance(child, PipelineModule):
-            pipe = child if isinstance(child, Pipeline) else pipec.compile(child, **self._options)
-            setattr(model, name, pipe.as_module())
-        _sync_metrics(model, *_pipes_of(model).values())
+        setattr(model, name, module_of(child, self._options))
+        for metric in model.modules():
+            if isinstance(metric, Metric):  # which would add up what all ranks have of the same rows
+                metric.distributed_available_fn = bool
         return model
 
     @property
     def _pipes(self) -> dict[str, Pipeline]:
-        return _pipes_of(self.lightning_module)
+        """The pipeline of the LightningModule, once there is one, by its name there."""
+        children = () if self.lightning_module is None else self.lightning_module.named_children()
+        return {name: x.__dict__["_pipe"] for name, x in children if isinstance(x, PipelineModule)}
 
     def model_to_device(self) -> None:
         """Move what is not of the pipeline, which has places for its own."""
@@ -129,44 +124,6 @@ class PipecStrategy(SingleDeviceStrategy):
         for child in self.lightning_module.children():
             if not any(True for _ in child.parameters()):
                 child.to(self.root_device)
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """A loader of the same batches on every rank, or with ``batch="local"`` of its replica's rows."""
-        if not isinstance(dataloader, torch.utils.data.DataLoader):
-            return dataloader
-        return shared_loader(dataloader, *self._pipes.values())
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether ranks log different values, which ``sync_dist`` then brings together."""
-        return any(pipe.num_replicas > 1 for pipe in self._pipes.values())
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What ``sync_dist`` logs: the mean or sum of the replicas' values, where they differ."""
-        (pipe,) = self._pipes.values()
-        if pipe.num_replicas == 1 or not isinstance(tensor, Tensor):
-            return tensor
-        name = str(getattr(reduce_op, "name", reduce_op)).lower()
-        stacked = torch.stack([each.cpu().double() for each in of_replicas(pipe, tensor)])
-        if name not in REDUCTIONS:
-            raise InputError(f"reduce_op is {reduce_op!r}; expected one of {', '.join(REDUCTIONS)}")
-        reduced = REDUCTIONS[name](stacked).to(tensor.device)
-        return reduced.to(tensor.dtype) if tensor.is_floating_point() else reduced
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all replicas decide so, or any."""
-        (pipe,) = self._pipes.values()
-        if pipe.num_replicas == 1:
-            return decision
-        decisions = of_replicas(pipe, decision)
-        return sum(decisions) == len(decisions) if all else any(decisions)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The values of all replicas, stacked; the same everywhere as it is."""
-        (pipe,) = self._pipes.values()
-        if pipe.num_replicas == 1:
-            return tensor
-        return torch.stack(_of_replicas(pipe, tensor))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():
@@ -178,18 +135,6 @@ class PipecStrategy(SingleDeviceStrategy):
         found = [obj]
         dist.broadcast_object_list(found, src)
         return found[0]
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the whole LightningModule on rank 0; on others without the pipeline's."""
-        if not self._pipes:
-            return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        own = self.lightning_module
-        state = OrderedDict[str, Any](persistent_buffers(own))
-        for name, child in own.named_children():
-            found = self._pipes[name].state_dict() if name in self._pipes else child.state_dict()
-            state.update({f"{name}.{key}": value for key, value in found.items()})
-        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what plain Lightning loads, each rank its own part."""
@@ -213,35 +158,6 @@ class PipecStrategy(SingleDeviceStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-class PipecMetrics(lightning.Callback):
-    """Logs ``pipec.metrics`` of the pipeline under ``pipec/``, as often as the Trainer logs."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if trainer.global_step % trainer.log_every_n_steps == 0:
-            for pipe in _pipes_of(pl_module).values():
-                found = {f"pipec/{name}": value for name, value in pipec.metrics(pipe).items()}
-                for logger in trainer.loggers:
-                    logger.log_metrics(found, step=trainer.global_step)
-
-
-def _pipes_of(module: Any) -> dict[str, Pipeline]:
-    """The pipeline of a LightningModule, once there is one, by its name there."""
-    children = module.named_children() if module is not None else ()
-    return {name: x.__dict__["_pipe"] for name, x in children if isinstance(x, PipelineModule)}
-
-
-def _of_replicas(pipe: Pipeline, tensor: Tensor) -> list[Tensor]:
-    return [each.to(tensor.device) for each in of_replicas(pipe, tensor.cpu())]
-
-
-def _sync_metrics(module: nn.Module, pipe: Pipeline) -> None:
-    """Let metrics of torchmetrics take the values of replicas, where they would take those of all ranks."""
-    for metric in module.modules():
-        if isinstance(metric, Metric):
-            metric.distributed_available_fn = lambda: pipe.num_replicas > 1
-            metric.dist_sync_fn = lambda tensor, group=None: _of_replicas(pipe, tensor)
 
 
 StrategyRegistry.register("pipec", PipecStrategy, description="stages of one model on several devices")

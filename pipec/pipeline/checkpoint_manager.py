@@ -10,10 +10,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from pipec.checkpoint import load_saved_profile
 from pipec.checkpoint.all_ranks import call_on_rank_0
 from pipec.console import notice
-from pipec.cost.profile import Profile
 from pipec.errors import CheckpointError
 from pipec.ir.argument_checks import FLAG, NONE, PATH, check_arguments, instance, integer_between
 from pipec.pipeline.pipeline import Pipeline
@@ -48,19 +46,6 @@ class CheckpointManager:
         self._saved = 0
         self._latest: tuple[int, dict[str, Any]] | None = None
         self._watched: weakref.ref[Pipeline] | None = None
-
-    def profile(self) -> Profile | None:
-        """The profile that cut the stages of the newest checkpoint, for stages on other devices.
-
-        None: there is no checkpoint, or it was made without one.
-
-        >>> profile = checkpoints.profile() or pipec.profile(example)
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        names = self._names()
-        return load_saved_profile(self._directory / names[-1]) if names else None
 
     def resume(
         self,
@@ -121,8 +106,14 @@ class CheckpointManager:
         pipe.finish_saving()
         call_on_rank_0(pipe.ranks, f"saving to {self._directory}", self._require_own)
         name = f"step-{pipe.num_steps:08}"
-        training_state = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
-        pipe.start_saving(self._directory / name, training_state, self._asynchronous, self._thin)
+        pipe.save_checkpoint(
+            self._directory / name,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            extra=extra,
+            asynchronous=self._asynchronous,
+            then=self._thin,
+        )
         self._own.add(name)
         self._saved = pipe.num_steps
 
@@ -138,13 +129,13 @@ class CheckpointManager:
             return
         if pipe.num_steps != self._saved:
             number, given = self._latest or (-1, {})
-            if number != pipe.num_steps - pipe.num_undelivered:
+            if number != pipe.num_steps - pipe._stream.num_undelivered:
                 notice(
                     f"step {pipe.num_steps} is not saved, because the script has not come to "
                     f"checkpoints.step(...) after it; there is step {self._saved}"
                 )
                 return
-            pipe.keep_last_position()  # for so says the script's extra
+            pipe._stream.keep_last_position()  # for so says the script's extra
             self.save(pipe, **given)
         pipe.finish_saving()
         notice(f"step {pipe.num_steps} is saved to {self._directory}")

@@ -1,7 +1,13 @@
 """Saves and loads checkpoints of a pipeline: what of its state is in this process."""
 
+import contextlib
 import copy
 import functools
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipec.checkpoint import (
-    AsyncSave,
     TensorShard,
     TrainingState,
     begin_checkpoint,
@@ -23,10 +28,10 @@ from pipec.checkpoint import (
     tensor_spec,
     unsharded,
 )
-from pipec.console import notice
+from pipec.console import logger, notice
 from pipec.errors import InputError
 from pipec.runtime.absent_tensors import is_absent
-from pipec.runtime.executions import Executions, nothing
+from pipec.runtime.executions import Executions
 from pipec.runtime.messages.call_description import format_names
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.step.loss_scale import LossScale
@@ -57,9 +62,9 @@ class Checkpoints:
         directory: str | Path,
         training_state: Mapping[str, Any],
         asynchronous: bool,
-        then: Callable[[], None] = nothing,
+        then: Callable[[], object] | None,
     ) -> Future[None]:
-        """As ``Pipeline.save_checkpoint``. When the checkpoint is in its place, rank 0 calls ``then``."""
+        """As ``Pipeline.save_checkpoint``."""
         path = self._agreed_path("save_checkpoint", directory, asynchronous)
         training = self._training(training_state["optimizer"], training_state["scheduler"], only_owned=True)
         updates = self._steps.updates
@@ -160,21 +165,20 @@ class Checkpoints:
             kinds,
             parts,
             {name: canonical for name, canonical in first.items() if name != canonical},
-            [fqn for fqn, parameter in parameters.items() if not parameter.requires_grad],
+            [name for name in self._tensors.names.frozen() if name in parameters],
             {id(parameter): fqn for fqn, parameter in parameters.items()},
             self._optimizers(optimizer),
-            _listed(scheduler),
+            listed(scheduler),
             self._stream.num_trained,
             self._stream.position() if only_owned else None,
             self._executions.num_replicas,
-            self._executions.profile,
             copy.copy(updates.loss_scale) if updates is not None else None,
         )
 
     def _optimizers(self, given: Any) -> PipelineOptimizer | Sequence[Optimizer] | None:
         updates = self._steps.updates
         if updates is None:
-            return None if given is None else _listed(given)
+            return None if given is None else listed(given)
         if given is not None and given is not updates.optimizer:
             raise InputError(
                 "the pipeline was compiled with optimizer=..., which makes its updates; leave out optimizer, "
@@ -189,8 +193,63 @@ def _with_extra_state(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).get_extra_state is not plain]
 
 
-def _listed(given: Any) -> list[Any]:
+def listed(given: Any) -> list[Any]:
     """A list of what was given: one, several or none."""
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+class AsyncSave(Future[None]):
+    """A checkpoint that is being written: ``result()`` waits until it is complete.
+
+    ``result()`` raises the error, if there was one. If it is not called, the next save or load of the
+    pipeline raises the error. If there is none, the process waits for the checkpoint before it ends, logs
+    the error, and exits with 1.
+    """
+
+    def __init__(self, write: Callable[[], object]) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._at_exit = multiprocessing.util.Finalize(None, self._before_exit, exitpriority=_BEFORE_OTHERS)
+        threading.Thread(target=self._run, args=(write,), name="pipec checkpoint", daemon=True).start()
+
+    def result(self, timeout: float | None = None) -> None:
+        if (error := self.exception(timeout)) is not None:
+            raise error
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._at_exit.cancel()
+        return error
+
+    @property
+    def is_unobserved(self) -> bool:
+        """Whether nobody has seen yet how it ended."""
+        return self._at_exit.still_active()
+
+    def _run(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+    def _before_exit(self) -> None:
+        """Wait, since other processes depend on this one. Raising here would not change the exit status."""
+        if (error := self.exception()) is not None:
+            logger.error("%s", error)
+            multiprocessing.util.Finalize(None, _exit_with_failure, exitpriority=_AFTER_OTHERS)
+
+
+def _exit_with_failure() -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
+
+
+_BEFORE_OTHERS, _AFTER_OTHERS = 10, -100
+"""Priorities at exit: connections to other processes are closed in between."""

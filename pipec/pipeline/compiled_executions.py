@@ -10,11 +10,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from pipec.artifact.artifact import CompiledArtifact, MicrobatchGroups
+from pipec.artifact.artifact import Artifact, MicrobatchGroups
 from pipec.capture.autocast import autocast, check_autocast
 from pipec.capture.batch_inputs import (
     BatchedOption,
@@ -53,7 +53,7 @@ from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.executions import STEP, Call, CallRequest, Executions, MakeExecutions
 from pipec.runtime.messages.call_description import (
     CallDescription,
-    describe_differences,
+    describe_argument,
     describe_leaf,
     describe_tensor,
 )
@@ -119,9 +119,9 @@ class CompiledExecutions(Executions):
         self.known_splits: dict[str, bool] = {}
         self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
-        self._batch_axis_is_known = False
+        self._batch_axis_is_known = self._refuses_mixed_rows = False
         self._takes_lists: bool | None = None
-        self._made: dict[int, CompiledArtifact] = {}
+        self._made: dict[int, Artifact] = {}
         self._last_made: dict[Mode, int] = {}
         self._valid_sizes: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
         self._snapshot = ModelSnapshot(compiler.model)
@@ -138,10 +138,6 @@ class CompiledExecutions(Executions):
         replicas = self.compiler.decided.policy.replicas
         divides = self.batch == "local" and self.agreement.is_distributed
         return replicas if divides and isinstance(replicas, int) else 1
-
-    @property
-    def profile(self) -> Any:
-        return self.compiler.decided.options.profile
 
     @property
     def memory_bytes(self) -> Sequence[float]:
@@ -214,40 +210,43 @@ class CompiledExecutions(Executions):
         self, request: CallRequest, arguments: CallArguments, others: Sequence[BatchedOption]
     ) -> CompiledCall:
         """The call split as it seems, or else as the first of ``others`` that computes each row by itself."""
-        given = self.batched
+        given, why = self.batched, cast(PipecError | None, None)
+        self._refuses_mixed_rows = True
         try:
-            return self._agree(request, arguments, refuses_mixed_rows=True)
-        except (InputError, CaptureError) as error:
-            why = error
-        for other in others:
-            may_be_right = isinstance(why, MixedRowsError | TargetRowsError) or None in other.values()
-            if not may_be_right:
-                continue
-            self.batched = other
-            try:
-                call = self._agree(request, arguments, refuses_mixed_rows=True)
-            except (InputError, CaptureError):
-                continue
-            listed = ", ".join(f"{name!r}: {word!r}" for name, word in other.items())
-            logger.warning("the batch is split with batched={%s}. Otherwise: %s", listed, _reason(why))
-            return call
+            for split in (given, *others):
+                may_help = isinstance(why, MixedRowsError | TargetRowsError) or None in (split or {}).values()
+                if why is not None and not may_help:
+                    continue
+                self.batched = split
+                try:
+                    call = self._agree(request, arguments)
+                except (InputError, CaptureError) as error:
+                    why = why or error
+                    continue
+                if why is not None:
+                    listed = ", ".join(f"{name!r}: {word!r}" for name, word in (split or {}).items())
+                    logger.warning(
+                        "the batch is split with batched={%s}. Otherwise: %s", listed, _reason(why)
+                    )
+                return call
+        finally:
+            self._refuses_mixed_rows = False
         self.batched = given
         if not isinstance(why, MixedRowsError):
+            assert why is not None, "the call was refused"
             raise why from None
         return self._agree(request, arguments)
 
-    def _agree(
-        self, request: CallRequest, arguments: CallArguments, refuses_mixed_rows: bool = False
-    ) -> CompiledCall:
+    def _agree(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
         """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica."""
         self.drain()
         if not self.agreement.is_distributed:
             self.agreement.exit_on_signal(self.drain)
-            self._adopt_model_changes(self.snapshot())
+            self.adopt_model_changes()
             call = self.check_call(request.mode, arguments)
-            fingerprint = self._fingerprint(request.mode, self._snapshot)
+            fingerprint = self._fingerprint(request.mode)
             decision, signature = self._decide(request, call, fingerprint, (call.batch_size,))
-            return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
+            return self._made_call(request, call, fingerprint, decision, signature)
         call, refusal = ModelCall((), {}), None
         if self.batch != "rank0" or self.ranks.world.rank == 0:
             try:
@@ -255,20 +254,19 @@ class CompiledExecutions(Executions):
                 call.signature()  # refuses what no stage can take
             except PipecError as error:
                 refusal = error
-        return self._agree_across_ranks(request, call, refusal, refuses_mixed_rows)
+        return self._agree_across_ranks(request, call, refusal)
 
     def _agree_across_ranks(
         self,
         request: CallRequest,
         call: ModelCall,
         refusal: PipecError | None = None,
-        refuses_mixed_rows: bool = False,
         rows: tuple[int, ...] = (),
     ) -> CompiledCall:
         """The call, which rank 0 has decided how to run. ``rows`` are known where some ranks have joined."""
-        snapshot, part = self.snapshot(), CallDescription()
-        fingerprint = self._fingerprint(request.mode, snapshot)
-        description = self._describe_model(request, fingerprint, snapshot)
+        self._look()
+        fingerprint, numbers = self._fingerprint(request.mode), list[int]()
+        description = self._describe_call(request, fingerprint)
         is_local = self.batch == "local" and not rows
         if refusal is not None:
             description |= {"refused": str(refusal)}
@@ -276,20 +274,19 @@ class CompiledExecutions(Executions):
             description |= _describe_batch(call, request)
         elif is_local:
             description |= _describe_types(call, request)
-            part = _describe_rows(call, request)
+            numbers = [call.batch_size, _digest(_describe_batch(call, request))]
         signature: CaptureSignature | None = None
 
         def decide(notes: Sequence[RankNote]) -> Any:
             nonlocal signature
             if refusal is not None:
                 return None
-            if found := self._unusual(notes, snapshot, is_local):
+            if found := self._unusual(notes, is_local):
                 return found
             every = rows or (self._rows(notes) if is_local else (call.batch_size,))
             decision, signature = self._decide(request, call, fingerprint, every)
             return {"decision": vars(decision)}
 
-        numbers = self._numbers() + ([call.batch_size, _digest(part)] if part else [])
         call_role = CallRole.OPTIONAL if is_local else CallRole.REQUIRED
         answer = self.agreement.require_same_call(request.name, description, decide, numbers, call_role)
         self.agreement.exit_on_signal(self.drain, answer)
@@ -297,63 +294,58 @@ class CompiledExecutions(Executions):
             raise refusal
         if "owner" in answer.value:
             return self._inform_joined_ranks(answer, request, call)
-        if self._changes_model(answer, snapshot, part):
-            return self._agree_across_ranks(request, call, None, refuses_mixed_rows, rows)
+        if self._adopt():
+            return self._agree_across_ranks(request, call, None, rows)
         if self.batch == "rank0":
             call = self._sent(request, call)
         decision = _Decision(**answer.value["decision"])
-        return self._made_call(request, call, fingerprint, decision, signature, refuses_mixed_rows)
+        return self._made_call(request, call, fingerprint, decision, signature)
 
     def next_call_of_others(self) -> CompiledCall | None:
         """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
-        own = {"batch": "none, for it has joined"}
-        snapshot = self.snapshot()
+        self._look()
         answer = self.agreement.require_same_call(
             "join",
-            own,
-            lambda notes: self._unusual(notes, snapshot, is_local=True),
-            self._numbers(),
+            {"batch": "none, for it has joined"},
+            lambda notes: self._unusual(notes, is_local=True),
             call_role=CallRole.JOINED,
         )
         self.agreement.exit_on_signal(self.drain, answer)
         if "all joined" in answer.value:
             return None
-        self._changes_model(answer, snapshot, own)
+        self._adopt()
         return self._inform_joined_ranks(answer)
 
-    def _unusual(self, notes: Sequence[RankNote], snapshot: ModelSnapshot, is_local: bool) -> dict[str, Any]:
-        """What all ranks do before they make the call; empty if nothing. Rank 0 decides it."""
+    def _unusual(self, notes: Sequence[RankNote], is_local: bool) -> dict[str, Any]:
+        """What all ranks do before they make the call; empty if nothing. Rank 0 decides it.
+
+        Raises InputError if ranks of the same replica passed different rows.
+        """
         if is_local:
             count = self.num_replicas
-            parts = [(note.joined, *note.numbers[_ROWS:]) for note in notes]
-            if any(each != parts[rank % count] for rank, each in enumerate(parts)):
-                return {"parts differ": True}
+            parts = [(note.joined, *note.numbers) for note in notes]
+            for rank, each in enumerate(parts):
+                if each != parts[rank % count]:
+                    raise InputError(
+                        f"the ranks of replica {rank % count} passed different parts of the batch: rank "
+                        f"{rank} has other rows than rank {rank % count}. Ranks of the same replica pass the "
+                        "same rows, and join together: make a DistributedSampler with "
+                        "num_replicas=pipe.num_replicas and rank=pipe.replica, and seed it alike on all ranks"
+                    )
             if all(note.joined for note in notes):
                 return {"all joined": True}
             rows = self._rows(notes)
             if any(note.joined for note in notes):
-                return {"owner": next(rank for rank, own in enumerate(parts) if own[1]), "rows": rows}
-        if self.replaced_names(snapshot):
-            return {"model changed": True}
-        if any(note.numbers[_TRAINED] != self.tensors.trainable_hash for note in notes):
-            return {"trained differs": True}
-        return {}
+                owner = next(rank for rank, note in enumerate(notes) if note.numbers[0])
+                return {"owner": owner, "rows": rows}
+        return {"model changed": True} if self._replaced_names() else {}
 
     def _rows(self, notes: Sequence[RankNote]) -> tuple[int, ...]:
         """The rows of each replica. Raises InputError if there are none."""
-        rows = tuple(note.numbers[_ROWS] for note in notes[: self.num_replicas])
+        rows = tuple(note.numbers[0] for note in notes[: self.num_replicas])
         if not any(rows):
             raise InputError("no replica passed any rows; leave the call out on all ranks")
         return rows
-
-    def _changes_model(self, answer: Answer, snapshot: ModelSnapshot, part: CallDescription) -> bool:
-        """Whether the model's tensors or what is trained have changed. Every rank has followed then."""
-        if "parts differ" in answer.value:
-            count = self.num_replicas
-            self.ranks.exchange.raise_mismatch(part, lambda every: _replica_mismatch(every, count))
-        if "trained differs" in answer.value:
-            self.tensors.agree_on_trained()
-        return self._adopt_model_changes(snapshot) or "trained differs" in answer.value
 
     def _inform_joined_ranks(
         self,
@@ -384,15 +376,15 @@ class CompiledExecutions(Executions):
             )
         return self._agree_across_ranks(request, call, rows=rows)
 
-    def _numbers(self) -> list[int]:
-        """What rank 0 is told of this rank besides its arguments."""
-        return [hash(self.tensors.names.requires_grad_flags())]
-
     def _decide(
         self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint, rows: Sequence[int]
     ) -> tuple[_Decision, CaptureSignature]:
         """What runs a call, if it was compiled, and the call's signature. Rank 0 calls this."""
-        key = self._capture_key(request, call, fingerprint)
+        key: CaptureKey | None = call.cache.get((request, fingerprint))
+        if key is None:
+            variables = self.variables.of(call, request.mode)
+            key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
+            call.cache[request, fingerprint] = key
         whole = call if self.batch != "local" else None
         signature = CaptureSignature(key, self.compiler.cache.version(key, whole))
         values = variable_values(key.variables, call.leaves)
@@ -411,19 +403,18 @@ class CompiledExecutions(Executions):
         fingerprint: Fingerprint,
         decision: _Decision,
         signature: CaptureSignature | None,
-        refuses_mixed_rows: bool,
     ) -> CompiledCall:
         """The call with its executions, which are compiled and placed."""
         numbers = decision.groups
         if numbers is None:
-            numbers = self._compile(request, call, decision, signature, refuses_mixed_rows)
+            numbers = self._compile(request, call, decision, signature)
         elif decision.is_checked:
             self._check_again(call, signature, numbers[0][1])
         groups = [(self._made[number], sizes) for number, sizes in numbers]
         if request.mode is Mode.TRAIN:
-            self.trained = groups[0][0].artifact
+            self.trained = groups[0][0]
         if decision.groups is None or self.tensors.needs_placement:
-            self.tensors.place(groups[0][0].artifact.plan)
+            self.tensors.place(groups[0][0].plan)
         if len(decision.rows) > 1:
             groups = self._of_local_batch(groups, decision.rows)
         return CompiledCall(
@@ -477,7 +468,7 @@ class CompiledExecutions(Executions):
     def _of_local_batch(self, groups: MicrobatchGroups, rows: Sequence[int]) -> MicrobatchGroups:
         """The artifact for the microbatches of all replicas, each of which splits its own rows."""
         compiled, _ = groups[0]
-        plan = compiled.artifact.plan
+        plan = compiled.plan
         check_local_batch(plan, self.num_replicas)
         sizes = replica_microbatch_sizes(rows, plan.num_microbatches)
         if plan.model_collectives:
@@ -489,7 +480,7 @@ class CompiledExecutions(Executions):
     ) -> None:
         """Refuse parts of a batch whose microbatches have sizes that one graph cannot serve."""
         compiled, _ = groups[0]
-        distinct = frozenset(replica_microbatch_sizes(rows, compiled.artifact.plan.num_microbatches)) - {0}
+        distinct = frozenset(replica_microbatch_sizes(rows, compiled.plan.num_microbatches)) - {0}
         served = compiled.number, distinct, tuple(values.values())
         if served not in self._valid_sizes:
             self.compiler.require_one_graph_for(signature, sorted(distinct), values)
@@ -501,7 +492,6 @@ class CompiledExecutions(Executions):
         call: ModelCall,
         decision: _Decision,
         signature: CaptureSignature | None,
-        refuses_mixed_rows: bool,
     ) -> list[tuple[int, list[int]]]:
         """Compile on rank 0, for all ranks, which drop the artifacts that it has evicted."""
 
@@ -513,11 +503,13 @@ class CompiledExecutions(Executions):
             tensors = self.tensors.names.unique()
             unknown = [fqn for fqn, tensor in tensors.items() if is_absent(tensor)]
             with materialized(tensors.values()):
-                groups = self.compiler.compile(signature, whole, change, refuses_mixed_rows, call, unknown)
+                groups = self.compiler.compile(
+                    signature, whole, change, self._refuses_mixed_rows, call, unknown
+                )
                 read = self.compiler.cache.read(signature)
             if len(decision.rows) > 1:
                 self._require_one_graph(groups, signature, decision.rows, decision.values)
-            self.variables.note(call, mode, groups[0][0].artifact.plan.fixed_sizes)
+            self.variables.note(call, mode, groups[0][0].plan.fixed_sizes)
             self.compiler.cache.add(signature, rows, groups)
             kept = [made.number for made in self.compiler.cache.compiled]
             self._valid_sizes = {served for served in self._valid_sizes if served[0] in kept}
@@ -530,14 +522,12 @@ class CompiledExecutions(Executions):
         self._made = {number: made[number] for number in kept}
         if len(groups) == 1:
             self._last_made[request.mode] = groups[0][0].number
-        self.keep([each.artifact for each in self._made.values()])
+        self.keep(self._made.values())
         return [(compiled.number, sizes) for compiled, sizes in groups]
 
-    def saved(self) -> dict[Mode, CompiledArtifact]:
+    def saved(self) -> dict[Mode, Artifact]:
         last = {mode: self._made.get(number) for mode, number in self._last_made.items()}
-        made = {mode: each for mode, each in last.items() if each is not None and mode is not Mode.TRAIN}
-        trained = [each for each in self._made.values() if each.artifact is self.trained]
-        return made | {Mode.TRAIN: trained[0] if trained else CompiledArtifact(self.artifact, None, {})}
+        return {mode: each for mode, each in last.items() if each} | {Mode.TRAIN: self.artifact}
 
     def matching(self, first: Call, arguments: CallArguments) -> Call | None:
         assert isinstance(first, CompiledCall)
@@ -554,33 +544,33 @@ class CompiledExecutions(Executions):
     def is_valid(self, call: Call) -> bool:
         """Whether the compiled code is valid for the model as it is now. Rank 0 alone has guards."""
         assert isinstance(call, CompiledCall)
-        snapshot = self.snapshot()
-        if self.replaced_names(snapshot):
-            return False
-        if self._fingerprint(Mode.TRAIN, snapshot) != call.fingerprint:
+        self._look()
+        if self._replaced_names() or self._fingerprint(Mode.TRAIN) != call.fingerprint:
             return False
         return call.signature is None or self.compiler.cache.is_valid(call.signature)
 
-    def snapshot(self) -> ModelSnapshot:
-        """The model as it is now."""
+    def _look(self) -> None:
+        """Take the model as it is now."""
         self._snapshot = self._snapshot.current()
-        return self._snapshot
 
-    def replaced_names(self, snapshot: ModelSnapshot) -> list[str]:
+    def _replaced_names(self) -> list[str]:
         """The names whose tensors the model has replaced, added or removed."""
-        if same_objects(snapshot.tensors, self._known_tensors):
+        if same_objects(self._snapshot.tensors, self._known_tensors):
             return []
         return self.tensors.names.names_differing(ModelTensors.of(self.compiler.model))
 
     def describe_model(self) -> CallDescription:
-        return {"replaced": ", ".join(self.replaced_names(self.snapshot())) or "none"}
+        self._look()
+        return {"replaced": ", ".join(self._replaced_names()) or "none"}
 
     def adopt_model_changes(self) -> None:
         """Take over tensors that the model was given."""
-        self._adopt_model_changes(self.snapshot())
+        self._look()
+        self._adopt()
 
-    def _adopt_model_changes(self, snapshot: ModelSnapshot) -> bool:
-        names = self.replaced_names(snapshot)
+    def _adopt(self) -> bool:
+        """Take over tensors that the model had been given when it was looked at; whether there were any."""
+        names = self._replaced_names()
         if names:
             model = ModelTensors.of(self.compiler.model)
             model.refuse_shared_memory()
@@ -593,7 +583,8 @@ class CompiledExecutions(Executions):
     def follow_tensors(self) -> None:
         """Run with the tensors that the pipeline owns by now."""
         self.compiler.canonical = self.tensors.canonical
-        self._known_tensors = self.snapshot().tensors
+        self._look()
+        self._known_tensors = self._snapshot.tensors
         self.clear()
 
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
@@ -608,20 +599,21 @@ class CompiledExecutions(Executions):
         variables = self.variables.of(call, request.mode)
         return CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
 
-    def _fingerprint(self, mode: Mode, snapshot: ModelSnapshot) -> Fingerprint:
+    def _fingerprint(self, mode: Mode) -> Fingerprint:
         """The values of the model and of torch; the same object as last time if nothing has changed."""
         with autocast(self.compiler.settings.precision, self.compiler.settings.device):
-            return snapshot.fingerprint(mode, torch_values())
+            return self._snapshot.fingerprint(mode, torch_values())
 
-    def _describe_model(
-        self, request: CallRequest, fingerprint: Fingerprint, snapshot: ModelSnapshot
-    ) -> CallDescription:
+    def _describe_call(self, request: CallRequest, fingerprint: Fingerprint) -> CallDescription:
         """What must be equal on all ranks before a call, values that the traced code reads among them."""
         mode = request.mode
         read = self._plain_values.get(mode)
         changed = (read.difference(self.compiler.traced(mode)) if read else "") or "none"
-        replaced = ", ".join(self.replaced_names(snapshot)) or "none"
+        replaced = ", ".join(self._replaced_names()) or "none"
         description = fingerprint.digest | {"replaced": replaced, "changed values": changed}
+        if mode is Mode.TRAIN:
+            frozen = ", ".join(self.tensors.names.frozen()) or "none"
+            description["frozen parameters"] = describe_argument(frozen)
         return description | (self.agreement.describe_updates() if request.method == "step" else {})
 
     def check_call(self, mode: Mode, arguments: CallArguments) -> ModelCall:
@@ -651,10 +643,6 @@ def _form(call: ModelCall) -> tuple[Any, ...]:
     return *splits, call.strided, call.keyword_order, call.repeated
 
 
-_TRAINED, _ROWS = 0, 1
-"""Positions in ``numbers``: a hash of the requires_grad flags; the rows of the rank's part, if any."""
-
-
 def _describe_batch(call: ModelCall, request: CallRequest) -> CallDescription:
     """What must be equal on all ranks: rows, types and sizes, and values unless nothing is run."""
     leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in call.leaves]
@@ -682,29 +670,9 @@ def _row_type(leaf: Tensor) -> str:
     return describe_tensor(leaf.new_empty(leaf.shape[1:], device="meta")) + layout
 
 
-def _describe_rows(call: ModelCall, request: CallRequest) -> CallDescription:
-    """What must also be equal on the ranks of one replica: the rows of tensors that are split."""
-    split = dict(zip(call.paths, call.batched, strict=True))
-    description = _describe_batch(call, request)
-    return {path: each for path, each in description.items() if split.get(path, True)}
-
-
 def _digest(description: CallDescription) -> int:
     digest = hashlib.blake2b(json.dumps(list(description.items())).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
-
-
-def _replica_mismatch(every: Sequence[CallDescription], count: int) -> str:
-    """How the descriptions differ on ranks of the same replica."""
-    lines = [
-        f"the ranks of replica {k} passed different parts of the batch:\n{found}"
-        for k in range(count)
-        if (found := describe_differences(every[k::count], range(k, len(every), count)))
-    ]
-    return "\n".join(lines) + (
-        "\nRanks of the same replica pass the same rows, and join together: make a DistributedSampler with "
-        "num_replicas=pipe.num_replicas and rank=pipe.replica, and seed it alike on all ranks"
-    )
 
 
 _MAX_TRIED = 6

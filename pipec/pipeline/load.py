@@ -146,26 +146,18 @@ def _tensors_of(artifact: Artifact, saved: Mapping[str, Tensor], ranks: Ranks) -
 
 def check_sync_spec(sync_spec: SyncSpec, optimizer: Factory | None, max_norm: float | None) -> None:
     """Raise InputError unless the given options are those that the artifact's programs need."""
-    if sync_spec.updates and not callable(optimizer):
+    if callable(optimizer) != sync_spec.updates:
+        does = "update the weights" if sync_spec.updates else "end with gradients"
         raise InputError(
-            f"the artifact's programs update the weights, but optimizer is {optimizer!r}; pass a function of "
-            "(name, parameter) pairs to pipec.load, such as functools.partial(torch.optim.AdamW, lr=1e-3), "
-            "or --optimizer AdamW on the command line"
+            f"the artifact's programs {does}, but optimizer is {optimizer!r}; pass a function of (name, "
+            "parameter) pairs, such as functools.partial(torch.optim.AdamW, lr=1e-3), or --optimizer AdamW "
+            "on the command line, to an artifact that was compiled with an optimizer, and to no other"
         )
-    if optimizer is not None and not sync_spec.updates:
+    if (max_norm is not None and max_norm > 0) != sync_spec.clips:
+        does = "clip gradients" if sync_spec.clips else "do not clip"
         raise InputError(
-            "the artifact's programs end with gradients, for it was compiled without an optimizer; leave out "
-            "optimizer and update pipe.parameters() yourself, or compile it with one"
-        )
-    if sync_spec.clips and not (max_norm is not None and max_norm > 0):
-        raise InputError(
-            f"the artifact's programs clip gradients, but clip_grad_norm is {max_norm!r}; pass a number "
-            "above 0, which may be another than that it was compiled with"
-        )
-    if max_norm is not None and not sync_spec.clips:
-        raise InputError(
-            f"clip_grad_norm is {max_norm!r}, but the artifact's programs do not clip, for it was compiled "
-            "without clip_grad_norm=...; leave it out, or compile it with one"
+            f"the artifact's programs {does}, but clip_grad_norm is {max_norm!r}; pass a number above 0, "
+            "which may be another than it was compiled with, to an artifact that clips, and to no other"
         )
 
 

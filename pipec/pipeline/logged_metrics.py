@@ -27,9 +27,9 @@ def metrics(pipe: Pipeline, trace: Trace | None = None) -> dict[str, float]:
         With a trace ``idle_share``.
     """
     found = {"steps": float(pipe.num_steps), "skipped_steps": float(pipe.num_skipped)}
-    if pipe.last_step_seconds is not None:
-        found["step_seconds"] = pipe.last_step_seconds
-    if (artifact := pipe.trained_artifact) is not None:
+    if pipe._steps.last_seconds is not None:
+        found["step_seconds"] = pipe._steps.last_seconds
+    if (artifact := pipe._executions.trained) is not None:
         if artifact not in _PREDICTED:
             _PREDICTED[artifact] = _predicted(artifact)
         found |= _PREDICTED[artifact]

@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import functools
-import inspect
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,10 +18,19 @@ from pipec.checkpoint.all_ranks import call_on_rank_0
 from pipec.console import notice
 from pipec.errors import InputError
 from pipec.ir import Mode, Program
-from pipec.ir.argument_checks import check_arguments
+from pipec.ir.argument_checks import (
+    FLAG,
+    FUNCTION,
+    NONE,
+    NUMBER,
+    PATH,
+    ArgumentRule,
+    check_arguments,
+    instance,
+    integer_between,
+)
 from pipec.ir.text_format import text_as_html
-from pipec.pipeline.checkpointing import Checkpoints
-from pipec.pipeline.method_arguments import METHOD_ARGUMENTS
+from pipec.pipeline.checkpointing import Checkpoints, listed
 from pipec.pipeline.pipeline_module import PipelineModule, make_module, refuse_other_forward
 from pipec.runtime.absent_tensors import copies_of_absent, is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
@@ -35,14 +42,15 @@ from pipec.runtime.model_tensors import ModelTensors, fill_tensors, register_ten
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.optimizers.pipeline_optimizer import refuse_update
 from pipec.runtime.recording import Recording
-from pipec.runtime.step.optimizer_updates import HeldGradients, OptimizerUpdates
+from pipec.runtime.step.loss_scale import LossScale
+from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState
-from pipec.runtime.stream.call_arguments import CallArguments
+from pipec.runtime.stream.call_arguments import ITERABLE, CallArguments
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.tensors import ReadTensors, Tensors
 from pipec.runtime.whole_model import StateOfRank0, WholeState, local_state
-from pipec.runtime.wrappers import refuse_or_find_dcp, refuse_wrappers
+from pipec.runtime.wrappers import refuse_dcp, refuse_wrappers
 from pipec.torch_compat import pytree
 from pipec.torch_compat.run_time import ConvertedModule, share_registries
 
@@ -51,25 +59,6 @@ if TYPE_CHECKING:
     from pipec.plan.step_memory import StepMemory
     from pipec.timeline.events import Timeline
     from pipec.timeline.trace import Trace
-
-
-class _with_signature_of_model:
-    """A method with the model's own signature, off which loops read what columns of a batch to pass."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-        self.__doc__ = method.__doc__
-
-    def __get__(self, pipe: "Pipeline | None", owner: type) -> Callable[..., Any]:
-        if pipe is None:
-            return self._method
-        bound = functools.partial(self._method, pipe)
-        if (model := pipe._executions.model) is not None:
-            bound.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
-        return bound
-
-    def __set__(self, pipe: "Pipeline", forward: object) -> NoReturn:
-        refuse_other_forward()
 
 
 class Pipeline(ConvertedModule):
@@ -97,8 +86,6 @@ class Pipeline(ConvertedModule):
         super().__init__()
         refuse_wrappers()
         self._call_guard, self._steps = CallGuard(), StepState(updates)
-        self._modes_before_eval: dict[nn.Module, bool] = {}
-        self.last_step_seconds: float | None = None
         self._tensors = Tensors(self, names, ranks, updates, read)
         self._agreement = CallAgreement(ranks, self._steps)
         self._executions = make_executions(self._tensors, self._agreement, self._steps)
@@ -120,6 +107,8 @@ class Pipeline(ConvertedModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the model, if it has one of this name and the pipeline has not."""
+        if name == "forward":
+            refuse_other_forward()
         model = vars(self).get("_model")
         if model is None or name in vars(self) or hasattr(type(self), name) or name not in vars(model):
             super().__setattr__(name, value)
@@ -187,7 +176,7 @@ class Pipeline(ConvertedModule):
         self._stream.leave_last()
         begun = time.perf_counter()
         loss: Tensor | tuple[Tensor, Any] = self._executions.train(call)
-        self.last_step_seconds = time.perf_counter() - begun
+        self._steps.last_seconds = time.perf_counter() - begun
         return loss
 
     @overload
@@ -218,7 +207,6 @@ class Pipeline(ConvertedModule):
         loss: Tensor | tuple[Tensor, Any] = self._executions.loss(call)
         return loss
 
-    @_with_signature_of_model
     @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, without gradients, on every rank that passed these rows."""
@@ -235,16 +223,8 @@ class Pipeline(ConvertedModule):
         self._executions.agree(request, CallArguments(args, kwargs, target))
         return self
 
-    @exclusive_call
-    def step_with_leaves(self, leaves: Sequence[Any]) -> Tensor:
-        """As ``step`` of a loaded artifact, for the leaves of its arguments in the order of the plan's."""
-        call = self._executions.agree(STEP, Leaves(tuple(leaves)))
-        self._stream.leave_last()
-        loss: Tensor = self._executions.train(call)
-        return loss
-
     def stream_of_leaves(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
-        """As ``stream``, for the leaves of each batch as ``step_with_leaves`` takes them."""
+        """As ``stream`` of a loaded artifact, for the leaves of each batch, in the order of the plan."""
         return LossIterator(self, self._stream.losses_of(Leaves(tuple(leaves)) for leaves in batches))
 
     def stream(self, batches: Iterable[Any], resume: bool | None = None) -> Iterator[Tensor]:
@@ -304,19 +284,6 @@ class Pipeline(ConvertedModule):
         has_target: bool = self._executions.has_target
         return has_target
 
-    @property
-    def num_processes(self) -> int:
-        """How many processes hold the parameters."""
-        return self.ranks.count if self._agreement.is_distributed else 1
-
-    def take_gradients(self) -> HeldGradients:
-        """The gradients of this process, to be added again later; the parameters have none meanwhile."""
-        return HeldGradients.take(list(self._tensors.names.unique_parameters().values()), self._steps.updates)
-
-    def report_backward(self, step: int, factor: Tensor) -> None:
-        """Let the next call compare with the other ranks that ``backward`` of a step was called."""
-        self._agreement.report_backward(step, factor)
-
     @exclusive_call
     def join(self, after_update: Callable[[], object] | None = None) -> int:
         """Take part in what replicas do that have more batches than this one, until all ranks have joined.
@@ -370,21 +337,18 @@ class Pipeline(ConvertedModule):
     def train(self, mode: bool = True) -> Self:
         """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does.
 
-        Raises InputError if it is a loaded artifact of the other mode, which holds no code for this one.
+        A loaded artifact refuses the calls for which it holds no code in this mode.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        model = self._executions.model
-        if model is None:
+        if self._executions.model is None:
             self._executions.set_mode(mode)
-            return self
-        if not mode and self.training:
-            self._modes_before_eval = {each: each.training for each in model.modules()}
-        model.train(mode)
+        else:
+            self._executions.model.train(mode)
         return self
 
     @property
     def training(self) -> bool:
-        """The model's mode. Loops that restore modes after an evaluation assign it, as Lightning does."""
+        """The model's own mode. Loops that restore the mode of each module assign it, as Lightning does."""
         executions = self.__dict__.get("_executions")
         if executions is None:
             return True
@@ -394,9 +358,8 @@ class Pipeline(ConvertedModule):
     @training.setter
     def training(self, mode: bool) -> None:
         executions = self.__dict__.get("_executions")
-        if executions is not None and executions.model is not None and mode != self.training:
-            for module in executions.model.modules():
-                module.training = self._modes_before_eval.get(module, mode) if mode else mode
+        if executions is not None and executions.model is not None:
+            executions.model.training = mode
 
     @exclusive_call
     def _convert(self, function: Any, recurse: bool = True) -> Self:
@@ -437,10 +400,6 @@ class Pipeline(ConvertedModule):
         """By name, what the loss function of the last step returned besides the loss, for the batch."""
         return self._steps.logs
 
-    @logs.setter
-    def logs(self, logs: dict[str, Tensor]) -> None:
-        self._steps.logs = logs
-
     @property
     def num_steps(self) -> int:
         """The number of mini-batches trained on, with those before the checkpoint that was loaded.
@@ -464,20 +423,12 @@ class Pipeline(ConvertedModule):
 
         Neither losses nor gradients show it.
         """
-        updates = self._steps.updates
-        return updates.loss_scale.scale if updates and updates.loss_scale else 1.0
+        return self.loss_scaler.scale if self.loss_scaler else 1.0
 
     @property
-    def loss_scale_state(self) -> dict[str, float] | None:
-        """The scale, and the number of updates since it changed, if the loss is scaled. May be assigned."""
-        updates = self._steps.updates
-        return dict(vars(updates.loss_scale)) if updates and updates.loss_scale else None
-
-    @loss_scale_state.setter
-    def loss_scale_state(self, state: Mapping[str, float]) -> None:
-        updates = self._steps.updates
-        assert updates is not None, "the loss is scaled"
-        vars(updates.loss_scale).update(state)
+    def loss_scaler(self) -> LossScale | None:
+        """The scale, and the number of updates since it changed, if the loss is scaled."""
+        return self._steps.updates.loss_scale if self._steps.updates else None
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -566,17 +517,6 @@ class Pipeline(ConvertedModule):
         check_arguments(METHOD_ARGUMENTS, locals())
         self._agreement.before_stop(call)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, in less time."""
-        if not set_to_none:
-            return super().zero_grad(set_to_none)
-        modules: list[nn.Module] = [self]
-        for module in modules:
-            modules += filter(None, module._modules.values())
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    parameter.grad = None
-
     @exclusive_call
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -596,28 +536,19 @@ class Pipeline(ConvertedModule):
         return total
 
     @exclusive_call
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, all_ranks: bool = False, **kwargs: Any) -> Any:
         """The state of the whole model, under the model's names.
 
-        Under ``torchrun`` every rank calls this, unless each holds the whole model. Rank 0 gets copies on the
-        CPU, and the others get an empty dict, which refuses to be pickled, so that it is not written over
-        rank 0's; ``local_state_dict`` has what a rank holds itself. As an entry of what
-        ``torch.distributed.checkpoint`` saves or loads, a pipeline gives each rank's own part.
+        Under ``torchrun`` every rank calls this, unless each holds the whole model. Rank 0, or with
+        ``all_ranks`` every rank, gets copies on the CPU, and the others get an empty dict, which refuses to
+        be pickled, so that it is not written over rank 0's. ``local_state_dict`` has what a rank holds
+        itself.
 
         Raises:
             InputError: under ``torchrun``, not all ranks call it, or ``keep_vars`` asks for the tensors
                 themselves.
         """
-        return self._whole_state(False, args, kwargs)
-
-    @exclusive_call
-    def state_dict_on_all_ranks(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``state_dict``, with copies of the whole model's state on every rank."""
-        return self._whole_state(True, args, kwargs)
-
-    def _whole_state(self, all_ranks: bool, args: Any, kwargs: Any) -> Any:
-        if refuse_or_find_dcp():
-            return self._state_for_dcp()
+        refuse_dcp(self._tensors.are_spread)
         if not self._tensors.are_spread:
             return self._state(*args, **kwargs)
         state = super().state_dict(*args, **kwargs)
@@ -635,15 +566,6 @@ class Pipeline(ConvertedModule):
         elif not args and "destination" not in kwargs:
             return StateOfRank0()
         return state  # a module around this one gets absent tensors on other ranks than 0
-
-    def _state_for_dcp(self) -> dict[str, Tensor]:
-        """The tensors of this rank, into which ``torch.distributed.checkpoint`` loads."""
-        if self._steps.updates is not None:
-            raise InputError(
-                "torch.distributed.checkpoint would save the pipeline without the state of its optimizer; "
-                "call pipe.save_checkpoint(...), which `pipec checkpoint convert` writes in that format"
-            )
-        return {name: x for name, x in self._state().items() if not is_absent(x)}
 
     @contextlib.contextmanager
     def optimizer_state_on_rank_0(self) -> Iterator[None]:
@@ -690,29 +612,13 @@ class Pipeline(ConvertedModule):
         whole = self._gather("full_state_dict", set(names.values()), all_ranks)
         return {name: whole[first] for name, first in names.items() if whole}
 
-    @contextlib.contextmanager
-    def state_to_write(self, folder: str) -> Iterator[dict[str, Tensor] | None]:
-        """The whole state on the first rank that writes to ``folder``, None on others with the same.
-
-        Every rank calls this. The ranks leave it together.
-        """
-        if not self._agreement.is_distributed:
-            yield self.full_state_dict()
-            return
-        digest = zlib.crc32(str(Path(folder).absolute()).encode())
-        answer = self._agreement.require_same_call(
-            "save_pretrained", {}, lambda notes: [note.numbers[0] for note in notes], [digest]
-        )
-        folders = answer.value
-        whole = self.full_state_dict(all_ranks=len({*folders}) > 1)
-        yield whole if folders.index(digest) == self.ranks.world.rank else None
-        self._agreement.require_same_call("save_pretrained, at its end", {})
-
     @exclusive_call
-    def wait_for_ranks(self, activity: str) -> None:
-        """Wait until every rank has come to the end of an ``activity``. Every rank calls this."""
+    def write_whole(self, folder: str, write: Callable[[dict[str, Tensor]], object]) -> None:
+        """Call ``write`` with the whole state on rank 0. Every rank calls this, and raises its error."""
         if self._agreement.is_distributed:
-            self._agreement.require_same_call(activity, {})
+            self._agreement.require_same_call(f"saving to {folder!r}", {})
+        state = self.full_state_dict()
+        call_on_rank_0(self.ranks, f"saving to {folder}", lambda: write(state))
 
     @exclusive_call
     def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:
@@ -837,6 +743,7 @@ class Pipeline(ConvertedModule):
         scheduler: Any = None,
         extra: Any = None,
         asynchronous: bool = False,
+        then: Callable[[], object] | None = None,
     ) -> Future[None]:
         """Write all that the training needs to go on: see docs/checkpoints.md. Every rank calls this.
 
@@ -852,6 +759,7 @@ class Pipeline(ConvertedModule):
             asynchronous: return as soon as there is a copy in the memory of the host, and write that in the
                 background. The next save or load, and the end of the process, wait until it is written, and
                 raise what went wrong.
+            then: called on rank 0 once the checkpoint is at its place.
 
         Returns:
             What has a ``result()`` once the checkpoint is at its place, or the error.
@@ -863,7 +771,7 @@ class Pipeline(ConvertedModule):
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         training_state = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
-        return self._checkpoints.save(directory, training_state, asynchronous)
+        return self._checkpoints.save(directory, training_state, asynchronous, then)
 
     @exclusive_call
     def save_pretrained(self, directory: str | Path) -> None:
@@ -879,29 +787,9 @@ class Pipeline(ConvertedModule):
         check_arguments(METHOD_ARGUMENTS, locals())
         self._checkpoints.save_pretrained(directory)
 
-    @exclusive_call
-    def start_saving(
-        self,
-        directory: str | Path,
-        training_state: Mapping[str, Any],
-        asynchronous: bool,
-        then: Callable[[], None],
-    ) -> Future[None]:
-        """As ``save_checkpoint``. Once the checkpoint is in its place, rank 0 calls ``then``."""
-        return self._checkpoints.save(directory, training_state, asynchronous, then)
-
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background. Raises what went wrong with it."""
         self._checkpoints.finish_saving()
-
-    @property
-    def num_undelivered(self) -> int:
-        """The number of steps that a loop over a stream has made and ended without their losses."""
-        return self._stream.num_undelivered
-
-    def keep_last_position(self) -> None:
-        """Save the position of the stream that gave the last loss, even if it has ended by now."""
-        self._stream.keep_last_position()
 
     @property
     def ranks(self) -> Ranks:
@@ -962,15 +850,10 @@ class Pipeline(ConvertedModule):
         elif self.ranks.world.rank == 0:
             write()
 
-    @property
-    def trained_artifact(self) -> Artifact | None:
-        """What ``step`` runs, once it is compiled."""
-        return self._executions.trained
-
     def _repr_html_(self) -> str:
         """What a notebook shows: the plan, once there is one."""
         name = type(self._executions.model or self).__name__
-        if self.trained_artifact is None:
+        if self._executions.trained is None:
             return text_as_html(f"pipeline of {name}, not compiled yet: call step(...) or prepare(...)")
         return text_as_html(f"pipeline of {name} after {self.num_steps} steps\n\n{self.plan}")
 
@@ -1030,7 +913,8 @@ class Pipeline(ConvertedModule):
         from pipec.drawn_artifacts import DrawnTrace, add_recorded_steps
 
         trace, steps = DrawnTrace() if trace is None else trace, self._steps
-        outer, recording = steps.recording, Recording(every, steps.num_steps, self._compile_seconds)
+        outer = steps.recording
+        recording = Recording(every, steps.num_steps, lambda: sum(self.compile_seconds.values()))
         steps.recording = recording
         try:
             yield trace
@@ -1045,9 +929,6 @@ class Pipeline(ConvertedModule):
             if recording.steps:
                 add_recorded_steps(trace, self._artifact, recording)
 
-    def _compile_seconds(self) -> float:
-        return sum(self._executions.compile_seconds.values())
-
     @property
     def compile_seconds(self) -> dict[str, float]:
         """How long each step of compilation took, summed over all compilations."""
@@ -1056,3 +937,46 @@ class Pipeline(ConvertedModule):
 
 def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _are_optimizers(given: object) -> bool:
+    return all(isinstance(each, Optimizer) for each in listed(given))
+
+
+def _are_schedulers(given: object) -> bool:
+    methods = ("state_dict", "load_state_dict", "step")
+    return all(hasattr(each, method) for each in listed(given) for method in methods)
+
+
+def _is_trace(given: object) -> bool:
+    from pipec.timeline.trace import Trace
+
+    return isinstance(given, Trace)
+
+
+METHOD_ARGUMENTS = {
+    "after_update": FUNCTION | NONE,
+    "all_ranks": FLAG,
+    "asynchronous": FLAG,
+    "batches": ITERABLE,
+    "call": FUNCTION,
+    "directory": PATH,
+    "max_norm": NUMBER,
+    "norm_type": NUMBER,
+    "resume": FLAG | NONE,
+    "stage": instance("the number of a stage", int),
+    "mode": FLAG,
+    "outputs": FLAG,
+    "optimizer": ArgumentRule("the optimizer that the script steps, or a list of them", _are_optimizers)
+    | NONE,
+    "scheduler": ArgumentRule("an LR scheduler, or a list of them", _are_schedulers) | NONE,
+    "every": integer_between(1, 10**9),
+    "model_only": FLAG,
+    "model": instance("an nn.Module", nn.Module),
+    "path": PATH | NONE,
+    "state_dict": instance("a mapping of names to tensors", Mapping),
+    "tensors": FLAG,
+    "then": FUNCTION | NONE,
+    "trace": ArgumentRule("what the with of trace() gave", _is_trace) | NONE,
+}
+"""What the arguments of methods must be. Those of the model are the model's own."""

@@ -6,16 +6,14 @@ The step computes the gradients, and ``backward`` commits them::
     (loss / 3).backward()      .grad += gradients / 3, on each rank for itself
 """
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from pipec.console import warn
 from pipec.errors import InputError
 from pipec.runtime.loss_tensors import ModuleLoss
 from pipec.runtime.step.optimizer_updates import HeldGradients
@@ -45,7 +43,6 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         super().__init__()
         self._outputs, self._loss_path = outputs, loss_path
         self._anchor = torch.zeros((), requires_grad=True)
-        self._dropped = _DroppedSteps()
         share_registries(self, model)  # which modules around it list
         self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
 
@@ -67,7 +64,6 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         """In training mode the loss, of one step; else the output. A target is for ``loss_fn``."""
         if not self.training or not torch.is_grad_enabled():
             return self._evaluated(args, kwargs, target)
-        self._dropped.warn()
         (loss, output), gradients = self._step(args, kwargs, target)
         committing = _Commit.apply(self._anchor, loss, gradients).as_subclass(ModuleLoss)  # type: ignore[no-untyped-call]
         if not self._outputs:
@@ -81,17 +77,19 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
 
     def _step(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[Tensor, Any], "StepGradients"]:
         """Loss and output of a step, and its gradients, which are not in ``.grad``."""
-        before = self._pipe.take_gradients()
+        parameters = list(self._pipe._tensors.names.unique_parameters().values())
+        take = functools.partial(HeldGradients, parameters, self._pipe._steps.updates)
+        before = take()
         try:
             with self._pipe.accumulate():
                 result: Any = self._pipe.step(*args, target=target, outputs=self._outputs, **kwargs)
-            found = self._pipe.take_gradients()
+            found = take()
         finally:
-            self._pipe.take_gradients()
+            take()
             before.add()
-        report = functools.partial(self._pipe.report_backward, self._pipe.num_steps)
+        report = functools.partial(self._pipe._agreement.report_backward, self._pipe.num_steps)
         loss, output = result if self._outputs else (result, None)
-        return (loss.plain(), output), StepGradients(found, report, self._dropped)
+        return (loss.plain(), output), StepGradients(found, report)
 
     def _evaluated(self, args: Any, kwargs: Any, target: Any) -> Any:
         """The model's output, with its loss; with a target, what the loss function makes of it."""
@@ -118,7 +116,7 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         if "_model" not in self.__dict__:
             raise AttributeError(name)
         found = getattr(self._model, name)
-        if name in _WHOLE_MODEL_METHODS and self._pipe.num_processes > 1:
+        if name in _WHOLE_MODEL_METHODS and self._pipe.ranks.world.is_distributed:
             return functools.partial(_refuse_whole_model_method, name)
         return found
 
@@ -132,19 +130,9 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         else:
             setattr(model, name, value)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the pipeline."""
-        return self._pipe.named_parameters(*args, **kwargs)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self._pipe.parameters(recurse)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self._pipe.named_buffers(*args, **kwargs)
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the whole model, on every rank: loops may save and load in each process."""
-        return self._pipe.state_dict_on_all_ranks(*args, **kwargs)
+        return self._pipe.state_dict(*args, all_ranks=True, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -153,24 +141,18 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         return self._pipe.load_state_dict(state_dict, strict, assign)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As the model's. Under ``torchrun`` every rank calls it, and waits until all have written.
+        """As the model's. Under ``torchrun`` every rank calls it with one folder, and rank 0 writes."""
 
-        Rank 0 writes; ranks that pass other folders do so, too, each the whole model.
-        """
-        with self._pipe.state_to_write(str(save_directory)) as state:
-            if state is not None:
-                if kwargs.get("state_dict") is None:
-                    kwargs["state_dict"] = state
-                with _writing_on_any_rank(self._model) as model:
-                    model.save_pretrained(save_directory, *args, **kwargs)
+        def write(state: dict[str, Tensor]) -> None:
+            given = {**kwargs, "state_dict": kwargs.get("state_dict") or state}
+            cast(Any, self._model).save_pretrained(save_directory, *args, **given)
+
+        self._pipe.write_whole(str(save_directory), write)
 
     def train(self, mode: bool = True) -> Self:
         """Set the model to training or evaluation mode."""
         self._pipe.train(mode)
         return self
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._pipe.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As the pipeline's: by the norm of the whole model."""
@@ -220,14 +202,9 @@ class StepGradients:
         report: called with the factor by which they were multiplied.
     """
 
-    def __init__(
-        self,
-        gradients: HeldGradients,
-        report: Callable[[Tensor], None],
-        dropped: "_DroppedSteps",
-    ) -> None:
+    def __init__(self, gradients: HeldGradients, report: Callable[[Tensor], None]) -> None:
         self._gradients: HeldGradients | None = gradients
-        self._report, self._dropped = report, dropped
+        self._report = report
 
     @torch.no_grad()
     def commit(self, factor: Tensor) -> None:
@@ -238,32 +215,8 @@ class StepGradients:
                 "backward() was called again on the loss of one step, whose gradients were handed over the "
                 "first time; call it once, on the sum of what is made of the loss"
             )
-        if factor.device.type != "cpu" or factor.item() != 1:
-            gradients.multiply(factor)
-        gradients.add()
+        gradients.add(factor)
         self._report(factor)
-
-    def __del__(self) -> None:
-        if self._gradients is not None:
-            self._dropped.count += 1
-
-
-class _DroppedSteps:
-    """Counts the steps whose gradients nobody took."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._has_warned = False
-
-    def warn(self) -> None:
-        """Warn once, after the second one."""
-        if self.count < 2 or self._has_warned:
-            return
-        self._has_warned = True
-        warn(
-            f"backward() was not called on the losses of {self.count} steps of pipe.as_module(), whose "
-            "gradients were dropped; call it, or compute losses that train nothing under torch.no_grad()"
-        )
 
 
 class _Commit(torch.autograd.Function):
@@ -320,16 +273,3 @@ def _refuse_whole_model_method(name: str, *args: Any, **kwargs: Any) -> Any:
         f"{name} needs the whole model, and this process has the parameters of its stages alone; call "
         f"pipe.gather_into(model) on every rank, and then model.{name}(...) on rank 0"
     )
-
-
-@contextlib.contextmanager
-def _writing_on_any_rank(model: Any) -> Iterator[Any]:
-    """Let ``save_pretrained`` of a model of transformers write on other ranks than 0, too."""
-    if not hasattr(model, "should_save_on_this_rank"):
-        yield model
-        return
-    model.should_save_on_this_rank = bool
-    try:
-        yield model
-    finally:
-        del model.should_save_on_this_rank

@@ -91,57 +91,18 @@ class CallAgreement:
             exit_all_ranks(stops, self._steps.num_steps, self._before_stop)
 
 
-_GATHERING = (
-    ". state_dict() gathers the whole model's state: every rank takes it, before such an if, and rank 0 "
-    "alone writes it"
-)
-
-
 def _mismatch_message(every: Sequence[CallDescription]) -> str:
-    """How the ranks' descriptions of a call differ."""
-    kind = every[0]["call"].partition(",")[0]
-    if len({description["call"] for description in every}) > 1:
-        calls = [{"call": description["call"]} for description in every]
-        gathers = any("state_dict(" in description["call"] for description in every)
-        return (
-            f"the ranks do not make the same calls:\n{describe_differences(calls)}\nEvery rank calls the "
-            "methods of the pipeline in the same order; see that no `if rank == ...` or shorter loop keeps "
-            "one away" + (_GATHERING if gathers else "")
-        )
-    if any("batches" in description for description in every):
-        batches = [{"batches": description.get("batches", "another one")} for description in every]
-        return (
-            f"the ranks' streams do not have the same batches:\n{describe_differences(batches)}\nEvery rank "
-            f"iterates over the same batches, and as many. {_BATCH_ADVICE}"
-        )
-    if failed := [rank for rank, description in enumerate(every) if "refused" in description]:
-        return f"{kind} cannot use the arguments of {format_ranks(failed)}:\n{every[failed[0]]['refused']}"
-    backwards = [
-        {name: value for name, value in description.items() if name.startswith("backward of ")}
-        for description in every
-    ]
-    if any(each != backwards[0] for each in backwards):
-        return (
-            "the ranks did not call backward alike on the losses of pipe.as_module():\n"
-            f"{describe_differences(backwards)}\nEvery rank calls it on the loss of the same steps, times "
-            "the same factor, since each adds the gradients of its own stages; see that no `if rank == ...` "
-            "keeps one away, and that the factor does not depend on the rank"
-        )
-    settings = [
-        {name: value for name, value in description.items() if _is_of_optimizer(name)}
-        for description in every
-    ]
-    if any(each != settings[0] for each in settings):
-        return (
-            f"the ranks come to {kind} with optimizers that differ:\n{describe_differences(settings)}\nEvery "
-            "rank makes the same changes to pipe.optimizer, and the same schedulers step on all of them; "
-            "where ranks join, pipe.join(scheduler.step) does so"
-        )
-    return f"the ranks passed different batches to {kind}:\n{describe_differences(every)}\n{_BATCH_ADVICE}"
-
-
-def _is_of_optimizer(name: str) -> bool:
-    return name == "accumulates" or name.endswith(" of the optimizer")
+    """How the ranks' descriptions of a call differ, by the first kind of entries that do."""
+    call = every[0]["call"]
+    method, failed = call.partition(",")[0], [rank for rank, each in enumerate(every) if "refused" in each]
+    if failed and all(each["call"] == call and "batches" not in each for each in every):
+        why = every[failed[0]]["refused"]
+        return f"{method} cannot use the arguments of {format_ranks(failed)}:\n{why}"
+    for is_meant, what, advice in _MISMATCHES:
+        own = [{name: value for name, value in each.items() if is_meant(name)} for each in every]
+        if (found := describe_differences(own)) or (what, advice) == _MISMATCHES[-1][1:]:
+            return f"{what.format(method)}:\n{found}\n{advice}"
+    raise AssertionError("the last kind is of all entries")
 
 
 _BATCH_ADVICE = (
@@ -156,3 +117,38 @@ _BATCH_ADVICE = (
     "same data, in whatever order. If the batches should be the same, one rank made a call that others did "
     "not"
 )
+
+_MISMATCHES: Sequence[tuple[Callable[[str], bool], str, str]] = (
+    (
+        lambda name: name == "call",
+        "the ranks do not make the same calls",
+        "Every rank calls the methods of the pipeline in the same order; see that no `if rank == ...` or "
+        "shorter loop keeps one away. state_dict() gathers the whole model's state: every rank takes it, "
+        "before such an if, and rank 0 alone writes it",
+    ),
+    (
+        lambda name: name == "batches",
+        "the ranks' streams do not have the same batches",
+        f"Every rank iterates over the same batches, and as many. {_BATCH_ADVICE}",
+    ),
+    (
+        lambda name: name.startswith("backward of "),
+        "the ranks did not call backward alike on the losses of pipe.as_module()",
+        "Every rank calls it on the loss of the same steps, times the same factor, since each adds the "
+        "gradients of its own stages; see that no `if rank == ...` keeps one away, and that the factor does "
+        "not depend on the rank",
+    ),
+    (
+        lambda name: name == "accumulates" or name.endswith(" of the optimizer"),
+        "the ranks come to {} with optimizers that differ",
+        "Every rank makes the same changes to pipe.optimizer, and the same schedulers step on all of them; "
+        "where ranks join, pipe.join(scheduler.step) does so",
+    ),
+    (
+        lambda name: name == "frozen parameters",
+        "the ranks do not freeze the same parameters",
+        "Every rank sets requires_grad alike; see that no `if rank == ...` keeps a rank from it",
+    ),
+    (lambda name: True, "the ranks passed different batches to {}", _BATCH_ADVICE),
+)
+"""The kinds of entries of a description: which they are, what it means if they differ, and what to do."""

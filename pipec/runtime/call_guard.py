@@ -5,7 +5,6 @@ the call waits. And threads would come in another order on each rank.
 """
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar, cast
@@ -24,31 +23,23 @@ class CallGuard:
     """The call that runs, before those that it makes itself on its thread."""
 
     def __init__(self) -> None:
-        self._lock, self._process = threading.RLock(), os.getpid()
-        self._running = list[str]()
+        self._lock, self._running = threading.RLock(), list[str]()
 
     def begin(self, method: str) -> None:
         """Begin a call. Raises InputError while another one runs on another thread."""
         if not self._lock.acquire(blocking=False):
-            self._refuse(method)
-        self._running.append(method)
-
-    def end(self) -> None:
-        """End the call that was begun last."""
-        self._running.pop()
-        self._lock.release()
-
-    def _refuse(self, method: str) -> None:
-        if os.getpid() == self._process:
             thread, running = threading.current_thread().name, next(iter(self._running), "another call")
             raise InputError(
                 f"{method} was called on thread {thread!r} while {running} ran on another thread. A pipeline "
                 "makes one call at a time, and this one changed nothing; make all calls on one thread, or "
                 "hold a lock of your own around each of them"
             )
-        self._lock, self._process = threading.RLock(), os.getpid()  # in a fork, which has not that thread
-        self._running.clear()
-        self._lock.acquire()
+        self._running.append(method)
+
+    def end(self) -> None:
+        """End the call that was begun last."""
+        self._running.pop()
+        self._lock.release()
 
 
 def exclusive_call(method: Method) -> Method:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from pipec.artifact.artifact import Artifact, CompiledArtifact, MicrobatchGroups
+from pipec.artifact.artifact import Artifact, MicrobatchGroups
 from pipec.errors import InputError
 from pipec.ir import InputLeaf, Mode, Plan, Sizes
 from pipec.ir.batch_axis import BatchAxis
@@ -51,10 +51,6 @@ UnflattenCall = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
 
 OnStarted = Callable[[], None]
 """What a step calls as soon as it draws no more random numbers, and before it works."""
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class Call:
     replica: tuple[int, int] = (0, 1)
 
     @property
-    def first(self) -> CompiledArtifact:
+    def first(self) -> Artifact:
         """What executes the first microbatches, and says what results there are."""
         return self.groups[0][0]
 
@@ -140,36 +136,42 @@ class Executions:
         """The ranks that get the state of an optimizer; None: all."""
         self.compile_seconds: Mapping[str, float] = {}
         """How long each step of compilation took, summed over all compilations."""
-        self._given = {mode: CompiledArtifact.of(each) for mode, each in given.items()}
+        self._given = given
         if given:
-            self._take(given[Mode.TRAIN])
-
-    def _take(self, artifact: Artifact) -> None:
-        """Run the step of a given artifact, and the others beside it."""
-        self.trained, self._training = artifact, artifact.plan.training
-        self._microbatch_weight = self._microbatch_weight or artifact.plan.microbatch_weight
-        self.has_target = any(path.startswith("target") for path in artifact.plan.arguments)
-        owners = [owner_ranks(each.artifact.plan) for each in self._given.values()]
-        self.tensors.owner_ranks = {
-            fqn: tuple(dict.fromkeys(rank for own in owners for rank in own.get(fqn, ())))
-            for fqn in dict.fromkeys(name for own in owners for name in own)
-        }
+            plan = given[Mode.TRAIN].plan
+            self.trained, self._training = given[Mode.TRAIN], plan.training
+            self._microbatch_weight = microbatch_weight or plan.microbatch_weight
+            self.has_target = any(path.startswith("target") for path in plan.arguments)
+            owners = [owner_ranks(each.plan) for each in given.values()]
+            tensors.owner_ranks = {
+                fqn: tuple(dict.fromkeys(rank for own in owners for rank in own.get(fqn, ())))
+                for fqn in dict.fromkeys(name for own in owners for name in own)
+            }
 
     def agree(self, request: CallRequest, arguments: CallArguments) -> Call:
         """The call that all ranks make, with its executions.
 
         A rank that cannot use its arguments raises only when the others know.
         """
-        call = self._checked(request, arguments)
-        self.drain()
         if not self.agreement.is_distributed:
+            call = self._checked(request, arguments)
+            self.drain()
             self.agreement.exit_on_signal(self.drain)
             return call
-        description = self._described(call)
+        self.drain()
+        try:
+            call = self._checked(request, arguments)
+            description, refusal = self._described(call), None
+        except InputError as error:
+            description, refusal = {"refused": str(error)}, error
         if request.mode is Mode.TRAIN:
             description |= self.agreement.describe_updates()
-        answer = self.agreement.require_same_call(request.name, description, lambda _: call.seed)
+        answer = self.agreement.require_same_call(
+            request.name, description, lambda _: None if refusal else call.seed
+        )
         self.agreement.exit_on_signal(self.drain, answer)
+        if refusal is not None:
+            raise refusal
         return replace(call, seed=answer.value)
 
     def matching(self, first: Call, arguments: CallArguments) -> Call | None:
@@ -190,7 +192,7 @@ class Executions:
         """Whether the programs of a call are right for the model as it is now."""
         return True
 
-    def saved(self) -> Mapping[Mode, CompiledArtifact]:
+    def saved(self) -> Mapping[Mode, Artifact]:
         """What a saved artifact holds: what runs a step, and evaluations that were compiled."""
         return self._given
 
@@ -200,69 +202,47 @@ class Executions:
         return self._training if self.model is None else self.model.training
 
     def set_mode(self, training: bool) -> None:
-        """Run in this mode. Raises InputError if there is no code for it."""
-        if training not in {each.artifact.plan.training for each in self._given.values()}:
-            made, call = ("evaluation", "train") if training else ("training", "eval")
-            raise InputError(
-                f"this artifact holds the step of a model in {made} mode, and no other code. Call {call}() "
-                "on the pipeline of pipec.compile, then prepare(...) or eval_step(...), and save(...)"
-            )
+        """Run in this mode. A call for which there is no code in it is refused."""
         self._training = training
 
-    def _chosen(self, request: CallRequest) -> CompiledArtifact:
+    def _chosen(self, request: CallRequest) -> Artifact:
         """What runs a call. Raises InputError if it was not saved, or for the other mode of the model."""
         given = self._given.get(request.mode)
-        plan = None if given is None else given.artifact.plan
-        if given is None or (request.outputs and plan and len(plan.outputs) == 1 + len(plan.log_names)):
+        if given is None or (request.outputs and len(given.plan.outputs) == 1 + len(given.plan.log_names)):
             raise InputError(
                 f"{request.name} was called, but this artifact holds no code for it; call that, or "
                 f"prepare(...) for a step, on the pipeline of pipec.compile, and then save(...)"
             )
-        if given.artifact.plan.training != self._training:
-            made, now = (
-                ("training", "evaluation") if given.artifact.plan.training else ("evaluation", "training")
-            )
+        if given.plan.training != self._training:
+            modes = {True: "training", False: "evaluation"}
             raise InputError(
-                f"{request.name} was called in {now} mode, but the artifact holds its code for {made} mode; "
-                f"call {'train' if given.artifact.plan.training else 'eval'}() before"
+                f"{request.name} was called in {modes[self._training]} mode, but the artifact holds its code "
+                f"for {modes[given.plan.training]} mode alone; call train({given.plan.training}) before, or "
+                f"save one that was compiled after train({self._training})"
             )
         return given
 
     def _described(self, call: Call) -> CallDescription:
-        return {
-            given.path: describe_leaf(_leaf(given, call.leaves)) for given in call.first.artifact.plan.inputs
-        }
+        return {given.path: describe_leaf(_leaf(given, call.leaves)) for given in call.first.plan.inputs}
 
     def _checked(self, request: CallRequest, arguments: CallArguments) -> Call:
         """The call. Raises InputError if the arguments are not those of the artifact."""
         given = self._chosen(request)
-        if isinstance(arguments, Leaves):
-            return self._check_call(request, given, arguments.args, lambda leaves: (leaves, {}, None))
-        kwargs = dict(sorted(arguments.kwargs.items()))
-        tree = {"args": arguments.args, "kwargs": kwargs, "target": arguments.target}
-        found, structure = pytree.tree_flatten_with_path(tree)
-        paths = [leaf_path(keys) for keys, _ in found]
-        expected = given.artifact.plan.arguments
-        if paths != list(expected):
-            raise InputError(
-                f"{request.method} was given {_listed(paths)}; this artifact was made for "
-                f"{_listed(expected)}. Pass the same, by position or by name as there"
-            )
-        return self._check_call(
-            request,
-            given,
-            [leaf for _, leaf in found],
-            lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
-        )
+        plan, leaves, with_leaves = given.plan, [*arguments.args], _as_positional
+        if not isinstance(arguments, Leaves):
+            kwargs = dict(sorted(arguments.kwargs.items()))
+            tree = {"args": arguments.args, "kwargs": kwargs, "target": arguments.target}
+            found, structure = pytree.tree_flatten_with_path(tree)
+            paths, leaves = [leaf_path(keys) for keys, _ in found], [leaf for _, leaf in found]
+            if paths != list(plan.arguments):
+                raise InputError(
+                    f"{request.method} was given {_listed(paths)}; this artifact was made for "
+                    f"{_listed(plan.arguments)}. Pass the same, by position or by name as there"
+                )
 
-    def _check_call(
-        self,
-        request: CallRequest,
-        given: CompiledArtifact,
-        leaves: Sequence[Any],
-        unflatten_call: UnflattenCall,
-    ) -> Call:
-        plan = given.artifact.plan
+            def with_leaves(leaves: list[Any]) -> Any:
+                return tuple(pytree.tree_unflatten(leaves, structure).values())
+
         if plan.repeated not in (None, repeated_tensors(leaves)):
             same = [f"{plan.arguments[k]} is {plan.arguments[first]}" for k, first in plan.repeated]
             raise InputError(
@@ -287,7 +267,7 @@ class Executions:
         if plan.model_collectives:
             require_equal_rows(sizes)
         groups = [(given, sizes)]
-        return Call(request, leaves, unflatten_call, plan.batch_axes, rows, values, groups, *peek_seed())
+        return Call(request, leaves, with_leaves, plan.batch_axes, rows, values, groups, *peek_seed())
 
     @property
     def may_be_asynchronous(self) -> bool:
@@ -303,11 +283,6 @@ class Executions:
     def replica(self) -> int:
         """The part of a batch that this rank passes, from 0."""
         return self.ranks.world.rank % self.num_replicas
-
-    @property
-    def profile(self) -> Any:
-        """The times by which the stages were cut, if they were measured."""
-        return None
 
     @property
     def memory_bytes(self) -> Sequence[float]:
@@ -368,13 +343,13 @@ class Executions:
         loss = self.loss(call, on_started)
         if leaves_gradients and self.tensors.are_spread:
             self.norms.mark()
-        self.steps.count(self.execution(call.first.artifact).non_finite, self.trained)
+        self.steps.count(self.execution(call.first).non_finite, self.trained)
         return loss
 
     def loss(self, call: Call, on_started: OnStarted | None = None) -> Any:
         """The loss, which explains its ``backward``, and the output if requested. The logs are kept."""
         first = call.first
-        results, plan = self.run(call, on_started), first.artifact.plan
+        results, plan = self.run(call, on_started), first.plan
         self.steps.logs = {
             name: results[kept] for name, kept in zip(plan.log_names, plan.outputs[1:], strict=False)
         }
@@ -385,15 +360,15 @@ class Executions:
 
     def output(self, call: Call) -> Any:
         """The model's output."""
-        return _output_of(call.first, self.run(call), call.first.artifact.plan.outputs)
+        return _output_of(call.first, self.run(call), call.first.plan.outputs)
 
     def run(self, call: Call, on_started: OnStarted | None = None) -> Mapping[str, Tensor]:
         """The results of a call, by their names in the plan."""
-        if any(compiled.artifact.has_random_operators for compiled, _ in call.groups):
+        if any(artifact.has_random_operators for artifact, _ in call.groups):
             advance_default_generator(call.generator_after)
         if on_started is not None:
             on_started()
-        trains, plans = call.request.mode is Mode.TRAIN, [made.artifact.plan for made, _ in call.groups]
+        trains, plans = call.request.mode is Mode.TRAIN, [artifact.plan for artifact, _ in call.groups]
         if len(plans) > 1 and plans[0].sync_spec.may_skip_step:
             raise InputError(
                 "the microbatches of the batch have two sizes, and each needs a graph of its own, because "
@@ -404,7 +379,7 @@ class Executions:
         batch_slices, recorded = self._batch_slices(call), self.steps.recorded if trains else None
         parts, axes = [], call.first.axes
         with contextlib.nullcontext() if trains else self.unsharded(plans):
-            executions = [self.execution(compiled.artifact) for compiled, _ in call.groups]
+            executions = [self.execution(artifact) for artifact, _ in call.groups]
             for execution, batch_slice in zip(executions, batch_slices, strict=True):
                 update = batch_slice is batch_slices[-1] and not self.steps.accumulates
                 parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update))
@@ -435,7 +410,7 @@ class Executions:
         Every rank calls it with the same arguments.
         """
         first = self.agree(STEP, arguments)
-        execution = self.execution(first.first.artifact)
+        execution = self.execution(first.first)
         if not execution.is_stream:
             return None
         if len(first.groups) > 1:
@@ -444,7 +419,7 @@ class Executions:
                 "the model makes a constant of their rows; an asynchronous schedule takes one. Pass batches "
                 "that divide evenly"
             )
-        if first.first.artifact.has_random_operators:
+        if first.first.has_random_operators:
             advance_default_generator(first.generator_after)
 
         def split(arguments: CallArguments) -> StreamBatch | None:
@@ -538,10 +513,14 @@ class Executions:
 MakeExecutions = Callable[[Tensors, CallAgreement, StepState], Executions]
 
 
-def _output_of(compiled: CompiledArtifact, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
+def _as_positional(leaves: list[Any]) -> Any:
+    return leaves, {}, None
+
+
+def _output_of(artifact: Artifact, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
     """The model's output, put together of the results of these names."""
-    assert compiled.output_spec is not None
-    return pytree.tree_unflatten([results.get(name) for name in names], compiled.output_spec)
+    assert artifact.output_spec is not None
+    return pytree.tree_unflatten([results.get(name) for name in names], artifact.output_spec)
 
 
 def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:

@@ -1,6 +1,6 @@
 """The tensors of a model under their original names, in a tree of modules without its code."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -74,16 +74,10 @@ class ModelTensors:
         mine, theirs = self.every(), other.every()
         return [fqn for fqn in {**mine, **theirs} if mine.get(fqn) is not theirs.get(fqn)]
 
-    def requires_grad_flags(self) -> tuple[bool, ...]:
-        """The requires_grad flag of each parameter."""
+    def frozen(self) -> list[str]:
+        """The parameters that are not trained, under each of their names."""
         with plain_tensors():
-            return tuple([parameter.requires_grad for parameter in self.parameters.values()])
-
-    def set_requires_grad(self, flags: Iterable[bool]) -> None:
-        """Set requires_grad of the parameters."""
-        for parameter, flag in zip(self.parameters.values(), flags, strict=True):
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
+            return [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
 
     def unread(self, place: str) -> "ModelTensors":
         """The same with those on meta replaced by absent ones, whose values are ``place``."""

@@ -18,7 +18,7 @@ class StepState:
     ``num_steps`` includes the steps before a loaded checkpoint; ``num_skipped`` of them were skipped because
     a loss or gradient was not finite. If a ``recording`` is made, some steps add their timestamps to it. If
     it ``accumulates``, a step makes no update. The ``logs`` have by name what the loss function of the last
-    step returned besides the loss.
+    step returned besides the loss. ``last_seconds`` is what the last call of ``step`` took.
     """
 
     def __init__(self, updates: OptimizerUpdates | None) -> None:
@@ -28,6 +28,7 @@ class StepState:
         self.accumulates = False
         self.recording: Recording | None = None
         self.logs: dict[str, Tensor] = {}
+        self.last_seconds: float | None = None
 
     @property
     def recorded(self) -> list[RecordedStep] | None:

@@ -18,12 +18,7 @@ from pipec.runtime.absent_tensors import (
     release_elsewhere,
     release_sharded,
 )
-from pipec.runtime.messages.call_description import (
-    CallDescription,
-    describe_differences,
-    format_names,
-    format_ranks,
-)
+from pipec.runtime.messages.call_description import format_names, format_ranks
 from pipec.runtime.model_tensors import ModelTensors, UninitializedTensors, restore_tensors
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
@@ -55,7 +50,6 @@ class Tensors:
         self._mutable_buffers: set[str] = set()
         self.needs_placement = False
         self.uninitialized = UninitializedTensors()
-        self._trainable = names.requires_grad_flags()
 
     @property
     def canonical(self) -> dict[str, str]:
@@ -223,43 +217,12 @@ class Tensors:
         others = [rank for rank in readers if rank != owner]
         return self.ranks.exchange.broadcast_tensor(owner, activity, given, others)
 
-    @property
-    def trainable_hash(self) -> int:
-        """A hash of the requires_grad flags on which the ranks agreed last."""
-        return hash(self._trainable)
-
-    def agree_on_trained(self) -> None:
-        """Follow changes of requires_grad on all ranks that hold the parameter. Every rank calls this.
-
-        Raises:
-            InputError: only some of these ranks changed it, or only ranks that do not hold the parameter.
-                Every rank raises it.
-        """
-        flags = self.ranks.exchange.all_gather("comparing what is trained", self.names.requires_grad_flags())
-        trains, every_rank = list[bool](), range(len(flags))
-        differing: list[CallDescription] = [{} for _ in flags]
-        for fqn, before, *found in zip(self.names.parameters, self._trainable, *flags, strict=True):
-            owners = self.owner_ranks.get(self.canonical[fqn], every_rank)
-            trains.append(found[owners[0]])
-            if len({found[rank] for rank in (every_rank if trains[-1] == before else owners)}) > 1:
-                for own, flag in zip(differing, found, strict=True):
-                    own[fqn] = "trained" if flag else "frozen"
-        if any(differing):
-            raise InputError(
-                f"the ranks do not freeze the same parameters:\n{describe_differences(differing)}\n"
-                "Every rank that holds one sets its requires_grad alike; see that no `if rank == ...` keeps "
-                "a rank from it"
-            )
-        self._trainable = tuple(trains)
-        self.names.set_requires_grad(self._trainable)
-
     def replace(self, model: ModelTensors, names: Sequence[str]) -> None:
         """Own the tensors that the model has under ``names`` now, which were replaced, added or removed."""
         self._require_optimized(model, names)
         notice(f"the model has other tensors than before, which are trained now: {format_names(names)}")
         for fqn in names:
             self.owner_ranks.pop(fqn, None)
-        self._trainable = model.requires_grad_flags()
         self.names, self.needs_placement = model, True
 
     def _require_optimized(self, model: ModelTensors, names: Sequence[str]) -> None:

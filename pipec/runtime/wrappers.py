@@ -53,21 +53,19 @@ def calling_modules() -> list[str]:
     return found
 
 
-def refuse_or_find_dcp() -> bool:
-    """Whether ``save`` or ``load`` of ``torch.distributed.checkpoint`` asks for a state.
+def refuse_dcp(is_spread: bool) -> None:
+    """Raise InputError if ``torch.distributed.checkpoint`` asks for a state to take apart.
 
-    Raises InputError if one of its functions does that take states of sharded models apart.
+    Its ``save`` and ``load`` may, unless the state ``is_spread`` over ranks.
     """
     for asking in calling_modules():
-        if asking == _DCP:
+        if asking == _DCP or (is_spread and asking in (f"{_DCP}_saver", f"{_DCP}_loader")):
             raise InputError(
-                f"{_DCP} cannot take a pipeline. Save pipe.state_dict(), which is the whole "
-                "model's on rank 0, by dcp.save or torch.save, and load the whole by "
-                "pipe.load_state_dict(...) on every rank; or call pipe.save_checkpoint(..., optimizer=...)"
+                f"{asking} cannot take a pipeline. Save pipe.state_dict(), which is the whole model's on "
+                "rank 0, by dcp.save or torch.save, and load it by pipe.load_state_dict(...) on every rank; "
+                "or call pipe.save_checkpoint(..., optimizer=...), which `pipec checkpoint convert` writes "
+                "in that format"
             )
-        if asking in (f"{_DCP}_saver", f"{_DCP}_loader"):
-            return True
-    return False
 
 
 def refuse_functional_call() -> None:
@@ -101,26 +99,14 @@ class AcceleratedModule(nn.Module):
 
 def _require_lone_accelerator(accelerator: Any) -> None:
     """Raise InputError if this Accelerator divides data among processes, casts or compiles."""
-    if accelerator.num_processes > 1 or accelerator.process_index > 0:
+    is_alone = accelerator.num_processes == 1 and accelerator.process_index == 0
+    casts, compiles = accelerator.mixed_precision, accelerator.state.dynamo_plugin.backend
+    if not is_alone or (casts, compiles) != ("no", "NO"):
         raise InputError(
-            "Accelerate would give each process rows of its own, gather the results of all, and save on one "
-            "alone; but the ranks of a pipeline work on the same rows, and save together. Let each process "
-            "be alone for it, before an Accelerator or TrainingArguments is made: "
-            "state = accelerate.PartialState(); state.num_processes, state.process_index = 1, 0; "
-            "state.distributed_type = accelerate.DistributedType.NO. For a Trainer of transformers there "
-            "is PipecTrainer in pipec.integrations.transformers"
-        )
-    if accelerator.mixed_precision != "no":
-        raise InputError(
-            f"Accelerate would cast what the model computes to {accelerator.mixed_precision}, but pipec has "
-            "compiled the stages already. Leave mixed_precision, bf16 and fp16 out there, and pass "
-            f'precision="{accelerator.mixed_precision}-mixed" to pipec.compile'
-        )
-    if accelerator.state.dynamo_plugin.backend != "NO":
-        raise InputError(
-            "Accelerate would compile the model by torch.compile, but pipec has compiled the stages already. "
-            'Leave torch_compile and the dynamo backend out there, and pass kernels="inductor" to '
-            "pipec.compile"
+            "this Accelerator would divide rows among processes, cast to another precision or compile the "
+            "model, which the pipeline does itself. Use PipecAccelerator of pipec.integrations.accelerate, "
+            "or PipecTrainer of pipec.integrations.transformers; pipec.compile takes precision=... and "
+            'kernels="inductor"'
         )
 
 

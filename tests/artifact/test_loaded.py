@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from killed_saves import killed_in_call
 from torch import nn
 
 import pipec
-from pipec.artifact.artifact import CompiledArtifact
+from pipec.artifact.artifact import _structure
 from pipec.errors import ArtifactError, InputError
 from pipec.pipeline import Pipeline
 
@@ -49,14 +48,11 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
             lambda p: p.step(x=X, target=Y),
             r"given kwargs\['x'\], target; this artifact was made for args\[0\], t",
         ),
-        (lambda p: p.step(X, Y), r"step was given args\[0\], args\[1\], target; this artifact was made for"),
         (lambda p: p.step(X, mask=X, target=Y), r"step was given args\[0\], kwargs\['mask'\], target; this"),
-        (lambda p: p.eval(), "holds the step of a model in training mode, and no other code. Call eval"),
+        (lambda p: p.eval().step(X, target=Y), r"in evaluation mode, .* for training mode .*train\(True\)"),
         (lambda p: p.step(X[:0], target=Y[:0]), "the batch has no rows"),
         (lambda p: p.step(X[0, 0], target=Y), r"args\[0\] is torch.float32 of shape \(\); expected"),
         (lambda p: p.step(X[0, 0]), r"the arguments hold no batch; expected args\[0\] \("),
-        (lambda p: p.step(), r"step was given target; this artifact was made for args\[0\], target"),
-        (lambda p: p.source(2), "there is no stage 2: the pipeline has stages 0 to 1"),
         (lambda p: p.as_module(), "a loaded artifact has no model"),
         (lambda p: p(X), "forward was called, but this artifact holds no code for it"),
         (lambda p: p.eval_step(X, target=Y), "eval_step was called, but this artifact holds no code"),
@@ -64,27 +60,6 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
             lambda p: p.step(X, target=Y, outputs=True),
             "step with outputs was called, but this artifact holds no",
         ),
-        (lambda p: p.join(), "the pipeline has batch=.same.; pass"),
-    ],
-    ids=[
-        "shape",
-        "dtype",
-        "rows",
-        "no target",
-        "a name",
-        "a position",
-        "one more",
-        "eval",
-        "small batch",
-        "number",
-        "no rows",
-        "nothing",
-        "no such stage",
-        "a module",
-        "forward",
-        "evaluation",
-        "outputs",
-        "a join",
     ],
 )
 def test_a_bad_call_is_refused_and_the_next_good_one_works(
@@ -93,6 +68,7 @@ def test_a_bad_call_is_refused_and_the_next_good_one_works(
     loaded = pipec.load(saved)
     with pytest.raises(InputError, match=message):
         mistake(loaded)
+    loaded.train()
     assert all(parameter.grad is None for parameter in loaded.parameters())
     assert loaded.step(X, target=Y).isfinite()
 
@@ -107,16 +83,6 @@ def test_a_batch_norm_is_refused_one_row(saved: Path) -> None:
         InputError, match=r"right where b >= 2, but the arguments have b = 1: the rows of a mi"
     ):
         pipec.load(saved).step(X[:6], target=Y[:6])
-
-
-def test_an_artifact_of_evaluation_mode_stays_in_it(tmp_path: Path) -> None:
-    pipe = compiled().eval()
-    pipe.prepare(X, target=Y).save(tmp_path / "saved", tensors=True)
-    loaded = pipec.load(tmp_path / "saved").eval()
-    assert not loaded.training
-    assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
-    with pytest.raises(InputError, match=r"in evaluation mode, and no other code\. Call train\(\)"):
-        loaded.train()
 
 
 def test_keywords_are_matched_by_name(tmp_path: Path) -> None:
@@ -161,15 +127,6 @@ def test_tensors_that_were_not_saved_are_given_values_later(pipe: Pipeline, tmp_
         loaded.step(X, target=Y)
     loaded.to_empty(device="cpu").load_state_dict(pipe.state_dict())
     assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
-
-
-def test_a_step_reads_and_changes_the_tensors_that_to_empty_made(saved: Path) -> None:
-    loaded = pipec.load(saved)
-    loaded.step(X, target=Y)
-    loaded.to_empty(device="cpu")
-    loaded.load_state_dict({name: torch.zeros_like(value) for name, value in loaded.state_dict().items()})
-    assert torch.equal(loaded.step(X, target=Y), nn.functional.mse_loss(torch.zeros_like(Y), Y))
-    assert loaded.state_dict()["1.num_batches_tracked"] == 1
 
 
 def test_a_process_killed_anywhere_leaves_an_artifact(pipe: Pipeline, tmp_path: Path) -> None:
@@ -219,27 +176,12 @@ def test_a_loaded_artifact_updates_as_the_pipeline_does(options: dict[str, objec
     assert torch.equal(moments[0][0]["exp_avg"], moments[1][0]["exp_avg"])
 
 
-def test_a_loaded_artifact_accumulates(tmp_path: Path) -> None:
-    pipe = updating()
-    pipe.save(tmp_path / "saved", tensors=True)
-    loaded = pipec.load(tmp_path / "saved", optimizer=ADAM)
-    before = {name: x.detach().clone() for name, x in loaded.named_parameters()}
-    with loaded.accumulate():
-        loaded.step(X, target=Y)
-    assert all(torch.equal(before[name], x) for name, x in loaded.named_parameters())
-    loaded.step(X, target=Y)
-    with pipe.accumulate():
-        pipe.step(X, target=Y)
-    pipe.step(X, target=Y)
-    assert all(torch.equal(dict(pipe.named_parameters())[n], x) for n, x in loaded.named_parameters())
-
-
 def test_what_an_artifact_needs_for_its_updates_is_asked_for(saved: Path, tmp_path: Path) -> None:
     updating(clip_grad_norm=1.0).save(tmp_path / "clips")
     updating().save(tmp_path / "updates")
     mistakes = [
         (tmp_path / "updates", {}, "update the weights, but optimizer is None; pass a function"),
-        (saved, {"optimizer": ADAM}, "end with gradients, for it was compiled without an optimizer"),
+        (saved, {"optimizer": ADAM}, "end with gradients, but optimizer is .*to no other"),
         (
             tmp_path / "clips",
             {"optimizer": ADAM},
@@ -324,7 +266,6 @@ def test_a_loaded_artifact_evaluates_what_was_evaluated_before(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("spec", ['[1, {"0": null}]', "[7, {}]", "[1", "[1, 2]"])
-def test_a_damaged_structure_of_outputs_is_refused(pipe: Pipeline, spec: str) -> None:
-    assert pipe.trained_artifact is not None
+def test_a_damaged_structure_of_outputs_is_refused(spec: str) -> None:
     with pytest.raises(ArtifactError, match=r"output_spec of plan\.json names no structure of outputs: "):
-        CompiledArtifact.of(replace(pipe.trained_artifact, output_spec=spec))
+        _structure(spec)

@@ -13,7 +13,7 @@ from optimizer_reference import batches, model, pair
 
 import pipec
 from pipec.artifact.artifact import read_artifact
-from pipec.errors import ArtifactError, PipecError, VerifyError
+from pipec.errors import ArtifactError, VerifyError
 
 Json = dict[str, Any]
 
@@ -27,24 +27,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pipe.save(directory, tensors=True)
     assert read_artifact(directory)[0].plan.sync_spec == pipe.plan.sync_spec
     return directory
-
-
-@pytest.mark.slow
-def test_an_ending_is_read_back_as_it_was(saved: Path) -> None:
-    artifact, _ = read_artifact(saved)
-    sync_spec = artifact.plan.sync_spec
-    assert (sync_spec.updates, sync_spec.clips, str(sync_spec.shard)) == (True, True, "parameters")
-    assert {bucket.is_tied for bucket in sync_spec.buckets} == {True, False}
-    text = (saved / "rank_0.txt").read_text()
-    for op in ("unshard", "reshard", "reduce_grad", "grad_norm", "update"):
-        assert f"  {op} " in text or f"  {op}\n" in text
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-def test_loading_says_that_a_program_with_updates_needs_an_optimizer(saved: Path) -> None:
-    with pytest.raises(PipecError, match="optimizer"):
-        pipec.load(saved).step(**next(batches(1)))
 
 
 def rewritten(saved: Path, directory: Path, edit: Callable[[Path, Json], None]) -> Path:
@@ -87,7 +69,6 @@ def without(op: str) -> Callable[[Path, Json], None]:
         (without("grad_norm"), "grad_norm is there 0 times on rank 0; expected once"),
         (without("reduce_grad"), "reduce_grad of stage .*, bucket .* is there . times on rank 0; expected"),
         (without("unshard"), "has no unshard before it"),
-        (without("reshard"), "(runs before|has no) reshard"),
     ],
 )
 def test_a_changed_ending_is_refused_even_if_its_checksums_fit(
@@ -104,14 +85,6 @@ def test_a_line_with_a_foreign_bucket_is_refused(saved: Path, tmp_path: Path) ->
         path.write_text(path.read_text().replace("bucket 0", "bucket 77", 1))
 
     with pytest.raises(VerifyError, match="reduce_grad names bucket 77; expected"):
-        read_artifact(rewritten(saved, tmp_path / "changed", edit))
-
-
-def test_an_unknown_level_of_sharding_is_named(saved: Path, tmp_path: Path) -> None:
-    def edit(directory: Path, header: Json) -> None:
-        header["plan"]["sync_spec"]["shard"] = "everything"
-
-    with pytest.raises(ArtifactError, match="shard"):
         read_artifact(rewritten(saved, tmp_path / "changed", edit))
 
 

@@ -109,7 +109,7 @@ def check_step(pipe: Any, trained: nn.Module) -> None:
         torch.testing.assert_close(found, loss.detach())
         torch.testing.assert_close(found_output, {name: value.detach() for name, value in output.items()})
         torch.testing.assert_close(pipe.logs, {name: value.detach() for name, value in logs.items()})
-        pipe.logs = {}
+        pipe._steps.logs = {}
     for mine, other in zip(trained.parameters(), unsplit.parameters(), strict=True):
         if not is_absent(mine):  # it is of a stage of this process
             torch.testing.assert_close(mine.grad, other.grad)

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,6 @@ def test_torch_goes_on_from_a_checkpoint(run: Run, saved: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_pipec_goes_on_from_torch(run: Run, tmp_path: Path) -> None:
     plain = Plain(seed=5)
     for words in batches(0, 2):
@@ -165,6 +165,17 @@ def test_nothing_of_a_folder_is_run(where: str, tmp_path: Path, monkeypatch: pyt
     said = " ".join(cli("convert", folder, tmp_path / "made", "--optimizer", "SGD", status=1).split())
     assert "mkdir" in said
     assert [path.name for path in tmp_path.iterdir()] == ["torch"]
+
+
+def test_a_file_outside_of_a_folder_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "torch" / ".metadata"
+    dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=path.parent, no_dist=True)
+    found = pickle.loads(path.read_bytes())
+    ((key, place),) = found.storage_data.items()
+    found.storage_data = {key: replace(place, relative_path="../other")}
+    path.write_bytes(pickle.dumps(found))
+    said = " ".join(cli("convert", path.parent, tmp_path / "made", status=1).split())
+    assert "names a file outside its folder" in said
 
 
 def test_what_is_in_a_checkpoint(run: Run, saved: Path, tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """The folder of a checkpoint: damaged, replaced, shared, killed while it is written. One is always whole."""
 
 import functools
-import json
 import random
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -70,17 +68,6 @@ def test_every_damage_is_found_with_the_name_of_the_file(run: Run, saved: Path) 
     run.load(saved)
 
 
-def test_tensors_lie_at_multiples_of_their_elements(saved: Path) -> None:
-    """As in the files of the library, whose readers on some machines need that."""
-    for path in saved.glob("*.safetensors"):
-        content = path.read_bytes()
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + length])
-        for name in header.keys() - {"__metadata__"}:
-            size = {"BOOL": 1, "F32": 4, "F64": 8}[header[name]["dtype"]]
-            assert (8 + length + header[name]["data_offsets"][0]) % size == 0
-
-
 def test_no_checkpoint_and_a_foreign_folder(run: Run, tmp_path: Path) -> None:
     with pytest.raises(pipec.CheckpointError, match="does not exist"):
         run.load(tmp_path / "none")
@@ -96,12 +83,6 @@ def test_no_checkpoint_and_a_foreign_folder(run: Run, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
-def test_another_version_is_refused(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.checkpoint.metadata.FORMAT", "pipec checkpoint 4")
-    with pytest.raises(pipec.CheckpointError, match="has format 'pipec checkpoint 3', and this version"):
-        run.load(saved)
-
-
 def test_two_runs_do_not_write_to_one_folder(run: Run, saved: Path) -> None:
     other = start("1 stage")
     with pytest.raises(pipec.CheckpointError, match="this run has neither written nor loaded"):
@@ -111,21 +92,6 @@ def test_two_runs_do_not_write_to_one_folder(run: Run, saved: Path) -> None:
     with pytest.raises(pipec.CheckpointError, match="another run writes to it"):
         run.save(saved)
     assert run.load(saved) == "other"
-    run.save(saved)
-
-
-def test_a_full_disk_leaves_the_checkpoint_before(run: Run, saved: Path) -> None:
-    before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for size in (100, 2000, 5000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
-            with pytest.raises(pipec.CheckpointError, match="File too large"):
-                run.save(saved)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
-        assert [path.name for path in saved.parent.iterdir()] == ["saved"]
     run.save(saved)
 
 
@@ -265,8 +231,3 @@ class TestARun:
         checkpoints.step(run.pipe, extra="here", **run.training_state)
         (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.previous")
         assert checkpoints.resume(run.pipe, **run.training_state) == "here"
-
-    @pytest.mark.parametrize("given", [{"every": 0}, {"every": 1, "keep": 0}, {"every": 1.5}])
-    def test_wrong_numbers(self, given: dict[str, int], tmp_path: Path) -> None:
-        with pytest.raises(pipec.InputError, match="expected a whole number from 1"):
-            pipec.CheckpointManager(tmp_path, **given)

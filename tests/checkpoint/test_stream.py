@@ -162,25 +162,6 @@ def test_what_was_trained_on_is_neither_read_again_nor_left_out(runs: dict[str, 
     assert data.read == loader.order[2 * ROWS :].tolist()
 
 
-@pytest.mark.slow
-def test_a_fresh_process_is_given_the_losses_that_are_left(runs: dict[str, Run], tmp_path: Path) -> None:
-    """Nothing is compiled when the loop gets them; a checkpoint from there has those that are still left."""
-    run, fresh = runs["pipedream-2bw"], Run("pipedream-2bw", tmp_path)
-    run.load(run.fresh)
-    stream = run.losses(Stateful(Noisy()))
-    next(stream)
-    run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
-    losses = list(stream)
-    fresh.load(tmp_path / "saved")
-    stream = fresh.losses(Stateful(Noisy()), resume=True)
-    assert next(stream) == losses[0]
-    fresh.pipe.save_checkpoint(tmp_path / "again", scheduler=fresh.scheduler)
-    assert list(stream) == losses[1:]
-    fresh.load(tmp_path / "again")
-    assert list(fresh.losses(Stateful(Noisy()), resume=True)) == losses[1:]
-    assert fresh.pipe.num_steps == 5
-
-
 @pytest.mark.parametrize("how", ["break", "interrupt", "interrupt at once", "checkpoint"])
 def test_what_was_trained_on_counts(runs: dict[str, Run], tmp_path: Path, how: str) -> None:
     """Without the losses that were left, and with them, another run goes on behind the same mini-batches."""
@@ -244,19 +225,6 @@ def test_a_stream_says_whether_it_goes_on(runs: dict[str, Run], tmp_path: Path) 
         list(run.losses([], resume=True))
     run.load(tmp_path / "saved")
     assert list(run.losses(DataLoader(Noisy(ROWS), ROWS), resume=True)) == []
-
-
-def test_a_state_of_a_loader_that_cannot_be_written(runs: dict[str, Run], tmp_path: Path) -> None:
-    class Strange(Stateful):
-        def state_dict(self) -> dict[str, Any]:
-            return {"at": object()}
-
-    run = runs["1f1b"]
-    run.load(run.fresh)
-    for _ in run.losses(Strange(Noisy())):
-        with pytest.raises(pipec.InputError, match="loader of the stream's position"):
-            run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
-        break
 
 
 def test_a_signal_between_two_streams_does_not_repeat_the_first(runs: dict[str, Run], tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import copy
 import json
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -119,56 +118,9 @@ def with_accelerate(folder: Path) -> dict[str, Callable[[], Any]]:
     }
 
 
-def with_peft(folder: Path) -> dict[str, Callable[[], Any]]:
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-
-    torch.manual_seed(0)
-    adapters = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
-    t = Trained(lambda model: get_peft_model(model, copy.deepcopy(adapters)).double())
-
-    def state() -> bool:
-        whole = t.pipe.state_dict()
-        if dist.get_rank():
-            return True
-        found = get_peft_model_state_dict(t.model, state_dict=whole)
-        expected = get_peft_model_state_dict(t.plain)
-        return found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in expected)
-
-    return {
-        "model.save_pretrained(folder)": lambda: t.model.save_pretrained(folder / str(dist.get_rank())),
-        "get_peft_model_state_dict(model, pipe.state_dict())": state,
-    }
-
-
-def with_lightning(folder: Path) -> dict[str, Callable[[], Any]]:
-    from lightning.fabric import Fabric
-    from lightning.pytorch.utilities import grad_norm
-
-    t = Trained()
-    fabric = Fabric(accelerator="cpu", devices=1)
-
-    def clipped() -> bool:
-        optimizer = optim.SGD(t.model.parameters(), 0.1)
-        found = fabric.clip_gradients(t.model, optimizer, max_norm=0.5)
-        return torch.allclose(found, t.norm(), rtol=1e-12)
-
-    def norms() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            grad_norm(t.pipe, 2)
-
-    return {
-        "fabric.clip_gradients": clipped,
-        "fabric.save(model)": lambda: fabric.save(folder / str(dist.get_rank()), {"model": t.model}),
-        "grad_norm(pipe, 2)": norms,
-    }
-
-
 LIBRARIES = {
     "transformers": with_transformers,
     "accelerate": with_accelerate,
-    "peft": with_peft,
-    "lightning": with_lightning,
 }
 
 

@@ -41,7 +41,7 @@ class Loop:
 
     def train(self, batches: list[Any], accumulation: int) -> None:
         for number, batch in enumerate(batches, 1):
-            loss = self.model(**self.own_rows(batch)).loss
+            loss = self.model(**batch).loss
             (loss / accumulation).backward()
             self.losses.append(loss.item())
             if number % accumulation == 0 or number == len(batches):
@@ -56,17 +56,10 @@ class Loop:
             return self.pipe.clip_grad_norm_(max_norm)
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def own_rows(self, batch: Any) -> Any:
-        """The rows of this replica, where each passes its own."""
-        if OPTIONS_GIVEN.get("batch") != "local":
-            return batch
-        count, replica = self.pipe.num_replicas, self.pipe.replica
-        return {name: rows.tensor_split(count)[replica] for name, rows in batch.items()}
-
     def evaluate(self) -> list[float]:
         self.model.eval()
         with torch.no_grad():
-            losses = [self.model(**self.own_rows(batch)).loss.item() for batch in self.batches()]
+            losses = [self.model(**batch).loss.item() for batch in self.batches()]
         self.model.train()
         return losses
 
@@ -110,9 +103,8 @@ def trained(name: str) -> dict[str, Any]:
         other.resume()
         other.train(other.batches()[3:], 3)
         found["resumed"] = other.result()
-        if OPTIONS_GIVEN.get("batch") != "local":
-            other.train(other.batches(1), 1)
-            found["one row"] = other.result()
+        other.train(other.batches(1), 1)
+        found["one row"] = other.result()
     return found
 
 

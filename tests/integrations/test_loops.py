@@ -25,7 +25,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 ranks": (2, {"microbatches": 2, "timeout": 60.0}),
     "4 ranks": (4, {"microbatches": 4, "timeout": 60.0}),
     "2 x 2": (4, {"microbatches": 4, "replicas": 2, "timeout": 60.0}),
-    "2 x 2, local": (4, {"microbatches": 4, "replicas": 2, "timeout": 60.0, "batch": "local"}),
 }
 
 

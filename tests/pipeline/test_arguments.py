@@ -18,7 +18,7 @@ import pipec
 from pipec import api
 from pipec.artifact.artifact import read_artifact
 from pipec.cli import app
-from pipec.errors import ArtifactError, InputError, PipecError
+from pipec.errors import ArtifactError, InputError
 from pipec.ir.argument_checks import ArgumentRule
 from pipec.options import OPTIONS, Options
 from pipec.pipeline import Pipeline, load
@@ -106,14 +106,8 @@ class Unprintable:
             {"model": Unprintable()},
             r"model is a Unprintable that does not print \(RuntimeError\); expected an nn",
         ),
-        (
-            {"devices": 10**9},
-            "devices is 1000000000; expected a whole number from 1 to 16384 or a list of torch",
-        ),
         ({"devices": True}, "devices is True; expected"),
-        ({"devices": 0}, "devices is 0; expected a whole number from 1"),
         ({"devices": []}, r"devices is \[\]; expected"),
-        ({"devices": "cuda"}, "devices is 'cuda'; expected a whole number .* or a list of torch devices"),
         ({"devices": ["cpu", "gpu7"]}, r"devices is \['cpu', 'gpu7'\]; expected"),
         (
             {"loss_fn": 5.5},
@@ -121,36 +115,21 @@ class Unprintable:
         ),
         ({"microbatches": 2.0}, r"microbatches is 2\.0; expected a whole number from 1 to 1048576 or None"),
         ({"timeout": math.nan}, r"timeout is nan; expected a number above 0 and up to 1e\+08"),
-        ({"timeout": -1}, "timeout is -1; expected"),
-        ({"memory_limit": math.nan}, "memory_limit is nan; expected a number"),
         (
             {"memory_limit": "1..2GB"},
             r"memory_limit is '1\.\.2GB'; expected a number of bytes or text such as",
         ),
-        ({"memory_limit": "1e99 TiB"}, "memory_limit is '1e99 TiB'; expected"),
         ({"batch": None}, "batch is None; expected one of 'same', 'rank0'"),
         (
             {"schedule": lambda ranks, microbatches: None},
             r"<lambda>\(2, 2\) returned None; expected a Schedule",
         ),
         (
-            {"schedule": lambda ranks: None},
-            r"<lambda>\(2, 2\) raised TypeError: .*takes 1 positional argument",
-        ),
-        (
             {"schedule": Path("/nowhere.txt")},
             "/nowhere.txt cannot be read: .*; expected a file of compute orders",
         ),
-        ({"schedule": [1]}, r"schedule is \[1\]; expected the name of a schedule"),
         ({"costs": 5}, r"costs is 5; expected a pipec\.Profile or the path of its file or what pipec\.calib"),
-        ({"optimizer": 5}, r"optimizer is 5; expected a function such as functools\.partial"),
         ({"optimizer": lambda: None}, r"the optimizer factory .* raised TypeError: .*takes 0 positional"),
-        ({"clip_grad_norm": math.nan}, "clip_grad_norm is nan; expected a number above 0"),
-        ({"shard": "all"}, "shard is .all.; expected one of .optimizer., .gradients., .parameters., .auto."),
-        (
-            {"microbatch_weight": "cols"},
-            "microbatch_weight is 'cols'; expected one of 'rows', 'sum'",
-        ),
         ({"costs": "a100"}, "a100 is no profile: .*; make one with `pipec profile`"),
     ],
 )
@@ -166,28 +145,16 @@ def test_a_wrong_argument_of_compile(given: dict[str, Any], message: str) -> Non
         (lambda p: p.source(None), "stage is None; expected the number of a stage"),
         (lambda p: p.clip_grad_norm_("1"), "max_norm is '1'; expected a number"),
         (lambda p: p.clip_grad_norm_(1.0, math.nan), "norm_type is nan; expected a number"),
-        (lambda p: p.train(1), "mode is 1; expected True or False"),
         (lambda p: p.visualize(5), "path is 5; expected a path or None"),
         (lambda p: p.visualize(trace="t"), r"trace is 't'; expected what the with of trace\(\) gave or None"),
         (lambda p: p.visualize("/dev/null/x.svg"), "/dev/null/x.svg cannot be written: "),
-        (lambda p: p.save(None), "directory is None; expected a path"),
-        (lambda p: p.gather_into({}), "model is {}; expected an nn.Module"),
         (lambda p: p.load_state_dict(None), "state_dict is None; expected a mapping of names to tensors"),
-        (lambda p: pipec.load(5), "directory is 5; expected the path of a folder"),
         (lambda p: pipec.profile(make()), r"example is Sequential\(.*; expected a pipec\.Example"),
-        (
-            lambda p: pipec.profile(pipec.Example(make(), (X,)), device="gpu"),
-            "device is 'gpu'; expected a torch",
-        ),
         (
             lambda p: pipec.Example(make(), X),
             r"args is tensor\(.*; expected a tuple of the model's arguments",
         ),
         (lambda p: pipec.calibrate("gpu"), "device is 'gpu', which cannot be used here: "),
-        (
-            lambda p: pipec.calibrate(None),
-            "device is None, which cannot be used here: expected a torch device",
-        ),
     ],
 )
 def test_a_wrong_argument_of_another_call(
@@ -202,16 +169,6 @@ def test_a_wrong_argument_of_another_call(
 def test_a_folder_that_cannot_be_written_is_named(pipe: Pipeline, place: str) -> None:
     with pytest.raises(ArtifactError, match="cannot be written: "):
         pipe.save(place)
-
-
-def test_a_model_that_is_called_wrongly_names_its_own_line_and_none_of_pipecs() -> None:
-    class Failing(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ torch.ones(7, 7)
-
-    with pytest.raises(PipecError, match=r"test_arguments\.py:\d+: return x @ torch\.ones") as caught:
-        compiled(model=Failing(), devices=1).step(X, target=Y)
-    assert not {"dynamo_front_end.py", "tracer.py"} & {*str(caught.value).replace(":", " ").split()}
 
 
 TARGETS = """
@@ -240,17 +197,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plan os:system --devices 2", "os:system raised TypeError: system() missing required argument"),
         ("plan targets.py:raises --devices 2", "raised ZeroDivisionError: division by zero ("),
         ("plan targets.py:leaves --devices 2", "targets.py:leaves raised SystemExit: no ("),
-        ("plan targets.py:needs --devices 2", "needs() missing 1 required positional argument"),
-        ("plan targets.py:wrong --devices 2", "model is 5; expected an nn.Module"),
         ("plan targets.py:nothing --devices 2", "returned NoneType; expected pipec.Example("),
-        ("plan targets.py:number --devices 2", "number is not callable in targets.py"),
         ("plan broken.py:f --devices 2", "broken.py raised SyntaxError: invalid syntax"),
         ("plan ..:f --devices 2", "target is '..:f'; expected path/to/file.py:factory"),
-        ("profile targets.py:raises --output p.json", "raised ZeroDivisionError"),
         ("schedule bytes.txt", "bytes.txt cannot be read: 'utf-8' codec can't decode"),
         ("schedule 1f1b --output /dev/null/x.svg", "/dev/null/x.svg cannot be written: "),
         ("schedule 1f1b --forward inf", "forward is inf; expected 0 or more, and finite"),
-        ("schedule 1f1b --memory-limit nan", "memory_limit is nan; expected more than 0"),
         ("schedule 1f1b --stages 4000 --microbatches 100000", "make 400000000 forwards; expected at most"),
     ],
 )
@@ -265,11 +217,8 @@ def test_a_wrong_word_on_the_command_line(folder: Path, words: str, message: str
 @pytest.mark.parametrize(
     "words",
     [
-        f"run DIR --seed {10**30}",
         "run DIR --trace --seed -1",
-        f"run DIR --int-high {10**30}",
         f"plan x:y --devices {10**9}",
-        f"schedule 1f1b --stages {10**30}",
         "schedule",
     ],
 )
@@ -277,12 +226,6 @@ def test_numbers_that_nothing_can_be_are_bad_usage(words: str) -> None:
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
-
-
-def test_bare_pipec_prints_help_and_is_content() -> None:
-    bare, asked = (CliRunner().invoke(app, words) for words in ([], ["-h"]))
-    assert bare.exit_code == 0
-    assert bare.stdout.split() == asked.stdout.split()
 
 
 def test_shells_can_complete_commands() -> None:

@@ -1,9 +1,7 @@
 """``pipe.as_module()``: a loop that calls ``backward`` trains as with the model itself."""
 
 import copy
-import gc
 import inspect
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -97,16 +95,6 @@ def test_losses_of_several_models_and_a_weight_have_one_backward(options: dict[s
     torch.testing.assert_close(weights[0].grad, weights[1].grad)
 
 
-def test_zero_grad_between_call_and_backward_keeps_the_gradients(trained: PipelineModule) -> None:
-    plain, (x, y) = net(), batch()
-    mse_loss(plain(x), y).backward()
-    loss = trained(x, target=y)
-    trained.zero_grad()
-    assert all(parameter.grad is None for parameter in trained.parameters())
-    loss.backward()
-    assert_same_gradients(trained, plain)
-
-
 def test_the_loss_is_where_a_loop_looks_for_it() -> None:
     module = compiled(OwnLoss()).as_module()
     x, y = batch()
@@ -148,12 +136,6 @@ def test_evaluation_is_the_forward_with_loss_and_outputs() -> None:
         module(x, labels=y)["loss"].backward()
 
 
-def test_with_a_loss_function_evaluation_returns_what_it_makes_of_a_target(trained: PipelineModule) -> None:
-    x, y = batch()
-    with torch.no_grad():
-        torch.testing.assert_close(trained(x, target=y).as_subclass(Tensor), mse_loss(trained(x), y))
-
-
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
@@ -172,39 +154,12 @@ def test_what_cannot_be_right_is_refused_by_name(
         attempt(loss)
 
 
-def test_a_second_backward_is_torchs_own_error(trained: PipelineModule) -> None:
-    x, y = batch()
-    loss = trained(x, target=y)
-    loss.backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
 def test_inputs_that_require_a_gradient_are_refused_once_compiled_too(trained: PipelineModule) -> None:
     x, y = batch()
     for call in (trained, trained._pipe.step):
         with pytest.raises(pipec.InputError, match=r"args\[0\] requires a gradient"):
             call(x.requires_grad_(), target=y)
     assert all(parameter.grad is None for parameter in trained.parameters())
-
-
-@pytest.mark.slow
-def test_gradients_that_nobody_takes_are_dropped_with_a_warning_after_the_second_time(
-    trained: PipelineModule,
-) -> None:
-    module, (x, y) = trained, batch()
-    gc.collect()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            module(x, target=y)
-        assert not caught
-        for _ in range(2):
-            module(x, target=y)
-    (warning,) = caught
-    assert "backward() was not called on the losses of 2 steps" in str(warning.message)
-    assert warning.filename == __file__
-    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_a_loop_finds_the_model_behind_it() -> None:

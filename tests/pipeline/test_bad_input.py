@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.errors import ArtifactError, InputError, PipecError, PlanError, VerifyError
+from pipec.errors import ArtifactError, InputError, PipecError, VerifyError
 from pipec.pipeline import Pipeline
 
 
@@ -42,12 +42,10 @@ def make(model: nn.Module) -> Pipeline:
         (lambda p: p.step(X), r"target is missing: .* pass target="),
         (lambda p: p.step(X, target=Y[:6]), "target has 6 rows but the batch has 8"),
         (lambda p: p.step(X[:, :3].contiguous(), target=Y), "test_bad_input.py"),
-        (lambda p: p.step(X.long(), target=Y), "test_bad_input.py"),
         (lambda p: p.step(X[0, 0], target=Y[0, 0]), "needs a batch to split"),
         (lambda p: p.step(target=Y), r"Net\.forward\(x: .* cannot be called so: missing a required .* 'x'"),
-        (lambda p: p.step(X, target=Y, mask=X), "got an unexpected keyword argument 'mask'"),
     ],
-    ids=["empty batch", "no target", "target rows", "shape", "dtype", "no batch", "nothing", "one more"],
+    ids=["empty batch", "no target", "target rows", "shape", "no batch", "nothing"],
 )
 def test_a_bad_call_is_refused_and_the_next_good_one_works(
     pipe: Pipeline, mistake: Callable[[Pipeline], Tensor], message: str
@@ -61,21 +59,9 @@ def test_a_bad_call_is_refused_and_the_next_good_one_works(
     pipe.zero_grad()
 
 
-def test_more_stages_than_operators() -> None:
-    with pytest.raises(PlanError, match="operators"):
-        pipec.compile(nn.Linear(4, 2), devices=30, loss_fn=nn.functional.mse_loss, microbatches=4).step(
-            X, target=Y
-        )
-
-
 def test_what_is_not_compiled_yet_says_how() -> None:
     with pytest.raises(InputError, match=r"not compiled yet: call step\(\.\.\.\), or prepare"):
         print(make(Net()).plan)
-
-
-def test_an_unknown_schedule_lists_the_known_ones() -> None:
-    with pytest.raises(InputError, match="1f1b"):
-        pipec.compile(Net(), devices=2, schedule="1f2b")
 
 
 def test_devices_that_contradict_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +76,6 @@ def test_a_model_without_anything_to_train() -> None:
     with pytest.raises(InputError, match=r"no parameter would get a gradient.* use eval_step\(\)"):
         pipe.step(X, target=Y)
     assert pipe.eval_step(X, target=Y) > 0
-
-
-@pytest.mark.parametrize("option", [{"recompute": "some"}, {"microbatches": 0}, {"schedule": 5}])
-def test_options_that_mean_nothing(option: dict[str, object]) -> None:
-    with pytest.raises(InputError, match="expected"):
-        pipec.compile(Net(), devices=2, **option)
 
 
 def test_names_that_are_code_stay_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,17 +155,13 @@ def cut_short(file: Path) -> None:
     ("file", "damage", "message"),
     [
         ("stage_1.py", change_a_byte, "stage_1.py is not what was saved"),
-        ("rank_0.txt", change_a_byte, "rank_0.txt is not what was saved"),
         ("tensors.safetensors", change_a_byte, "tensors.safetensors is not what was saved"),
         ("stage_0.py", Path.unlink, "stage_0.py is missing"),
         ("plan.json", change_a_byte, "plan.json is not what was saved"),
         ("plan.json", lambda file: write_anew(file, b"{}"), "is not a plan of this format"),
         ("plan.json", replacing("pipec artifact", "pipec artifact 8"), "reads 'pipec artifact"),
         ("plan.json", replacing('"num_microbatches": 4', '"num_microbatches": 1000000'), "it was edited"),
-        ("plan.json", replacing('"first.bias"', '"other"'), "it was edited"),
-        ("SHA256SUMS", replacing("  stage_0.py", "  ../x.py"), "names a file outside its folder"),
         ("SHA256SUMS", lambda file: file.write_text("x\n"), "found 'x', expected a SHA-256 and a name"),
-        ("SHA256SUMS", lambda file: file.write_text(""), "lists no plan.json"),
         ("SHA256SUMS", cut_short, "lists no tensors.safetensors; it was edited or cut short"),
         ("SHA256SUMS", Path.unlink, "SHA256SUMS cannot be read: No such file"),
         ("SHA256SUMS", name_a_file_outside, "names a file outside its folder: '../outside.txt'"),
@@ -202,14 +178,6 @@ def test_a_damaged_artifact_is_refused(
     damage(tmp_path / "saved" / file)
     with pytest.raises((ArtifactError, VerifyError), match=message):
         pipec.load(tmp_path / "saved")
-
-
-def test_saving_again_replaces_the_artifact(pipe: Pipeline, tmp_path: Path) -> None:
-    pipe.step(X, target=Y)
-    pipe.save(tmp_path / "saved", tensors=True)
-    pipe.save(tmp_path / "saved")
-    assert not (tmp_path / "saved" / "tensors.safetensors").exists()
-    assert pipec.load(tmp_path / "saved").programs == pipe.programs
 
 
 def test_saving_over_something_else_is_refused(pipe: Pipeline, tmp_path: Path) -> None:

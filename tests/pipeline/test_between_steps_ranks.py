@@ -151,5 +151,5 @@ def test_what_one_rank_alone_changes_is_refused_on_all(tmp_path: Path) -> None:
     assert "  deterministic algorithms: False on rank 0; True on rank 1" in said
     assert "  float32 matmul precision on CPUs: ieee on rank 0; tf32 on rank 1" in said
     assert "  replaced: none on rank 0; 4.weight, 4.bias on rank 1" in said
-    assert "  0.weight: trained on rank 0; frozen on rank 1" in said
+    assert "  frozen parameters: 'none' on rank 0; '0.weight' on rank 1" in said
     assert said.count("InputError: the ranks") == 8

@@ -1,8 +1,6 @@
 """A pipeline makes one call at a time: those of other threads are refused, and it goes on working."""
 
 import gc
-import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +13,6 @@ from optimizer_reference import batches, model
 
 import pipec
 from pipec.errors import InputError
-from pipec.runtime.call_guard import CallGuard
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -76,48 +73,3 @@ def test_calls_of_other_threads_are_refused(pipe: pipec.Pipeline, tmp_path: Path
     assert refused["step"].startswith("step was called on thread 'pipec batches' while stream ran on another")
     assert list(pipe.stream(batches(2)))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_threads_that_step_at_once_make_whole_steps() -> None:
-    """As many as were not refused; the pipeline is what those alone have made of it."""
-    pipe, alone = (pipec.compile(model(), 2, microbatches=2, optimizer=ADAMW) for _ in range(2))
-    (batch,) = batches(1)
-    start, refused = threading.Barrier(3), list[Exception]()
-    pipe.step(**batch)
-
-    def train() -> None:
-        start.wait()
-        for _ in range(5):
-            try:
-                pipe.step(**batch)
-            except InputError as error:
-                refused.append(error)
-
-    threads = [threading.Thread(target=train) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert pipe.num_steps == 16 - len(refused) >= 6
-    for _ in range(pipe.num_steps):
-        alone.step(**batch)
-    assert pipe.step(**batch) == alone.step(**batch)
-
-
-def test_a_fork_waits_for_no_thread() -> None:
-    calls, (there, here) = CallGuard(), os.pipe()
-    calls.begin("step")
-
-    def fork() -> None:
-        if os.fork() == 0:
-            calls.begin("eval_step")
-            calls.end()
-            os.write(here, b"began")
-            os._exit(0)
-        os.wait()
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    thread.join()
-    assert os.read(there, 5) == b"began"

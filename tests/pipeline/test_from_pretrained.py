@@ -13,6 +13,7 @@ import pretrained_script
 import pytest
 import torch
 import transformers
+import worker_processes
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from worker_processes import run_ranks
@@ -20,11 +21,17 @@ from worker_processes import run_ranks
 import pipec
 from pipec.errors import CheckpointError, InputError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = Path(pretrained_script.__file__)
 MEMORY_SCRIPT = Path(pretrained_memory_script.__file__)
 RANKS = {4: ("gpt2", "mixtral", "headless"), 0: ("t5", "bert", "tied", "bfloat16", "sharded", "remote")}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process compiles six models one after the other, which takes minutes where others work, too."""
+    monkeypatch.setattr(worker_processes, "TIMEOUT", 800.0)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

@@ -347,18 +347,13 @@ def test_parts_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None
     _, values, rows, kind, width, nothing, alone, outside, state = printed[0].split("InputError: ")
     assert state.endswith("\nTrue\n")
     for text in (values, rows):
-        assert text.startswith("the ranks of replica 0 passed different parts of the batch:\n  ")
-        assert "\nthe ranks of replica 1 passed different parts" in text
+        assert text.startswith("the ranks of replica 0 passed different parts of the batch: rank 2 has other")
         assert "rank=pipe.replica" in text
-    assert "  args[0]: float64[4, 6], values " in values
-    assert " on rank 1; float64[4, 6], values " in values
-    assert "  rows: 4 on rank 0; 3 on rank 2\n" in rows
     assert "args[0]: rows of float64[6] on ranks 0, 2, 3; rows of float32[6] on rank 1\n" in kind
     assert "but for their rows" in kind
     assert "args[0]: rows of float64[6] on ranks 0, 2, 3; rows of float64[5] on rank 1\n" in width
     assert nothing.startswith("no replica passed any rows")
     assert alone.startswith("the ranks of replica 1 passed different parts of the batch")
-    assert "batch: absent on rank 1; none, for it has joined on rank 3" in alone
     assert outside.startswith("some ranks have joined, but a step without them needs pipec.compile(..., opt")
     assert state.startswith("the ranks do not make the same calls:\n  call: join, after 0 steps on ranks 0, ")
 

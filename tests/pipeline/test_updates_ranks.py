@@ -148,6 +148,7 @@ def test_processes_follow_what_a_script_changes_between_steps(tmp_path: Path) ->
         "{'t': 3.0, 'a': 2.0, 'b': 1.0}",
         "the model fails on these arguments   at test_tasks_in_turn.py:32: "
         "return (self.a if task else self.b)(self.trunk(x)).square().mean()",
-        "the ranks do not freeze the same parameters:   a.0.weight: trained on rank 0; frozen on rank 1",
+        "the ranks do not freeze the same parameters:   frozen parameters: 'none' on rank 0; "
+        "'a.0.weight' on rank 1",
         "same",
     ]

@@ -34,10 +34,14 @@ _REFUSED = {
     "deepspeed": "leave it out: shard='optimizer', 'gradients' or 'parameters' is ZeRO 1, 2 or 3",
     "parallelism_config": "leave it out: stages and replicas divide the work",
     "use_liger_kernel": "leave it out: its kernels would replace operators that pipec cuts and proves",
+    **dict.fromkeys(
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode"), 'pass kernels="inductor"'
+    ),
     "auto_find_batch_size": "leave it out: microbatches and memory_limit make a step fit",
     "save_on_each_node": "leave it out: output_dir is one folder, which all nodes see",
     "padding_free": "it makes one row of a batch, which has no microbatches; packing=True keeps rows",
     "activation_offloading": 'pass offload="activations"',
+    "neftune_noise_alpha": "add the noise in the model, by a forward hook of its embedding",
 }
 
 
@@ -65,15 +69,12 @@ _Options: Any = make_dataclass("_Options", _option_fields())
 class PipelineArguments(_Options):  # type: ignore[misc]
     """Mixed into the arguments of a Trainer: the options, and that each process is alone."""
 
-    torch_compile: Any
-    torch_compile_backend: Any
     activation_checkpointing: Any
     recompute: Any
     _n_gpu: Any
 
     def __post_init__(self) -> None:
         self._refuse()
-        self._take_torch_compile()
         super().__post_init__()
         self._take_recompute()
         self.num_replicas = self._num_replicas()
@@ -83,19 +84,6 @@ class PipelineArguments(_Options):  # type: ignore[misc]
         for name, remedy in _REFUSED.items():
             if getattr(self, name, None):
                 raise InputError(f"{name} is set, which a pipeline does otherwise; {remedy}")
-
-    def _take_torch_compile(self) -> None:
-        """``torch_compile`` is ``kernels="inductor"``."""
-        wanted = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
-        if not wanted:
-            return
-        if self.torch_compile_backend not in (None, "inductor") or self.torch_compile_mode is not None:
-            raise InputError(
-                f"torch_compile_backend is {self.torch_compile_backend!r} and torch_compile_mode "
-                f"{self.torch_compile_mode!r}, but stages are compiled by inductor with its defaults; leave "
-                'both out, and pass kernels="inductor"'
-            )
-        self.torch_compile, self.torch_compile_backend, self.kernels = False, None, "inductor"
 
     def _take_recompute(self) -> None:
         """``activation_checkpointing``, once ``gradient_checkpointing``, is ``recompute="full"``."""
@@ -173,8 +161,8 @@ class PipecArguments(PipelineArguments, TrainingArguments):  # type: ignore[misc
 
     ``per_device_train_batch_size`` is the rows of a replica: with one pipeline, those of the batch. ``bf16``
     and ``fp16`` set ``precision``, ``activation_checkpointing`` (``gradient_checkpointing``) sets
-    ``recompute="full"``, ``torch_compile`` sets ``kernels="inductor"``; ``max_grad_norm`` clips. Every
-    process reads all rows of a batch. ``output_dir`` is one folder for all, which rank 0 writes.
+    ``recompute="full"``; ``max_grad_norm`` clips. Every process reads all rows of a batch. ``output_dir`` is
+    one folder for all, which rank 0 writes.
 
     Raises InputError for what a pipeline takes the place of, such as ``fsdp`` and ``deepspeed``.
     """

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
@@ -95,8 +94,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def take_model(self) -> None:
         """Put a pipeline in place of the model."""
         self._grad_norm, self._num_skipped = torch.zeros((), dtype=torch.float64), 0
-        self.add_callback(_DuringTraining(self))
-        self.neftune_noise_alpha = None  # so that the Trainer adds no noise of its own
+        self.add_callback(_AfterUpdates(self))
         self._set_signature_columns_if_needed()  # while the model is there to tell them
         self.model = self.model_wrapped = self._as_pipeline(self.model)
 
@@ -107,16 +105,6 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             self._num_skipped = self.pipe.num_skipped
             if self.pipe.grad_norm is not None:
                 self._grad_norm.copy_(self.pipe.grad_norm)
-
-    def add_noise(self) -> RemovableHandle | None:
-        """Let embeddings have NEFTune's noise, if the arguments ask for it."""
-        if self.args.neftune_noise_alpha is None:
-            return None
-        model = self._whole_model
-        base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
-        noise = functools.partial(_add_noise, self.args.neftune_noise_alpha)
-        hook: RemovableHandle = base.get_input_embeddings().register_forward_hook(noise)
-        return hook
 
     def _as_pipeline(self, model: nn.Module) -> nn.Module:
         """Compile the model. Returns the module that the Trainer takes for it."""
@@ -265,15 +253,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Every rank calls this, and rank 0 writes the whole model."""
-        folder = self.args.output_dir if output_dir is None else output_dir
-        with self.pipe.state_to_write(folder) as state:
-            if state is None:
-                return
+        folder, save = self.args.output_dir if output_dir is None else output_dir, super()._save
+
+        def write(state: dict[str, Tensor]) -> None:
             module, self.model = self.model, self._whole_model
             try:
-                super()._save(folder, state)
+                save(folder, state)
             finally:
                 self.model = module
+
+        self.pipe.write_whole(folder, write)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with self.pipe.optimizer_state_on_rank_0():  # every rank calls this
@@ -289,16 +278,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        self.pipe.wait_for_ranks("saving a checkpoint")
+        self.pipe.ranks.barrier()
 
     def _save_scaler(self, output_dir: str) -> None:
-        if self.pipe.loss_scale_state is not None and self.args.should_save:
-            torch.save(self.pipe.loss_scale_state, Path(output_dir, SCALER_NAME))
+        if self.pipe.loss_scaler is not None and self.args.should_save:
+            torch.save(vars(self.pipe.loss_scaler), Path(output_dir, SCALER_NAME))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        scales = self.pipe.loss_scale_state is not None
-        if scales and checkpoint is not None and Path(checkpoint, SCALER_NAME).exists():
-            self.pipe.loss_scale_state = torch.load(Path(checkpoint, SCALER_NAME), weights_only=True)
+        scaler = self.pipe.loss_scaler
+        if scaler is not None and checkpoint is not None and Path(checkpoint, SCALER_NAME).exists():
+            vars(scaler).update(torch.load(Path(checkpoint, SCALER_NAME), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_peft_model(self.model):
@@ -330,34 +319,14 @@ class PipecTrainer(PipelineTrainer):
     """
 
 
-class _DuringTraining(TrainerCallback):  # type: ignore[misc]
-    """Calls ``after_update`` of a Trainer, and lets it add noise while it trains."""
+class _AfterUpdates(TrainerCallback):  # type: ignore[misc]
+    """Calls ``after_update`` of a Trainer."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:
         self._trainer = trainer
-        self._noise: RemovableHandle | None = None
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._noise = self._trainer.add_noise()
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._noise is not None:
-            self._noise.remove()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.after_update()
-
-
-def _add_noise(alpha: float, embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """A forward hook: adds NEFTune's numbers up to ``alpha / sqrt(tokens * width)`` to (rows, tokens, width).
-
-    The hook of transformers makes a tensor of the size of the noise, and reads it. This one computes with
-    numbers, so that each row is proved to have its own noise. https://huggingface.co/papers/2310.05914
-    """
-    if not embedding.training:
-        return output
-    size: float = alpha / (output.size(1) * output.size(2)) ** 0.5
-    return output + (torch.rand_like(output) * 2 - 1) * size
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -3,8 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -246,53 +245,42 @@ class OptimizerUpdates:
         self._bound = None
 
 
-@dataclass(frozen=True)
 class HeldGradients:
-    """The gradients that a process has, held apart from its parameters until they are added again.
+    """The gradients of a process, taken off their parameters and off the shards that ``updates`` have."""
 
-    They are those of parameters, and those of the shards that ``updates`` have.
-    """
-
-    gradients: Mapping[nn.Parameter, Tensor]
-    shards: Sequence[tuple[ShardedBucket, ShardGradient]]
-    updates: OptimizerUpdates | None
-
-    @classmethod
-    def take(cls, parameters: Sequence[nn.Parameter], updates: OptimizerUpdates | None) -> Self:
-        """The gradients of the parameters, which have none from now on."""
-        shards, gradients = list[tuple[ShardedBucket, ShardGradient]](), {}
+    def __init__(self, parameters: Sequence[nn.Parameter], updates: OptimizerUpdates | None) -> None:
+        self._updates = updates
+        self._gradients = dict[nn.Parameter, Tensor]()
+        self._shards = list[tuple[ShardedBucket, ShardGradient]]()
         if updates is not None:
             updates.follow_script()
-            shards = [(x, taken) for *_, x in updates.buckets() if (taken := x.take_gradient())]
+            self._shards = [(x, taken) for *_, x in updates.buckets() if (taken := x.take_gradient())]
             updates.mark_gradients()
         for parameter in parameters:
             if parameter.grad is not None:
-                gradients[parameter], parameter.grad = parameter.grad, None
-        return cls(gradients, shards, updates)
+                self._gradients[parameter], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
-    def multiply(self, factor: Tensor) -> None:
-        for gradient in (*self.gradients.values(), *(gradient.sums for _, gradient in self.shards)):
-            gradient.mul_(factor.to(gradient.device))
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """Add them to what gradients there are by now. They are not held any longer.
+    def add(self, factor: Tensor | None = None) -> None:
+        """Add them, times ``factor``, to what gradients there are by now. They are not held any longer.
 
         Raises InputError if parameters are now sharded in another way.
         """
-        current = {id(shard) for *_, shard in self.updates.buckets()} if self.updates else set()
-        if any(id(shard) not in current for shard, _ in self.shards):
+        current = {id(shard) for *_, shard in self._updates.buckets()} if self._updates else set()
+        if any(id(shard) not in current for shard, _ in self._shards):
             raise InputError(
                 "the parameters were moved or sharded in another way since the step whose gradients are to "
                 "be added; call backward() before anything else that changes them"
             )
-        for parameter, gradient in self.gradients.items():
+        if factor is not None and (factor.device.type != "cpu" or factor.item() != 1):
+            for gradient in (*self._gradients.values(), *(each.sums for _, each in self._shards)):
+                gradient.mul_(factor.to(gradient.device))
+        for parameter, gradient in self._gradients.items():
             add_to_grad(parameter, gradient.to(parameter.device))
-        for shard, taken in self.shards:
+        for shard, taken in self._shards:
             shard.add_gradient(taken)
-        if self.updates is not None:
-            self.updates.mark_gradients()
+        if self._updates is not None:
+            self._updates.mark_gradients()
 
 
 def _small_like(like: Tensor, device: torch.device | str) -> nn.Parameter:
