@@ -19,7 +19,6 @@ from pipec.hardware.gpus import gpu_topology
 from pipec.hardware.topology import Topology, equal_devices, read_topology
 from pipec.ir.argument_checks import (
     DEVICE,
-    FUNCTION,
     NONE,
     check_arguments,
     instance,
@@ -71,7 +70,6 @@ PROFILE_ARGUMENTS = {
     "repeats": integer_between(1, 10**6),
     "ranks": integer_between(1, 1024),
     "precision": OPTIONS["precision"].rule,
-    "progress": FUNCTION,
 }
 """What each argument of ``profile`` must be."""
 

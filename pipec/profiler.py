@@ -8,7 +8,7 @@ would be too long, because each includes the call and reading the clock.
 import platform
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipec.capture.model_call import ModelCall
+from pipec.compiler.check.split_run import Numbers
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.cost.graph_fingerprint import graph_fingerprint, profiled_nodes, target_name
@@ -59,9 +60,6 @@ _MICROBATCHES = 3
 A backward follows each forward, as in most of a step: it is faster with its memory in the cache.
 """
 
-ProgressWrapper = Callable[[range], Iterable[int]]
-"""Iterates over the numbers of the runs, and shows the progress."""
-
 
 def profile_graph(
     graph: TrainingGraph,
@@ -70,7 +68,6 @@ def profile_graph(
     device: torch.device,
     repeats: int = 10,
     ranks: int = 1,
-    progress: ProgressWrapper = iter,
 ) -> Profile:
     """Measure ``graph``, as captured, on the microbatch ``call``, in ``ranks`` copies at a time.
 
@@ -85,7 +82,7 @@ def profile_graph(
     whole = _ModelTimer(graph, tensors, call, device, ranks)
     arguments = list(_arguments(graph, tensors, call, device))
     with torch.no_grad():
-        for number in progress(range(NUM_WARMUP_RUNS + repeats)):
+        for number in range(NUM_WARMUP_RUNS + repeats):
             if number == NUM_WARMUP_RUNS:
                 nodes.seconds.clear()
                 whole.seconds.clear()
@@ -158,8 +155,7 @@ class _Timer(fx.Interpreter):
         super().__init__(graph.module)
         self._graph = graph
         self.seconds: dict[fx.Node, list[float]] = defaultdict(list)
-        sizes = {"b": size, **graph.planned_sizes}
-        self._sizes = {symbol: sizes[name] for symbol, name in graph.symbols.items()}
+        self._numbers = Numbers(graph, {"b": size, **graph.planned_sizes})
         self._device, self._clock = device, clock_of(device)
         self._marks: list[Moment] = []
 
@@ -188,10 +184,7 @@ class _Timer(fx.Interpreter):
     def _resolved(self, argument: Any) -> Any:
         """The argument with sizes as numbers, and every device as the measured one."""
         if isinstance(argument, sympy.Basic):
-            number = argument.subs(self._sizes)
-            if not number.is_number:
-                return number  # the rest depends on values
-            return int(number) if number.is_integer else float(number)
+            return self._numbers[argument]
         return self._device if isinstance(argument, torch.device) else argument
 
 

@@ -11,7 +11,7 @@ import typer
 from pipec.cli.checkpoints import check_checkpoint
 from pipec.cli.flags import Drawing, IntHigh, Json, Seed, Steps, compile_flags
 from pipec.cli.output import check_drawing, show_json, write_stdout
-from pipec.console import log, status
+from pipec.console import log
 from pipec.errors import InputError
 from pipec.ir.text_format import format_seconds
 
@@ -43,8 +43,7 @@ def check(
     if not (folder / "plan.json").exists():
         check_checkpoint(max(folder.glob("step-*"), default=folder), as_json)
         return
-    with status("loading torch"):
-        from pipec.artifact.artifact import read_artifact
+    from pipec.artifact.artifact import read_artifact
 
     artifact, _ = read_artifact(folder)
     stages, ranks = len(artifact.sources), len(artifact.programs)
@@ -93,8 +92,7 @@ def run(
     JSON keys: losses, one a step; seconds, from each loss to the next; random_tensors, the number of tensors
     that were not saved. With --trace: planned and measured, each as of pipec schedule.
     """
-    with status("loading torch"):
-        from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches, read_batch
+    from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches, read_batch
 
     if output is not None and not trace:
         raise InputError("-o draws the steps that --trace records; give --trace, too")

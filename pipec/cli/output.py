@@ -6,18 +6,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.syntax import Syntax
-from rich.text import Text
 
-from pipec.console import rank_zero_only, terminal
+from pipec.console import rank_zero_only
 from pipec.ir import Plan, Program
-
-_ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def show_error(error: Exception) -> None:
-    _ERRORS.print(Text.assemble(("error: ", "bold red"), (str(error), "red")))
+    typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
 
 
 @rank_zero_only
@@ -37,14 +32,6 @@ def plan_summary(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
 
     summary = {each.name: getattr(plan, each.name) for each in fields(Plan)}
     return {"plan": asdict(Plan(**summary)), **prediction_summary(plan, programs)}
-
-
-def show_python(source: str) -> None:
-    """Print Python, coloured in a terminal."""
-    if terminal().is_terminal:
-        terminal().print(Syntax("", "python", theme="ansi_dark").highlight(source), end="")
-    else:
-        typer.echo(source, nl=False)
 
 
 def is_drawing(path: Path) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from pipec.cli.flags import Json, Target, compile_flags
-from pipec.cli.output import is_drawing, plan_summary, show_json, show_python
+from pipec.cli.output import is_drawing, plan_summary, show_json, write_stdout
 from pipec.cli.target import compile_target, refuse_folder
 from pipec.errors import InputError
 from pipec.ir.argument_checks import MOST_RANKS
@@ -61,7 +61,7 @@ def plan(
         summary = plan_summary(pipe.plan, pipe.plan.programs)
         show_json({**summary, "sources": sources} if code else summary)
     elif code:
-        show_python("\n\n".join(sources.values()))
+        write_stdout("\n\n".join(sources.values()))
     else:
         typer.echo(pipe.plan if output is None else _wrote(output))
 

@@ -6,9 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from pipec.capture.model_call import ModelCall
-from pipec.compiler.check import CheckResult
-from pipec.errors import CaptureError, InputError, MixedRowsError, UnequalStepError
+from pipec.errors import InputError, MixedRowsError
 from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer, is_collective
 from pipec.graph.size_text import format_size
 from pipec.ir import Payload, Placement, Plan
@@ -82,47 +80,6 @@ def require_independent_rows(
             "the model or loss_fn returns a value of all rows together, which cannot be computed from "
             f"{num_microbatches} microbatches:\n  {findings.output}\n"
             f"Return it for each row, or compile with {as_one}"
-        )
-
-
-def refuse_difference(result: CheckResult) -> None:
-    """Raise if a check found that the graph does not compute what the model does.
-
-    Raises:
-        UnequalStepError: microbatches do not make up the batch.
-        CaptureError: the graph differs even where the batch is not split.
-    """
-    if not result.has_difference:
-        return
-    rows = " and ".join(map(str, result.sizes))
-    if result.is_of_capture:
-        raise CaptureError(
-            f"the captured graph does not compute what the model computes of the first {rows} rows: "
-            f'{result.difference}. This is a fault of pipec; with check="off" the step would run as it is'
-        )
-    raise UnequalStepError(
-        f"microbatches of {rows} rows do not make what the model computes of these rows at once:\n  "
-        f"{result.difference}\n"
-        "Remedies: compute the batch as one, with microbatches=1; compute each row by itself, and reduce "
-        'with sums and means over rows; name the dimension of the batch, as in batched={"x": 1}, or the '
-        'arguments that every microbatch needs whole, as in batched={"table": None}'
-    )
-
-
-def refuse_unchecked_rows(result: CheckResult, call: ModelCall, findings: BatchFindings) -> None:
-    """Ask for the rows of tensors that may be whole, where neither a proof nor a check has told.
-
-    Raises:
-        InputError: it names all of them.
-    """
-    is_proved = findings.is_proved
-    if call.ambiguous_leaves and result.agreement is None and not is_proved:
-        names = dict.fromkeys(call.ambiguous_leaves.values())
-        split, whole = (", ".join(f"{name!r}: {word}" for name in names) for word in (0, None))
-        raise InputError(
-            f"{', '.join(call.ambiguous_leaves)} have as many rows as the batch, and may be other rows. No "
-            f"run could tell: {result.reason}. Pass batched={{{split}}} to pipec.compile for what is split, "
-            f"and batched={{{whole}}} for what every microbatch needs whole"
         )
 
 

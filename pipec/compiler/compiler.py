@@ -1,7 +1,8 @@
 """The compiler of one model: holds the decisions and the compiled artifacts that later calls use."""
 
+import functools
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +11,18 @@ import torch
 from torch import nn
 
 from pipec import console
+from pipec.artifact.artifact import MicrobatchGroups
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import LossPath
 from pipec.capture.traced_step import traced_step_without_call
 from pipec.compiler.candidate import Candidate
-from pipec.compiler.compile_cache import CaptureSignature, CompileCache, MicrobatchGroups
+from pipec.compiler.compile_cache import CaptureKey, CaptureSignature, CompileCache, CompiledGraphs
+from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.errors import InputError
+from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Precision, Sizes
+from pipec.ir.batch_split import variable_values
 from pipec.torch_compat.private_symbols import require
 
 
@@ -81,10 +86,10 @@ class Compiler:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
         reason = self.cache.recompile_reason(signature, call, change)
-        with self.stopwatch.reporting(f"compiling, {reason}"), without_garbage_collection():
+        with console.delayed_status(f"compiling, {reason}"), without_garbage_collection():
             require("capture")
             # It loads torch._dynamo, which takes seconds that ranks save for which another one compiles.
-            from pipec.compiler.compile import CompileRequest, compile_call
+            from pipec.compiler.compile import compile_call
 
             known = self.cache.get(signature)
             request = CompileRequest(
@@ -110,7 +115,7 @@ class Compiler:
         Raises:
             UnequalStepError, CaptureError: they do not compute what the model computes.
         """
-        from pipec.compiler.compile import CompileRequest, check_graph
+        from pipec.compiler.compile import check_graph
 
         known = self.cache.get(signature)
         request = CompileRequest(self, signature.key, call, known, unknown=frozenset(unknown))
@@ -144,6 +149,57 @@ class Compiler:
         if warning and warning not in self._warned:
             self._warned.add(warning)
             console.warn(warning)
+
+
+@dataclass(frozen=True, eq=False)
+class CompileRequest:
+    """A call to compile, of the compiler's model in its present state.
+
+    ``known`` are the graphs and artifacts of earlier calls with this key. ``has_changed`` is set if variables
+    differ from the call before. With ``refuses_mixed_rows``, a batch whose rows depend on one
+    another is refused instead of run as one microbatch. ``example`` is the part of the call
+    whose values this process has, and ``unknown`` names the tensors of the model without values.
+    """
+
+    compiler: Compiler
+    key: CaptureKey
+    call: ModelCall
+    known: CompiledGraphs
+    has_changed: bool = False
+    refuses_mixed_rows: bool = False
+    example: ModelCall | None = None
+    unknown: frozenset[str] = frozenset()
+
+    @property
+    def batch(self) -> int:
+        return self.call.batch_size
+
+    @property
+    def trains(self) -> bool:
+        return self.key.mode is Mode.TRAIN
+
+    @functools.cached_property
+    def values(self) -> Sizes:
+        """The values of the call's variables."""
+        return variable_values(self.key.variables, self.call.leaves)
+
+    def valid_graph(self, graphs: Iterable[StagedGraph], size: int) -> StagedGraph | None:
+        """The first of these graphs that is valid for a microbatch of ``size`` rows of the call, if any."""
+        return next((each for each in graphs if each.graph.is_valid_for(size, self.values)), None)
+
+    def findings(self, graph: TrainingGraph) -> BatchFindings:
+        """The findings about the batch; with a microbatch weight, each microbatch is a batch of its own."""
+        weighted = self.compiler.settings.microbatch_weight
+        return graph.findings if weighted else graph.findings_for(self.batch, self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledCall:
+    """The artifacts that run a call, the decisions for later calls, and what these may use again."""
+
+    groups: MicrobatchGroups
+    decided: Candidate
+    known: CompiledGraphs
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from pipec.compiler.batch_equivalence import has_model_collectives
 from pipec.compiler.candidate import Candidate, sharding_levels
 from pipec.compiler.memory_budget import fit_into_memory, may_free_memory
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan, StagedGraph, UncutGraph
+from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan, StagedGraph
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
 from pipec.ir import Alternative, Placement, Schedule
@@ -54,19 +54,18 @@ class CapturedStep:
 
     def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
         """The graph after all passes; ``how`` is the pass that assigns stages. Placements may share it."""
-        for known_how, known_options, staged in self._cuts:
-            if (how, options) == (known_how, known_options):
+        prepared = None
+        for known, staged in self._cuts:
+            if replace(staged.options, sync_spec=options.sync_spec) == options:
+                prepared = staged.prepared
+            if known == how and staged.options == options:
                 return staged
-        staged = StagedGraph(self.graph, how, options, observers=self.observers, uncut=self._uncut)
-        self._cuts.append((how, options, staged))
+        staged = StagedGraph(self.graph, how, options, observers=self.observers, prepared=prepared)
+        self._cuts.append((how, staged))
         return staged
 
     @functools.cached_property
-    def _uncut(self) -> UncutGraph:
-        return UncutGraph(self.graph)
-
-    @functools.cached_property
-    def _cuts(self) -> list[tuple[Pass, CompilerOptions, StagedGraph]]:
+    def _cuts(self) -> list[tuple[Pass, StagedGraph]]:
         return []
 
     def cut_as_decided(self, candidate: Candidate) -> StagedGraph:

@@ -4,7 +4,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pipec.artifact.artifact import Artifact
@@ -140,25 +140,10 @@ class EvaluatedPlan:
         )
 
 
-@dataclass(eq=False)
-class UncutGraph:
-    """A captured graph, and what the passes before the cut make of it, for all cuts with the same passes."""
-
-    captured: TrainingGraph
-    _prepared: list[tuple[Sequence[Pass], TrainingGraph]] = field(default_factory=list)
-
-    def after(self, passes: Sequence[Pass], observers: Sequence[Observer]) -> TrainingGraph:
-        """The graph after these passes, of which ``run_passes`` makes a copy for each cut."""
-        found = next((graph for known, graph in self._prepared if known == passes), None)
-        if found is None:
-            found = run_passes(self.captured, passes, observers)
-            self._prepared.append((passes, found))
-        return found
-
-
 class StagedGraph:
     """A copy of a captured graph after all passes, immutable from then on.
 
+    ``prepared`` is the graph before the cut, of which there may be several, if another one has made it.
     Schedules may be for any ranks; they are mapped to the ranks that the graph was cut for. Everything
     derived from the graph is cached here, and nowhere else.
     """
@@ -171,20 +156,19 @@ class StagedGraph:
         recompute: MarkRecompute = NO_RECOMPUTE,
         offload: MarkOffload = NO_OFFLOAD,
         observers: Sequence[Observer] = (),
-        uncut: UncutGraph | None = None,
+        prepared: TrainingGraph | None = None,
     ) -> None:
         self.options = options
         self._dumps = requested_pass_dumps()
         self.captured, self._observers = captured, observers
-        self._uncut = uncut
         self._known: dict[tuple[object, ...], Any] = {}
         passes = pass_list.make_passes(options, cut, recompute, offload)
         first = passes.index(cut)
-        if uncut is None or self._dumps:  # each graph has dumps of all passes
-            uncut = UncutGraph(captured)
         observers = (*observers, *self._dumps)
         try:
-            prepared = uncut.after(passes[:first], observers)
+            if prepared is None or self._dumps:  # each graph has dumps of all passes
+                prepared = run_passes(captured, passes[:first], observers)
+            self.prepared: TrainingGraph | None = prepared
             self.graph = run_passes(prepared, passes[first:], observers, first)
         except PipecError:
             self.write_dumps()
@@ -197,10 +181,10 @@ class StagedGraph:
 
     def with_recompute(self, recompute: MarkRecompute, offload: MarkOffload = NO_OFFLOAD) -> "StagedGraph":
         """The same cut, with these values recomputed and offloaded."""
-        cut, observers = self._repeated_cut, self._observers
+        cut, how = AssignStages(self.graph.assignment), (recompute, offload)
         return self._once(
-            ("variant", recompute, offload),
-            lambda: StagedGraph(self.captured, cut, self.options, recompute, offload, observers, self._uncut),
+            ("variant", *how),
+            lambda: StagedGraph(self.captured, cut, self.options, *how, self._observers, self.prepared),
         )
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, ForwardValue]]:
@@ -209,7 +193,7 @@ class StagedGraph:
 
     def clear_evaluated(self) -> None:
         """Drop the plans and programs that were tried on these stages, and the graph before the cut."""
-        self._uncut = None
+        self.prepared = None
         self._known = {key: x for key, x in self._known.items() if key[0] not in ("evaluated", "plan")}
         for (kind, *_), known in self._known.items():
             if kind == "variant":
@@ -384,11 +368,6 @@ class StagedGraph:
         if not plan.sync_spec.updates:
             return with_training_state(plan, self.options.sync_spec, self.options.optimizer)
         return with_update_costs(plan, self.options.optimizer, self.options.device_model)
-
-    @property
-    def _repeated_cut(self) -> Pass:
-        """The pass that repeats this cut on a copy of the captured graph."""
-        return AssignStages(self.graph.assignment)
 
 
 def _lowered(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:

@@ -1,11 +1,10 @@
-"""Measures the steps of a compilation, and shows the step that runs if it takes long."""
+"""Measures the steps of a compilation."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pipec.console import delayed_status
 from pipec.graph import TrainingGraph
 from pipec.passes import Pass
 
@@ -15,19 +14,11 @@ class Stopwatch:
     """Sums the ``seconds`` of each compilation step, by its name, over all compilations."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    _step: str = ""
-
-    @contextmanager
-    def reporting(self, what: str) -> Iterator[None]:
-        """Show the step that runs, if the compilation inside a ``with`` takes long."""
-        with delayed_status(what, self):
-            yield
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
         """Add the time of a block, without the time of steps that are timed within it."""
         started, noted = time.perf_counter(), sum(self.seconds.values())
-        self._step = step
         try:
             yield
         finally:
@@ -37,9 +28,6 @@ class Stopwatch:
     def observe(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         """Add the time of a pass."""
         self._note(type(transform).__name__, seconds)
-
-    def __str__(self) -> str:
-        return self._step
 
     def _note(self, step: str, seconds: float) -> None:
         self.seconds[step] = self.seconds.get(step, 0.0) + seconds

@@ -8,7 +8,6 @@ the scripts in ``page/`` show. ``labels`` and ``bottleneck`` are what these shar
 from pipec.viz.chrome import chrome_trace
 from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep, steps_text
 from pipec.viz.html import page_html
-from pipec.viz.notebook import DrawnText, page_in_cell
 from pipec.viz.svg import timeline_svg
 from pipec.viz.terminal import timeline_text
 from pipec.viz.write_files import check_drawing, draw_steps, steps_title

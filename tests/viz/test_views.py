@@ -16,7 +16,7 @@ from simulated_updates import EVERYTHING, ended
 from torch import nn
 
 import pipec
-from pipec.drawn_artifacts import trace_steps
+from pipec.drawn_artifacts import page_in_cell, trace_steps
 from pipec.ir import Instruction, Op
 from pipec.pipeline import Pipeline
 from pipec.programs.lower import chain_links
@@ -25,7 +25,6 @@ from pipec.timeline.events import Event, Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.timeline.trace import Trace
 from pipec.viz import DrawnPipeline, DrawnStep, page_html
-from pipec.viz.notebook import page_in_cell
 
 
 class Layer(nn.Module):
