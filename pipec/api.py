@@ -13,6 +13,7 @@ from pipec.api_arguments import (
     MODEL,
     PROFILE_ARGUMENTS,
     Example,
+    check_conflicts,
     parse_bytes,
     recorded_options,
     refuse_scripted,
@@ -39,7 +40,6 @@ from pipec.hardware.topology import Topology
 from pipec.ir import Mode, NonFiniteAction, Precision, ShardingLevel, SyncSpec
 from pipec.ir.argument_checks import check_arguments
 from pipec.ir.batch_split import repeated_tensors
-from pipec.option_conflicts import check_conflicts
 from pipec.options import GRADIENT_DTYPES, OPTIONS, Options, takes_options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.compiled_executions import CompiledExecutions

@@ -18,7 +18,6 @@ from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
 from pipec.compiler.batch_equivalence import (
     batch_warnings,
     changed_buffer_warning,
-    has_model_collectives,
     require_concatenable_outputs,
     require_independent_graphs,
     require_independent_rows,
@@ -125,7 +124,7 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
     )
     refuse_float16_weights(settings.precision, compiler.model)
     with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
-        says = request.has_changed or request.call.marked
+        says = request.change or request.call.marked
         graph = capture_with_variables(one, request.key.variables, log.warning if says else log.debug)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
     return CapturedStep(graph, request.batch, observers)
@@ -151,7 +150,7 @@ def _choose(
             decided = decided.on_stages_of(found.base, best.schedule.placement).gathering(best.plan)
         return replace(found, candidate=decided)
     if is_first:
-        placement = candidate.policy.placements(counts[:1])[0]
+        placement = candidate.policy.placements(counts[0])[0]
         staged = step.cut(candidate.fastest_cut(placement, counts[0], size), candidate.options)
         candidate = candidate.on_stages_of(staged, placement)
     else:
@@ -216,7 +215,7 @@ def _check_microbatches(
     the result of that for the plan.
     """
     graph, count, compiler = staged.graph, len(sizes), request.compiler
-    if has_model_collectives(graph):
+    if graph.first_collective:
         require_equal_rows(sizes)
     require_rows_for_norms(graph.findings, sizes)
     compiler.warn(several_rounds_warning(graph, candidate.policy.replicas, count))

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from pipec.compiler.alternatives import as_alternative
-from pipec.compiler.batch_equivalence import has_model_collectives
 from pipec.compiler.candidate import Candidate, sharding_levels
 from pipec.compiler.memory_budget import fit_into_memory, may_free_memory
 from pipec.compiler.pass_list import CompilerOptions
@@ -135,7 +134,7 @@ def _search_layouts(step: CapturedStep, candidate: Candidate) -> SearchResult:
 
 def _other_layouts(step: CapturedStep, candidate: Candidate, tried: "_Tried") -> Sequence[SearchResult]:
     """Plans with other numbers of replicas. Model collectives are captured for one number."""
-    others = [] if has_model_collectives(step.graph) else candidate.other_layouts()
+    others = [] if step.graph.first_collective else candidate.other_layouts()
     return [plan for each in others for plan in tried.on_fastest_cuts(step, each)]
 
 
@@ -184,7 +183,7 @@ class _Tried:
         """Plans for the usual number of microbatches: a cut for each placement of the allowed schedules."""
         try:
             count = candidate.counts(self.batch)[0]
-            placements = candidate.policy.placements([count])
+            placements = candidate.policy.placements(count)
         except InputError as error:
             self.first_error = self.first_error or error
             return
@@ -204,7 +203,7 @@ class _Tried:
             if len({*replicas}) == 1:
                 return []  # which is a layout of its own
             candidate = candidate.with_replicas(replicas)
-            placement = candidate.policy.placements([count])[0]
+            placement = candidate.policy.placements(count)[0]
         return self.evaluate(candidate, staged, placement, count)
 
     def evaluate(

@@ -29,8 +29,9 @@ from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.number_lists import Arguments, lists_as_tensors
 from pipec.capture.sequence_first import sequence_first_spec
 from pipec.capture.variable_history import VariableHistory
+from pipec.compiler.batch_equivalence import check_local_batch
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
-from pipec.compiler.compiler import Compiler
+from pipec.compiler.compiler import Compiler, CompileRequest
 from pipec.console import logger
 from pipec.errors import (
     CaptureError,
@@ -48,7 +49,6 @@ from pipec.ir.batch_split import (
     require_equal_rows,
     variable_values,
 )
-from pipec.plan.local_batch_check import check_local_batch
 from pipec.runtime.absent_tensors import is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.executions import STEP, Call, CallRequest, Executions, MakeExecutions
@@ -469,7 +469,7 @@ class CompiledExecutions(Executions):
             tensors = self.tensors.names.unique()
             unknown = [fqn for fqn, tensor in tensors.items() if is_absent(tensor)]
             with materialized(tensors.values()):
-                self.compiler.check(signature, call, sizes, unknown)
+                self.compiler.check(CompileRequest(self.compiler, signature, call, unknown=unknown), sizes)
 
         self.ranks.call_on_rank_0("checking a step", check)
 
@@ -518,7 +518,9 @@ class CompiledExecutions(Executions):
             tensors = self.tensors.names.unique()
             unknown = [fqn for fqn, tensor in tensors.items() if is_absent(tensor)]
             with materialized(tensors.values()):
-                groups = self.compiler.compile(signature, whole, change, refuses_mixed_rows, call, unknown)
+                groups = self.compiler.compile(
+                    CompileRequest(self.compiler, signature, whole, change, refuses_mixed_rows, call, unknown)
+                )
                 read = self.compiler.cache.read(signature)
             if len(decision.rows) > 1:
                 self._require_one_graph(groups, signature, decision.rows, decision.values)

@@ -54,7 +54,7 @@ from pipec.ir import (
 from pipec.ir.batch_axis import LEADING, BatchAxis
 from pipec.ir.columns import ComputeColumns
 from pipec.ir.text_format import value_bytes
-from pipec.plan.node_values import plan_value
+from pipec.plan.buckets import plan_value
 from pipec.plan.sync_spec import build_sync_spec
 from pipec.programs.messages import messages
 from pipec.programs.shared_receives import runs_stages_in_order

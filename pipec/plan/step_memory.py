@@ -1,4 +1,4 @@
-"""The memory of the ranks in a step, as a table and as curves."""
+"""The memory of the ranks in a step, as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from typing import Any
 
 from pipec.ir import Program, RankMemory
 from pipec.ir.memory_figures import MEMORY_CATEGORIES
-from pipec.ir.text_format import format_bytes, instruction_lines
+from pipec.ir.text_format import format_bytes
 from pipec.plan.plan_table import table_lines
 
 
 @dataclass(frozen=True, repr=False)
 class StepMemory(Sequence[RankMemory]):
-    """The memory of each rank in a step, predicted or measured. It prints as a table; see also ``curve``."""
+    """The memory of each rank in a step, predicted or measured. It prints as a table."""
 
     ranks: Sequence[RankMemory]
     programs: Sequence[Program] = field(repr=False, compare=False)
@@ -52,17 +52,3 @@ class StepMemory(Sequence[RankMemory]):
         instruction = self.programs[memory.rank].instructions[memory.position]
         of = f" of microbatch {instruction.microbatch}" if instruction.microbatch >= 0 else ""
         return f"{instruction.op} of stage {instruction.stage}{of}"
-
-    def curve(self, rank: int) -> str:
-        """The peak bytes of a rank during each instruction of its program, as a text with bars."""
-        memory, lines = self.ranks[rank], instruction_lines(self.programs[rank])
-        width = max(map(len, lines), default=0)
-        scale = _BAR / max(memory.most.max(initial=0.0), 1.0)
-        return "\n".join(
-            f"{line:<{width}}  {format_bytes(amount):>8}  {'#' * round(amount * scale)}"
-            for line, amount in zip(lines, memory.most.tolist(), strict=True)
-        )
-
-
-_BAR = 40
-"""Characters that the peak is long in a curve."""

@@ -1,7 +1,7 @@
 """Pictures of steps, simulated or recorded, drawn from their timelines.
 
 ``draw_steps`` is what commands and scripts call; it chooses between ``html``, ``svg``, ``chrome`` and
-``terminal``, which draw. ``page_data``, ``pipeline_data`` and ``packed_data`` make the data of a page, which
+``terminal``, which draw. ``page_data`` and ``packed_data`` make the data of a page, which
 the scripts in ``page/`` show. ``labels`` and ``bottleneck`` are what these share.
 """
 

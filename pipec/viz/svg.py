@@ -5,6 +5,7 @@ Collectives have a narrow band below the lane of their rank. Replicas of a stage
 The picture is a card with its own background, light or dark as the viewer prefers.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,7 @@ from xml.sax.saxutils import escape
 from pipec.errors import InputError
 from pipec.ir import Payload
 from pipec.timeline.events import Event, Timeline
+from pipec.viz.html import page_file
 from pipec.viz.labels import (
     NAMES,
     chunk_indices,
@@ -37,24 +39,7 @@ text { fill: #57606a; font-size: 11px; }
 .card { fill: #ffffff; stroke: #d0d7de; }
 .lane { fill: #f1f3f5; }
 .grid { stroke: #d8dee4; stroke-width: 1; }
-.forward { fill: #8cb8f2; }
-.recompute { fill: #c6b5ee; }
-.backward { fill: #f5b26b; }
-.backward_input { fill: #ec8a62; }
-.backward_weight { fill: #8fd0a4; }
-.tail { fill: #e0776f; }
-.update { fill: #f2d45c; }
-.reduce_grad { fill: #e39bb6; }
-.average_buffers { fill: #a9c48f; }
-.sum_counts { fill: #d6cd8b; }
-.gather_rows { fill: #93a7a0; }
-.grad_norm { fill: #b9b0a2; }
-.unshard { fill: #7fc4c4; }
-.all_reduce { fill: #f0bccb; }
-.all_gather { fill: #a5dcd0; }
-.reduce_scatter { fill: #cf8fd0; }
-.offload { fill: #d2a37c; }
-.prefetch { fill: #a3b3d9; }
+{ops}
 .message { fill: none; stroke-width: 1; }
 .activation { stroke: #2f6fc4; }
 .gradient { stroke: #b8650f; }
@@ -177,7 +162,9 @@ def _card(layout: _Layout, title: str, figures: str) -> Iterator[str]:
         f'viewBox="0 0 {_px(width)} {_px(height)}" style="max-width: 100%; height: auto" role="img">'
     )
     yield f"<title>{escape(shown or 'timeline')}</title>"
-    yield f"<style>{_STYLE}</style>"
+    colours = re.findall(r"--(\w+): (#\w+)", page_file("style.css").partition("@media")[0])
+    ops = "\n".join(f".{op} {{ fill: {colour}; }}" for op, colour in colours if op in NAMES)
+    yield f"<style>{_STYLE.replace('{ops}', ops)}</style>"
     yield f"<defs>{_head('activation')}{_head('gradient')}</defs>"
     yield f'<rect class="card" x="0.5" y="0.5" width="{_px(width - 1)}" height="{_px(height - 1)}" rx="8"/>'
     yield _text(20, 30, shown, "title")

@@ -119,7 +119,6 @@ def test_a_measured_step_is_a_step() -> None:
         assert torch.equal(one, other), name
     assert memory[0].bytes_by_category["optimizer"] > 2 * memory[0].bytes_by_category["parameters"]
     assert "of stage 0 of microbatch" in str(memory)
-    assert len(memory.curve(1).splitlines()) == len(measured.programs[1].instructions)
     assert "running" in str(measured.memory())
 
 

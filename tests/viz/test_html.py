@@ -26,7 +26,7 @@ from page_views import (
 from simulated_updates import EVERYTHING, ended
 
 from pipec.errors import InputError
-from pipec.schedules import make_schedule, zb_h1, zb_v
+from pipec.schedules import make_schedule, zb_v
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
 from pipec.viz import page_html
@@ -72,20 +72,6 @@ def test_timelines_that_do_not_fit_together_are_refused() -> None:
 
 
 @in_browser
-def test_a_hostile_title_is_shown_as_it_is(open_page: Open) -> None:
-    page = open_page({HOSTILE: one_f_one_b()}, HOSTILE)
-    assert page.locator("h1").inner_text() == HOSTILE.replace("\x00", "")
-    assert page.locator("#legend").inner_text().split() == [
-        "forward",
-        "backward",
-        "activation",
-        "gradient",
-        "in",
-        "flight",
-    ]
-
-
-@in_browser
 @pytest.mark.parametrize(
     "timeline", [Timeline((), (0, 0)), one_f_one_b(1, 1, forward=0, backward_input=0, backward_weight=0)]
 )
@@ -115,16 +101,6 @@ def test_dark_and_light_follow_the_viewer(open_page: Open) -> None:
     page.emulate_media(color_scheme="light")
     settle(page)
     assert color_at(page, "[2, 2]") == "#ffffff"
-
-
-@in_browser
-def test_two_timelines_share_the_axis_one_below_the_other(open_page: Open) -> None:
-    timelines = {"1f1b": one_f_one_b(), "zb-h1": played(zb_h1(4, 8), message=0.25)}
-    page = open_page(timelines)
-    order = page.evaluate("() => page.lanes.map(({timeline, rank}) => `${timeline.name} ${rank}`)")
-    assert order == [f"{name} {rank}" for name in timelines for rank in range(4)]
-    for k in range(2):
-        assert color_at(page, lane(0, 0.5, k, "y + 3")) == "#8cb8f2"
 
 
 @in_browser

@@ -9,7 +9,6 @@ from simulated_updates import EVERYTHING, ended
 
 from pipec.ir import Instruction, Op, ShardingLevel
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.report import timeline_report
 from pipec.viz import timeline_svg, timeline_text
 from pipec.viz.labels import lane_name, overlap_rows
 
@@ -93,18 +92,3 @@ def test_collectives_that_overlap_hide_no_other() -> None:
     tops = {rect.get("y") for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "reduce_grad"}
     assert len(tops) == 3  # two bands, and the legend
     assert timeline_text(timeline).count("Σ0──") == timeline_text(timeline).count("Σ1──") == 1
-
-
-def test_facts_tell_who_shares_a_stage_and_which_bucket_is_summed() -> None:
-    facts = timeline_report(ended((2, 1), 3, updates=True))
-    assert facts["replicas"] == [[0, 1], [2]]
-    sums = [event for event in facts["events"] if event["op"] == "reduce_grad"]
-    assert [(event["rank"], event["stage"], event["bucket"]) for event in sums] == [(0, 0, 0), (1, 0, 0)]
-    waits = facts["waits"][1]["for"]
-    assert {"rank": 0, "stage": 0, "what": "reduce_grad"}.items() <= waits[1].items()
-
-
-def test_published_figures_count_computes_alone() -> None:
-    bare, whole = ended(2, 4), ended(2, 4, updates=True, clips=True)
-    assert (whole.bubble_rate, whole.span) == (bare.bubble_rate, bare.span)
-    assert whole.makespan > bare.makespan

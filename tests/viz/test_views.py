@@ -168,7 +168,7 @@ def test_what_a_plan_counts_for_the_host_is_told(open_page: Open) -> None:
     assert page.evaluate("() => sumsOf(timelines[0]).map(({ host }) => host)") == [2, 2]
 
 
-# ---- ranges, search, the address, lanes ----
+# ---- ranges, search, lanes ----
 
 
 @in_browser
@@ -234,24 +234,6 @@ def test_what_is_not_found_fades(open_page: Open) -> None:
         return [faded, full].map((rects) => [...rects.keys()]);
     }""")
     assert (faded, full) == (["rgb(140,184,242)"], ["rgb(245,178,107)"])
-
-
-@in_browser
-def test_a_link_shows_the_same_view(open_page: Open) -> None:
-    page = open_page({"1f1b": one_f_one_b(), "again": one_f_one_b()})
-    page.evaluate("() => { show(10, 20); redraw(); }")
-    press(page, "critical")
-    page.locator("#search").fill("mb 3")
-    cell(page, 1, 15.0)
-    page.wait_for_timeout(300)
-    address = page.evaluate("() => location.hash.slice(1)")
-    state = """() => [
-        view.start, view.end, shown.critical, selected.rank, selected.index, page.lanes.length,
-    ]"""
-    other = open_page({"1f1b": one_f_one_b(), "again": one_f_one_b()}, address=address)
-    assert other.evaluate(state) == page.evaluate(state)
-    assert other.locator("#found").inner_text() == "16 cells"
-    assert details(other) == details(page)
 
 
 @in_browser
