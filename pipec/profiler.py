@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipec.capture.model_call import ModelCall
-from pipec.compiler.check.split_run import Numbers
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.cost.graph_fingerprint import graph_fingerprint, profiled_nodes, target_name
@@ -155,7 +154,8 @@ class _Timer(fx.Interpreter):
         super().__init__(graph.module)
         self._graph = graph
         self.seconds: dict[fx.Node, list[float]] = defaultdict(list)
-        self._numbers = Numbers(graph, {"b": size, **graph.planned_sizes})
+        sizes = {"b": size, **graph.planned_sizes}
+        self._sizes = {symbol: sizes[name] for symbol, name in graph.symbols.items()}
         self._device, self._clock = device, clock_of(device)
         self._marks: list[Moment] = []
 
@@ -184,7 +184,10 @@ class _Timer(fx.Interpreter):
     def _resolved(self, argument: Any) -> Any:
         """The argument with sizes as numbers, and every device as the measured one."""
         if isinstance(argument, sympy.Basic):
-            return self._numbers[argument]
+            number = argument.subs(self._sizes)
+            if not number.is_number:
+                return number  # the rest depends on values
+            return int(number) if number.is_integer else float(number)
         return self._device if isinstance(argument, torch.device) else argument
 
 

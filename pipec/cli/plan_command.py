@@ -54,11 +54,15 @@ def plan(
             raise InputError(
                 "the number of ranks is missing; give it with --devices, or a file with --topology"
             )
-        devices = _num_devices(options["topology"])
+        from pipec.hardware.topology import read_topology
+
+        devices = len(read_topology(options["topology"]).devices)
     pipe = compile_target(target, devices, options)
+    wrote = "" if output is None else f"wrote plan, code and programs to {output}"
     sources = {str(stage): pipe.source(stage) for stage in range(len(pipe.plan.stages))}
     if output is not None and _is_drawing(output):
         pipe.visualize(output)
+        wrote = f"wrote {output}"
     elif output is not None:
         pipe.save(output)
     if as_json:
@@ -67,7 +71,7 @@ def plan(
     elif code:
         write_stdout("\n\n".join(sources.values()))
     else:
-        typer.echo(pipe.plan if output is None else _wrote(output))
+        typer.echo(wrote or pipe.plan)
 
 
 def _summary(pipe: "Pipeline") -> dict[str, object]:
@@ -92,13 +96,3 @@ def _is_drawing(path: Path) -> bool:
     from pipec.viz.write_files import SUFFIXES
 
     return path.suffix in SUFFIXES
-
-
-def _wrote(output: Path) -> str:
-    return f"wrote {output}" if _is_drawing(output) else f"wrote plan, code and programs to {output}"
-
-
-def _num_devices(topology: Path) -> int:
-    from pipec.hardware.topology import read_topology
-
-    return len(read_topology(topology).devices)

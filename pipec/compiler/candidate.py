@@ -99,12 +99,6 @@ class Candidate:
             restricted = replace(restricted, policy=replace(self.policy, is_synchronous_only=True))
         return restricted
 
-    def gathering_by_layers(self) -> list["Candidate"]:
-        """The candidates that gather sharded parameters by groups of layers, not a rank's whole stage."""
-        if self.options.sync_spec.shard is not ShardingLevel.PARAMETERS or self.policy.replicas == 1:
-            return []
-        return [replace(self, policy=policy) for policy in self.policy.with_groups_of_layers()]
-
     def on_stages_of(self, staged: StagedGraph, placement: Placement) -> "Candidate":
         """The candidate with stages and parameters placed as in a cut graph."""
         graph = staged.graph
@@ -112,7 +106,7 @@ class Candidate:
             len(placement),
             parameter_stages(graph),
             graph.assignment.ranks,
-            tuple(staged.operator_stages),
+            tuple(zip(graph.operators, graph.assignment.stages, strict=True)),
         )
         return replace(self, placement=placement, cut=cut)
 
@@ -215,12 +209,6 @@ class Candidate:
     def _for_replicas(self, assign: Assign) -> Pass:
         """The pass that applies the cut of one pipeline to all its replicas."""
         return AssignStages(assign, () if self.policy.replicas == 1 else self.replica_groups())
-
-
-def sharding_levels(candidate: Candidate) -> Sequence[Candidate]:
-    """The candidate with each level of sharding, none first; itself alone if the level is decided."""
-    levels = (None, *ShardingLevel) if candidate.tunes_shard else ()
-    return [candidate.with_sharding(shard) for shard in levels] or [candidate]
 
 
 def _is_straight(placement: Placement) -> bool:

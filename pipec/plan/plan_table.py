@@ -39,8 +39,9 @@ class PrintablePlan(Plan):
 def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
     """One row per stage, and under it what bounds the step."""
     headings = ["stage", "rank", "operators", "weights", "forward", "backward", "sends", "saves", "modules"]
+    microbatches = f"{plan.num_microbatches} microbatches of {plan.microbatch_size}"
     parts = [
-        [_headline(plan)],
+        [f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, {microbatches}"],
         table_lines(headings, (_row(plan, stage) for stage in plan.stages), left=["modules"]),
         _predictions(plan, programs) + _inputs(plan),
         _sharding_table(plan),
@@ -62,13 +63,6 @@ def table_lines(
     return [f" {line}".rstrip() for line in (first, "─" * len(first), *others)]
 
 
-def _headline(plan: Plan) -> str:
-    return (
-        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, "
-        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}"
-    )
-
-
 def _row(plan: Plan, stage: Stage) -> list[str]:
     seconds = stage.cost.seconds
     backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
@@ -81,12 +75,8 @@ def _row(plan: Plan, stage: Stage) -> list[str]:
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
         format_bytes(stage.cost.memory.saved) + ("*" if stage.has_recompute else ""),
-        _span(stage),
+        " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]])),
     ]
-
-
-def _span(stage: Stage) -> str:
-    return " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]]))
 
 
 def sent_bytes(plan: Plan, stage: int, per_microbatch: bool = True) -> int:
@@ -158,7 +148,8 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 def _peaks(plan: Plan, needs: Sequence[RankMemory]) -> str:
     """The peak memory of each rank, or, if those are too many to list, the highest of each stage's ranks."""
-    counted = _state_counted(plan)
+    state = sum(stage.cost.memory.state for stage in plan.stages)
+    counted = "with optimizer state" if state else "without optimizer state"
     if len(needs) <= _MOST_NUMBERS:
         peaks = ", ".join(format_bytes(need.peak_bytes) for need in needs)
         return f"peak memory by rank, {counted}: {peaks}"
@@ -189,11 +180,6 @@ def _input(plan: Plan, entry: InputLeaf) -> str:
     axis = plan.batch_axes[entry.position]
     where = "" if axis is None or axis.is_leading else f" by dimension {axis.dim}"
     return f"{entry.path} {format_type(plan.user_value(entry))}{where}"
-
-
-def _state_counted(plan: Plan) -> str:
-    state = sum(stage.cost.memory.state for stage in plan.stages)
-    return "with optimizer state" if state else "without optimizer state"
 
 
 def _bounds(timeline: Timeline) -> str:

@@ -49,16 +49,12 @@ def page_html(steps: Sequence[DrawnStep], title: str = "", pipeline: DrawnPipeli
         **vocabulary(),
         "timelines": steps_data(steps),
         "pipeline": pipeline and _pipeline_data(pipeline),
-        "limits": [_finite(limit) for limit in pipeline.memory_limits] if pipeline else [],
+        "limits": [x if x < math.inf else None for x in pipeline.memory_limits] if pipeline else [],
     }
     shown = "".join(filter(str.isprintable, title)) or "timeline"
     scripts = "\n".join(page_file(f"{name}.js") for name in SCRIPTS)
     parts = {"title": escape(shown), "data": pack(data), "style": page_file("style.css"), "scripts": scripts}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page_file("page.html"))
-
-
-def _finite(limit: float) -> float | None:
-    return limit if limit < math.inf else None
 
 
 def page_file(name: str) -> str:

@@ -99,7 +99,7 @@ class _Step:
         self._buffers, self._gradients = dict(run.tensors), dict[str, Tensor]()
         self._parts: dict[ResultRole, list[Any]] = defaultdict(list)
         self._tail: dict[ResultRole, Any] = {}
-        self._numbers: dict[int, Numbers] = {}
+        self._numbers: dict[int, _Numbers] = {}
         self._counts = self._batch_counts()
         precomputed = self._graph.precomputed
         self._precomputed = self._evaluate(precomputed, self._whole) if precomputed else ()
@@ -178,9 +178,9 @@ class _Step:
         found: Any = fx.map_arg(graph.output_node().args[0], values.__getitem__)
         return tuple(found)
 
-    def _numbers_for(self, rows: int) -> "Numbers":
+    def _numbers_for(self, rows: int) -> "_Numbers":
         if rows not in self._numbers:
-            self._numbers[rows] = Numbers(self._graph, {"b": rows, **self._run.values})
+            self._numbers[rows] = _Numbers(self._graph, {"b": rows, **self._run.values})
         return self._numbers[rows]
 
     def _batch_counts(self) -> Sequence[Any]:
@@ -253,7 +253,7 @@ def _has(size: Any, symbol: sympy.Symbol | None) -> bool:
     return symbol is not None and hasattr(size, "node") and symbol in size.node.expr.free_symbols
 
 
-class Numbers(dict[sympy.Basic, Any]):
+class _Numbers(dict[sympy.Basic, Any]):
     """The values of a graph's expressions, each computed once, where its names have these ``sizes``."""
 
     def __init__(self, graph: TrainingGraph, sizes: Sizes) -> None:
@@ -268,7 +268,7 @@ class Numbers(dict[sympy.Basic, Any]):
         return number
 
 
-def _compute(node: fx.Node, values: Mapping[fx.Node, Any], numbers: Numbers, run: SplitRun) -> Any:
+def _compute(node: fx.Node, values: Mapping[fx.Node, Any], numbers: _Numbers, run: SplitRun) -> Any:
     def resolved(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             return values[argument]
