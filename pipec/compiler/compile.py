@@ -73,8 +73,7 @@ def compile_call(request: CompileRequest) -> CompiledCall:
 
 def _compile(request: CompileRequest, candidate: Candidate) -> CompiledCall:
     step, candidate, counts = _capture_first(request, candidate)
-    found = _choose(request, candidate, step, counts)
-    return _generate(request, found, found.best.plan.num_microbatches if len(counts) > 1 else counts[0])
+    return _generate(request, *_choose(request, candidate, step, counts))
 
 
 # capture
@@ -135,27 +134,28 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
 
 def _choose(
     request: CompileRequest, candidate: Candidate, step: CapturedStep, counts: Sequence[int]
-) -> SearchResult:
-    """The fastest way to run the call. The first call also decides where stages and parameters are placed.
+) -> tuple[Candidate, StagedGraph, int, SearchResult | None]:
+    """The decisions of a call, its cut graph and its count, and the search that found them, if any.
 
-    Raises InfeasibleError if nothing that trains on the call fits into memory.
+    The first call also decides where stages and parameters are placed. Raises InfeasibleError if nothing that
+    trains on the call fits into memory.
     """
-    is_first, size = candidate.cut is None, split_sizes(request.batch, counts[0])[0]
+    is_first = candidate.cut is None
     if request.trains and (is_first or candidate.tunes_shard or len(counts) > 1):
         with request.compiler.stopwatch.timed("search"):
             found = search(step, candidate)
-        decided, best = found.candidate.for_next_steps(found.best.schedule), found.best
+        best, counts = found.best, found.candidate.counts(request.batch)
+        decided = found.candidate.for_next_steps(best.schedule)
         if is_first:
             require_memory(best)
             decided = decided.on_stages_of(found.base, best.schedule.placement).gathering(best.plan)
-        return replace(found, candidate=decided)
-    if is_first:
-        placement = candidate.policy.placements(counts[0])[0]
-        staged = step.cut(candidate.fastest_cut(placement, counts[0], size), candidate.options)
-        candidate = candidate.on_stages_of(staged, placement)
-    else:
-        staged = step.cut_as_decided(candidate)
-    return _evaluate(request, candidate, staged, counts[0], size)
+        count = best.plan.num_microbatches if len(counts) > 1 else counts[0]
+        return decided, found.base, count, found
+    if not is_first:
+        return candidate, step.cut_as_decided(candidate), counts[0], None
+    placement, size = candidate.policy.placements(counts[0])[0], split_sizes(request.batch, counts[0])[0]
+    staged = step.cut(candidate.fastest_cut(placement, counts[0], size), candidate.options)
+    return candidate.on_stages_of(staged, placement), staged, counts[0], None
 
 
 def _evaluate(
@@ -164,8 +164,7 @@ def _evaluate(
     """The fastest plan on a cut graph for ``count`` microbatches, the first of which has ``size`` rows."""
     if request.trains:
         with request.compiler.stopwatch.timed("search"):
-            found = evaluate_stages(staged, replace(candidate, num_microbatches=count), size * count)
-        return replace(found, candidate=candidate.for_next_steps(found.best.schedule))
+            return evaluate_stages(staged, replace(candidate, num_microbatches=count), size * count)
     assert candidate.placement is not None
     schedule = candidate.policy.forward_schedule(count, candidate.placement)
     return SearchResult(candidate, staged.evaluate(schedule, size, candidate.options.sync_spec), staged)
@@ -174,10 +173,15 @@ def _evaluate(
 # generate
 
 
-def _generate(request: CompileRequest, chosen: SearchResult, count: int) -> CompiledCall:
+def _generate(
+    request: CompileRequest,
+    candidate: Candidate,
+    chosen: StagedGraph,
+    count: int,
+    found: SearchResult | None,
+) -> CompiledCall:
     """Generate an artifact for each group of consecutive microbatches for which one graph is valid."""
-    candidate, sizes = chosen.candidate, split_sizes(request.batch, count)
-    graphs = list(dict.fromkeys([*request.known.graphs, chosen.base]))
+    sizes, graphs = split_sizes(request.batch, count), list(dict.fromkeys([*request.known.graphs, chosen]))
     artifacts, groups, rest = dict(request.known.artifacts), MicrobatchGroups(), sizes
     while rest:
         staged = request.valid_graph(graphs, rest[0])
@@ -190,9 +194,10 @@ def _generate(request: CompileRequest, chosen: SearchResult, count: int) -> Comp
         group = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
         key = staged, len(group), rest[0]
         if key not in artifacts:
-            found = chosen if chosen.key == key else _evaluate(request, candidate, *key)
-            candidate = found.candidate
-            artifacts[key] = _artifact(request, found, checked)
+            own = found if found and found.key == key else _evaluate(request, candidate, *key)
+            if request.trains:
+                candidate = candidate.for_next_steps(own.best.schedule)
+            artifacts[key] = _artifact(request, candidate, own, checked)
         groups.append((artifacts[key], group))
         rest = rest[len(group) :]
     if len(groups) > 1:
@@ -251,7 +256,9 @@ def check_graph(request: CompileRequest, staged: StagedGraph, sizes: Sequence[in
     return result
 
 
-def _artifact(request: CompileRequest, found: SearchResult, checked: str) -> CompiledArtifact:
+def _artifact(
+    request: CompileRequest, candidate: Candidate, found: SearchResult, checked: str
+) -> CompiledArtifact:
     """The artifact of an evaluated plan. Raises InfeasibleError if the plan does not fit into memory."""
     evaluated, compiler = found.best, request.compiler
     require_memory(evaluated, where=" on the stages that the first call has fixed")
@@ -260,7 +267,7 @@ def _artifact(request: CompileRequest, found: SearchResult, checked: str) -> Com
         evaluated.staged.write_dumps()
     plan = replace(
         evaluated.plan,
-        schedule="auto" if found.candidate.policy.source == "auto" else evaluated.plan.schedule,
+        schedule="auto" if candidate.policy.source == "auto" else evaluated.plan.schedule,
         microbatch_weight=compiler.settings.microbatch_weight,
         checked=checked,
         alternatives=rejected_alternatives(found.alternatives, evaluated),

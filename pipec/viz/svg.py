@@ -22,10 +22,8 @@ from pipec.viz.labels import (
     lane_name,
     ops_present,
     overlap_rows,
-    payload_description,
     summary,
     time_axis,
-    version_description,
 )
 
 _STYLE = """
@@ -226,9 +224,7 @@ def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
         gap = 1.0 if width >= 6 else 0.0
         shade = 1 - 0.45 * chunk_of[event.instruction.stage] / last_chunk if last_chunk else 1.0
         y, op = layout.y(event.rank), event.instruction.op
-        drawn = _rect(left, y, width - gap, layout.lane, op, 2 if gap else 0, shade)
-        tooltip = version_description(event)
-        yield f"<g><title>{escape(tooltip)}</title>{drawn}</g>" if tooltip else drawn
+        yield _rect(left, y, width - gap, layout.lane, op, 2 if gap else 0, shade)
         if (text := label(event)) and layout.lane >= 12:
             yield _text(left + (width - gap) / 2, y + layout.lane / 2 + 3.7, text, "box")
 
@@ -263,9 +259,7 @@ def _beside(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     for event, row in zip(timeline.overlapped, rows, strict=True):
         top = layout.y(event.rank) + layout.lane + 1 + row * height
         left, width = layout.x(event.start), max((event.end - event.start) * layout.scale, 1.0)
-        tooltip = f"{NAMES[event.instruction.op]}, {payload_description(timeline, event)}"
-        drawn = _rect(left, top, width, height - 1, event.instruction.op)
-        yield f"<g><title>{escape(tooltip)}</title>{drawn}</g>"
+        yield _rect(left, top, width, height - 1, event.instruction.op)
         if (text := label(event)) and height > 8:
             yield _text(left + width / 2, top + height / 2 + 3, text, "small")
 

@@ -9,12 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import safetensors.torch
-import torch
 from slow_params import slow
 from typer.testing import CliRunner, Result
 
-import pipec
 from pipec.artifact.artifact import Artifact, read_artifact
 from pipec.cli import app
 from pipec.cli.target import load_example
@@ -290,47 +287,12 @@ def test_run_depends_on_the_seed_alone(directory: Path) -> None:
     assert first["losses"][0] != first["losses"][1], "each step draws its own batch"
 
 
-def test_run_with_saved_tensors_and_inputs_gives_the_loss_of_the_model(tmp_path: Path) -> None:
-    example = load_example(f"{MODELS}:tagger")
-    tokens = torch.randint(10, (8, 5))
-    call = {"tokens": tokens, "mask": tokens % 2 == 0, "labels": tokens[:, 0] % 3}
-    pipe = pipec.compile(example.model, devices=2, microbatches=2)
-    pipe.prepare(call["tokens"], mask=call["mask"], labels=call["labels"])
-    pipe.save(tmp_path / "artifact", tensors=True)
-    expected = pipe.step(call["tokens"], mask=call["mask"], labels=call["labels"]).item()
-
-    by_path = {"args[0]": "tokens", "kwargs['mask']": "mask", "kwargs['labels']": "labels"}
-    batch = {given.value.name: call[by_path[given.path]].contiguous() for given in pipe.plan.inputs}
-    safetensors.torch.save_file(batch, tmp_path / "batch.safetensors")
-    facts = pipec_json("run", tmp_path / "artifact", "--inputs", tmp_path / "batch.safetensors")
-    assert (facts["losses"], facts["random_tensors"]) == ([expected], 0)
-
-
 @pytest.mark.slow
 def test_run_draws_integers_below_int_high(tmp_path: Path) -> None:
     pipec_cli("plan", f"{MODELS}:tagger", "--devices", 2, "-o", tmp_path / "artifact")
     assert pipec_json("run", tmp_path / "artifact", "--int-high", 3)["losses"]
     message = pipec_cli("run", tmp_path / "artifact", "--int-high", 1000, status=1).stderr
     assert "index out of range" in message or "out of bounds" in message
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read as safetensors"),
-        ({"x": torch.ones(8, 16)}, "lacks target; expected x: f32[b, 16] (args[0])"),
-        ({"x": torch.ones(8, 15), "target": torch.ones(8, 4)}, "expected torch.float32 of shape (8, 16)"),
-    ],
-)
-def test_run_refuses_inputs_that_do_not_fit(
-    directory: Path, artifact: Artifact, tmp_path: Path, content: dict[str, torch.Tensor] | None, message: str
-) -> None:
-    name = artifact.plan.inputs[0].value.name
-    if content is not None:
-        named = {name if key == "x" else key: value for key, value in content.items()}
-        safetensors.torch.save_file(named, tmp_path / "batch.safetensors")
-    result = pipec_cli("run", directory, "--inputs", tmp_path / "batch.safetensors", status=2)
-    assert message.replace("x:", f"{name}:") in result.stderr
 
 
 # processes
