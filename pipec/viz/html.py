@@ -13,7 +13,7 @@ from importlib import resources
 from pipec.ir import OpKind, Program
 from pipec.ir.columns import OPS, InstructionColumns
 from pipec.ir.text_format import instruction_lines
-from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep, check_steps
+from pipec.viz.drawn_steps import DrawnPipeline, DrawnStep
 from pipec.viz.packed_data import pack
 from pipec.viz.page_data import steps_data, vocabulary
 
@@ -40,10 +40,8 @@ MOST_INSTRUCTIONS = 200_000
 def page_html(steps: Sequence[DrawnStep], title: str = "", pipeline: DrawnPipeline | None = None) -> str:
     """The page, as text: the steps on one axis of time, and what is known of their pipeline. Deterministic.
 
-    Raises:
-        InputError: the steps have different units, or the memory of one does not fit it.
+    All steps have one unit of time.
     """
-    check_steps(steps)
     data = {
         "unit": steps[0].timeline.unit,
         **vocabulary(),

@@ -25,7 +25,6 @@ from page_views import (
 )
 from simulated_updates import EVERYTHING, ended
 
-from pipec.errors import InputError
 from pipec.schedules import make_schedule, zb_v
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import SimulationCosts, simulate
@@ -58,14 +57,6 @@ def test_times_keep_seven_digits_of_the_longest() -> None:
     computes = embedded(page_html(steps_of({"step": timeline})))["timelines"][0]["computes"]
     assert computes["end"] == [0.333, 1001.333]
     assert computes["start"] == [0, 0.333]
-
-
-def test_timelines_that_do_not_fit_together_are_refused() -> None:
-    timeline = one_f_one_b(2, 1)
-    with pytest.raises(InputError, match="need one unit of time: 'a' in units, 'b' in s"):
-        page_html(steps_of({"a": timeline, "b": one_f_one_b(2, 1, unit="s")}))
-    with pytest.raises(InputError, match="memory of 'a' has 3 curves; expected one for each of its 2 ranks"):
-        page_html(steps_of({"a": timeline}, {"a": [held()] * 3}))
 
 
 # ---- what it shows ----

@@ -85,7 +85,8 @@ class SplitRun:
         Raises:
             BranchError: the model would branch otherwise than the graph does.
         """
-        with torch.no_grad(), torch.random.fork_rng(), without_autocast():
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices), without_autocast():
             return _Step(self, call, sizes).run(observe)
 
 
