@@ -87,7 +87,9 @@ def load_optimizer(name: str | None) -> "Factory | None":
         return _load_function("optimizer", name, "(named_parameters) -> torch.optim.Optimizer")
     import torch
 
-    classes = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
+    kinds = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
+    classes = {key: kind for key, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer)}
+    del classes["optimizer"]
     if name.lower() not in classes:
         names = ", ".join(each.__name__ for each in classes.values())
         raise InputError(
@@ -96,12 +98,6 @@ def load_optimizer(name: str | None) -> "Factory | None":
         )
     factory: Factory = classes[name.lower()]
     return factory
-
-
-def _is_optimizer(value: object) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
 
 
 def _load_function(argument: str, name: str, signature: str) -> Callable[..., Any]:
