@@ -1,8 +1,6 @@
 """pipec: a pipeline-parallel graph compiler for PyTorch."""
 
 import importlib
-import random
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,10 +83,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'pipec' has no attribute {name!r}")
     if name == "ops":
         return importlib.import_module("pipec.ops")
-    if "rich.style" not in sys.modules:
-        state = random.getstate()
-        importlib.import_module("rich.style")
-        random.setstate(state)  # it has drawn a number
     found = globals()[name] = getattr(importlib.import_module(_HOMES.get(name, "pipec.errors")), name)
     return found
 

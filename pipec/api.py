@@ -13,6 +13,7 @@ from pipec.api_arguments import (
     MODEL,
     PROFILE_ARGUMENTS,
     Example,
+    check_conflicts,
     parse_bytes,
     recorded_options,
     refuse_scripted,
@@ -39,12 +40,11 @@ from pipec.hardware.topology import Topology
 from pipec.ir import Mode, NonFiniteAction, Precision, ShardingLevel, SyncSpec
 from pipec.ir.argument_checks import check_arguments
 from pipec.ir.batch_split import repeated_tensors
-from pipec.option_conflicts import check_conflicts
 from pipec.options import GRADIENT_DTYPES, OPTIONS, Options, takes_options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.compiled_executions import CompiledExecutions
 from pipec.plan.optimizer_cost import OptimizerProperties
-from pipec.profiler import ProgressWrapper, profile_graph
+from pipec.profiler import profile_graph
 from pipec.runtime.absent_tensors import materialized
 from pipec.runtime.model_tensors import ModelTensors, restore_tensors
 from pipec.runtime.optimizers import state_bytes, update_scratch
@@ -270,7 +270,6 @@ def profile(
     repeats: int = 10,
     ranks: int = 1,
     precision: str | None = None,
-    progress: ProgressWrapper = iter,
 ) -> Profile:
     """Measure every operator of a training step of ``example``, forward and backward, on one device.
 
@@ -284,7 +283,6 @@ def profile(
             model then runs in as many copies at a time, and is as slow as they make each other. Under
             ``torchrun`` each process profiles by itself: call it in all of them at a time, with one.
         precision: the ``precision`` that ``compile`` will get.
-        progress: wraps the iteration over the runs, as ``tqdm`` does.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -323,4 +321,4 @@ def profile(
             ),
             VariableHistory().of(rows, Mode.TRAIN),
         )
-    return profile_graph(graph, model, rows, where, repeats, ranks, progress)
+    return profile_graph(graph, model, rows, where, repeats, ranks)

@@ -1,27 +1,23 @@
 """Draws the steps of an artifact: the planned one, the typical measured one, and those of a run."""
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 from pipec.artifact.artifact import Artifact
 from pipec.ir import Plan, StepPart
 from pipec.ir.step_parts import plan_part, program_part
-from pipec.ir.text_format import text_as_html
 from pipec.plan.predictions import simulate_plan
 from pipec.runtime.recording import Recording
-from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
 from pipec.viz import (
     DrawnPipeline,
     DrawnStep,
-    DrawnText,
     draw_steps,
     page_html,
     steps_text,
     steps_title,
-    timeline_svg,
-    timeline_text,
 )
 
 _MOST_STEPS = 24
@@ -30,7 +26,7 @@ _MOST_STEPS = 24
 
 def draw_artifact(
     artifact: Artifact, trace: Trace | None, path: Path | None, memory_limits: Sequence[float] = ()
-) -> DrawnText:
+) -> "DrawnText":
     """The planned step, or those of a trace, as text; if ``path`` is given, they are also drawn there.
 
     ``memory_limits`` has the bytes of each rank's device. In a notebook the text shows the page.
@@ -95,37 +91,6 @@ def _run_steps(plan: Plan, trace: Trace) -> list[DrawnStep]:
     ]
 
 
-class DrawnTimeline(Timeline):
-    """A timeline that a notebook shows as a picture."""
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> "DrawnTimeline":
-        return cls(**{each.name: getattr(timeline, each.name) for each in fields(timeline)})
-
-    def _repr_html_(self) -> str:
-        return _picture(self, "")
-
-
-class DrawnTrace(Trace):
-    """A trace of which a notebook shows the planned and the typical step as pictures."""
-
-    def _repr_html_(self) -> str:
-        if not self.steps:
-            return text_as_html("nothing was recorded yet")
-        return "\n".join(_picture(timeline, name) for name, timeline in self.timelines().items())
-
-
-def _picture(timeline: Timeline, title: str) -> str:
-    """A picture without scripts; of many ranks, the text."""
-    if timeline.num_ranks > _MOST_RANKS:
-        return text_as_html(timeline_text(timeline, title))
-    return timeline_svg(timeline, title)
-
-
-_MOST_RANKS = 32
-"""Ranks that a picture in a notebook has."""
-
-
 def add_recorded_steps(trace: Trace, artifact: Artifact, recording: Recording) -> None:
     """Put the timelines of recorded steps into a trace, and beside them the one predicted for an artifact."""
     plan = artifact.plan
@@ -137,3 +102,33 @@ def add_recorded_steps(trace: Trace, artifact: Artifact, recording: Recording) -
         trace.steps.append(measured_timeline(step.programs, step.timestamps, sync_spec))
     trace.numbers += recording.numbers
     trace.notes |= recording.notes
+
+
+def page_in_cell(page: str) -> str:
+    """A page as HTML for an output cell: a frame of its own, that shares nothing with the notebook."""
+    return (
+        f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" title="pipec timeline" '
+        f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
+    )
+
+
+class DrawnText(str):
+    """A picture as text. It prints as it is; a notebook shows the page that ``make_page`` returns."""
+
+    make_page: Callable[[], str] | None = None
+
+    @classmethod
+    def of(cls, text: str, make_page: Callable[[], str]) -> "DrawnText":
+        drawn = cls(text)
+        drawn.make_page = make_page
+        return drawn
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str | None:
+        return page_in_cell(self.make_page()) if self.make_page else None
+
+
+_HEIGHT = 640
+"""The pixels that a page in an output cell is high."""

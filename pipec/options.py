@@ -99,7 +99,7 @@ GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 class Options:
     """The arguments of ``compile`` besides the model.
 
-    Raises InputError for a value that breaks its rule; ``option_conflicts`` checks combinations.
+    Raises InputError for a value that breaks its rule; ``api_arguments`` checks combinations.
     """
 
     devices: int | Sequence[str | device] | None = option(

@@ -8,9 +8,9 @@ would be too long, because each includes the call and reading the clock.
 import platform
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import sympy
 import torch
@@ -47,8 +47,6 @@ from pipec.runtime.step.timestamps import Moment, RecordedStep, clock_of
 from pipec.schedules import one_f_one_b
 from pipec.timeline.trace import measured_timeline
 
-T = TypeVar("T")
-
 NUM_WARMUP_RUNS = 2
 """Runs that are not measured: they allocate memory and let kernels choose their algorithms."""
 
@@ -58,9 +56,6 @@ _MICROBATCHES = 3
 A backward follows each forward, as in most of a step: it is faster with its memory in the cache.
 """
 
-ProgressWrapper = Callable[[range], Iterable[int]]
-"""Iterates over the numbers of the runs, and shows the progress."""
-
 
 def profile_graph(
     graph: TrainingGraph,
@@ -69,7 +64,6 @@ def profile_graph(
     device: torch.device,
     repeats: int = 10,
     ranks: int = 1,
-    progress: ProgressWrapper = iter,
 ) -> Profile:
     """Measure ``graph``, as captured, on the microbatch ``call``, in ``ranks`` copies at a time.
 
@@ -84,18 +78,19 @@ def profile_graph(
     whole = _ModelTimer(graph, tensors, call, device, ranks)
     arguments = list(_arguments(graph, tensors, call, device))
     with torch.no_grad():
-        for number in progress(range(NUM_WARMUP_RUNS + repeats)):
+        for number in range(NUM_WARMUP_RUNS + repeats):
             if number == NUM_WARMUP_RUNS:
                 nodes.seconds.clear()
                 whole.seconds.clear()
             nodes.measure(*arguments)
             whole.run()
+    phases = {phase: statistics.median(times) for phase, times in whole.seconds.items()}
     return Profile(
         fingerprint=graph_fingerprint(graph),
         device=_describe(device),
         torch=torch.__version__,
         microbatch_size=call.batch_size,
-        operators=tuple(_operators(graph, _scaled(nodes.medians(), _medians(whole.seconds)))),
+        operators=tuple(_operators(graph, _scaled(nodes.medians(), phases))),
     )
 
 
@@ -119,11 +114,13 @@ class _ModelTimer:
             {fqn: nn.Parameter(tensor, tensor.is_floating_point()) for fqn, tensor in tensors.items()}
             for _ in range(ranks)
         ]
+        roles = (node.meta["role"] for node in graph.arguments)
+        buffers = [role.fqn for role in roles if isinstance(role, Buffer)]
         self._executions = [
             Execution(
                 artifact,
                 parameters,
-                _cloned_buffers(tensors, graph),
+                {fqn: tensors[fqn].clone() for fqn in buffers},  # which a step changes
                 Ranks([device], timeout=300.0, alone=True),
             )
             for parameters in self._parameters
@@ -211,12 +208,6 @@ def _tensors(graph: TrainingGraph, model: nn.Module, device: torch.device) -> di
     return {fqn: _on(tensor.detach(), device) for fqn, tensor in named.items()}
 
 
-def _cloned_buffers(tensors: Mapping[str, Tensor], graph: TrainingGraph) -> dict[str, Tensor]:
-    """The buffers, which a step changes, in memory of their own."""
-    roles = (node.meta["role"] for node in graph.arguments)
-    return {role.fqn: tensors[role.fqn].clone() for role in roles if isinstance(role, Buffer)}
-
-
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
         return tensor.to(device)
@@ -245,10 +236,6 @@ def _repeated(call: ModelCall, device: torch.device) -> list[Any]:
         torch.cat([_on(leaf, device)] * _MICROBATCHES) if batched else leaf
         for leaf, batched in zip(call.leaves, call.batched, strict=True)
     ]
-
-
-def _medians(seconds: Mapping[T, list[float]]) -> dict[T, float]:
-    return {key: statistics.median(times) for key, times in seconds.items()}
 
 
 def _operators(graph: TrainingGraph, medians: Mapping[fx.Node, float]) -> Iterator[ProfiledOperator]:

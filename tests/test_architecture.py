@@ -54,7 +54,6 @@ ORDER = (
     Package("profiler"),
     Package("options", torch=False),
     Package("pipeline"),
-    Package("option_conflicts"),
     Package("api_arguments"),
     Package("api"),
     Package("integrations"),

@@ -1,18 +1,15 @@
-"""Inputs for running an artifact: random parameters, and mini-batches that are random or from a file."""
+"""Inputs for running an artifact: random parameters and mini-batches."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from pipec.artifact.artifact import read_artifact
 from pipec.cli.target import load_optimizer
-from pipec.errors import InputError
 from pipec.ir import Plan, Sizes, Value
-from pipec.ir.text_format import evaluate_dim, format_value
+from pipec.ir.text_format import evaluate_dim
 from pipec.pipeline.load import check_sync_spec, pipeline_of
 from pipec.pipeline.pipeline import Pipeline
 from pipec.runtime.step.ranks import Ranks
@@ -65,26 +62,6 @@ def random_batches(plan: Plan, int_high: int) -> Iterator[Leaves]:
             tensor = _random(planned_input.value, {"b": _batch_size(plan), **plan.planned_sizes}, int_high)
             leaves[planned_input.position] = _restore_axis(plan, planned_input.position, tensor)
         yield _repeated(plan, leaves)
-
-
-def read_batch(plan: Plan, path: Path) -> Leaves:
-    """The mini-batch in a safetensors file, with tensors named as in the generated code.
-
-    Raises InputError if the file cannot be read or lacks a tensor.
-    """
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise InputError(f"{path} cannot be read as safetensors: {error}") from error
-    if missing := [
-        planned_input.value.name for planned_input in plan.inputs if planned_input.value.name not in tensors
-    ]:
-        expected = ", ".join(f"{format_value(plan.user_value(each))} ({each.path})" for each in plan.inputs)
-        raise InputError(f"{path} lacks {', '.join(missing)}; expected {expected}, b rows in the mini-batch")
-    leaves = _empty(plan)
-    for planned_input in plan.inputs:
-        leaves[planned_input.position] = tensors[planned_input.value.name]
-    return _repeated(plan, leaves)
 
 
 def _repeated(plan: Plan, leaves: Leaves) -> Leaves:

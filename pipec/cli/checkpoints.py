@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipec.cli.output import show_json
-from pipec.console import status
 from pipec.errors import ArtifactError, InputError
 from pipec.ir.text_format import format_bytes
 
@@ -18,9 +17,8 @@ commands = typer.Typer(help="Convert checkpoints.", no_args_is_help=True)
 
 def check_checkpoint(directory: Path, as_json: bool) -> None:
     """Check every file of a checkpoint, and summarize its contents."""
-    with status("loading torch"):
-        from pipec.checkpoint.convert import open_checkpoint
-        from pipec.saved_folders import find_folder
+    from pipec.checkpoint.convert import open_checkpoint
+    from pipec.saved_folders import find_folder
 
     place = find_folder(directory)
     if place.is_dir() and not (place / "checkpoint.pt").exists():
@@ -93,8 +91,7 @@ def convert(
     Such a folder has weights under model and the optimizer under optim, as that library's get_state_dict
     returns them. No code in a folder is run: its metadata, a pickle, may only name classes of that library.
     """
-    with status("loading torch"):
-        from pipec.checkpoint.convert import convert
+    from pipec.checkpoint.convert import convert
 
     result = convert(source.resolve(), target.resolve(), optimizer, num_steps)
     typer.echo(f"{target} is {result.kind}: {result.num_tensors} tensors, {format_bytes(result.num_bytes)}")

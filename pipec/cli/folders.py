@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 from pipec.cli.checkpoints import check_checkpoint
 from pipec.cli.flags import Drawing, IntHigh, Json, Seed, Steps, compile_flags
 from pipec.cli.output import check_drawing, show_json, write_stdout
-from pipec.console import log, status
+from pipec.console import log
 from pipec.errors import InputError
 from pipec.ir.text_format import format_seconds
 
@@ -48,8 +48,7 @@ def check(
     if not (folder / "plan.json").exists():
         check_checkpoint(max(folder.glob("step-*"), default=folder), as_json)
         return
-    with status("loading torch"):
-        from pipec.artifact.artifact import read_artifact
+    from pipec.artifact.artifact import read_artifact
 
     artifact, _ = read_artifact(folder)
     stages, ranks = len(artifact.sources), len(artifact.programs)
@@ -78,44 +77,39 @@ def run(
         bool, typer.Option("--trace", help="Record the steps, and show the planned and the measured one.")
     ] = False,
     output: Drawing = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(help="A safetensors file with one mini-batch, under the names in the generated code."),
-    ] = None,
     seed: Seed = 0,
     int_high: IntHigh = 2,
     *,
     options: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
-    """Run steps of a saved artifact, on random inputs or on inputs from a file.
+    """Run steps of a saved artifact on random inputs.
 
     An artifact that was compiled with an optimizer needs --optimizer, and --clip-grad-norm if it clips.
     Mini-batches follow each other as in ``pipe.stream``: with an asynchronous schedule they overlap.
 
     The command runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec run FOLDER.
-    Inputs are random without --inputs, and so are parameters that were not saved. Random floats are normal,
-    with standard deviation 0.02 for parameters; buffers are ones. An artifact does not have the size of an
-    embedding table: choose --int-high within it.
+    Parameters that were not saved are random, too. Random floats are normal, with standard deviation 0.02 for
+    parameters; buffers are ones. An artifact does not have the size of an embedding table: choose --int-high
+    within it.
 
     With --trace, two steps warm up before the steps that are recorded.
 
     JSON keys: losses, one a step; seconds, from each loss to the next; random_tensors, the number of tensors
     that were not saved. With --trace: planned and measured, each as of pipec schedule.
     """
-    with status("loading torch"):
-        from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches, read_batch
+    from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches
 
     if output is not None and not trace:
         raise InputError("-o draws the steps that --trace records; give --trace, too")
     check_drawing(output)
     pipe, num_random = load_with_random_tensors(folder, seed, **options)
-    batches = repeat(read_batch(pipe.plan, inputs)) if inputs else random_batches(pipe.plan, int_high)
+    batches = random_batches(pipe.plan, int_high)
     if trace:
         _trace(pipe, batches, steps, output, as_json)
         return
     if not as_json:
-        log(_heading(pipe.plan, num_random, inputs, seed))
+        log(_heading(pipe.plan, num_random, seed))
     losses, seconds, started = [], [], time.perf_counter()
     for step, loss in enumerate(pipe.stream_of_leaves(islice(batches, steps))):
         losses.append(loss.item())
@@ -144,10 +138,9 @@ def _trace(
         write_stdout(f"wrote {output}\n" if output is not None else text)
 
 
-def _heading(plan: "Plan", num_random: int, inputs: Path | None, seed: int) -> str:
+def _heading(plan: "Plan", num_random: int, seed: int) -> str:
     tensors = f"{num_random} tensors were not saved and are random" if num_random else "saved tensors"
-    batch = f"inputs from {inputs}" if inputs else "random inputs"
     return (
         f"{plan.schedule}, {plan.num_microbatches} microbatches of {plan.microbatch_size} "
-        f"on {plan.num_ranks} ranks; {tensors}; {batch}; seed {seed}"
+        f"on {plan.num_ranks} ranks; {tensors}; random inputs; seed {seed}"
     )

@@ -1,16 +1,20 @@
 """``pipec plan``: compile a model, and print, write or draw its plan."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipec.cli.flags import Json, Target, compile_flags
-from pipec.cli.output import is_drawing, plan_summary, show_json, show_python
+from pipec.cli.output import show_json, write_stdout
 from pipec.cli.target import compile_target, refuse_folder
 from pipec.errors import InputError
 from pipec.ir.argument_checks import MOST_RANKS
+
+if TYPE_CHECKING:
+    from pipec.pipeline import Pipeline
 
 
 @compile_flags()
@@ -50,27 +54,45 @@ def plan(
             raise InputError(
                 "the number of ranks is missing; give it with --devices, or a file with --topology"
             )
-        devices = _num_devices(options["topology"])
+        from pipec.hardware.topology import read_topology
+
+        devices = len(read_topology(options["topology"]).devices)
     pipe = compile_target(target, devices, options)
+    wrote = "" if output is None else f"wrote plan, code and programs to {output}"
     sources = {str(stage): pipe.source(stage) for stage in range(len(pipe.plan.stages))}
-    if output is not None and is_drawing(output):
+    if output is not None and _is_drawing(output):
         pipe.visualize(output)
+        wrote = f"wrote {output}"
     elif output is not None:
         pipe.save(output)
     if as_json:
-        summary = plan_summary(pipe.plan, pipe.plan.programs)
+        summary = _summary(pipe)
         show_json({**summary, "sources": sources} if code else summary)
     elif code:
-        show_python("\n\n".join(sources.values()))
+        write_stdout("\n\n".join(sources.values()))
     else:
-        typer.echo(pipe.plan if output is None else _wrote(output))
+        typer.echo(wrote or pipe.plan)
 
 
-def _wrote(output: Path) -> str:
-    return f"wrote {output}" if is_drawing(output) else f"wrote plan, code and programs to {output}"
+def _summary(pipe: "Pipeline") -> dict[str, object]:
+    """The plan as in plan.json, and the predicted step: seconds, bubble rate, peak bytes of each rank."""
+    from pipec.timeline.steady_state import steady_state
+
+    artifact, timeline = pipe._executions.trained, pipe.simulate()
+    assert artifact is not None
+    steady = steady_state(timeline)
+    own = {"time": steady.batch_interval, "bubble_rate": steady.bubble_rate} if steady else None
+    return {
+        "plan": asdict(artifact.plan),
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.bubble_rate,
+        **({"steady": own} if own else {}),
+        "peak_bytes": [need.peak_bytes for need in pipe.memory()],
+    }
 
 
-def _num_devices(topology: Path) -> int:
-    from pipec.hardware.topology import read_topology
+def _is_drawing(path: Path) -> bool:
+    """Whether the name of a file is that of a drawing of a step."""
+    from pipec.viz.write_files import SUFFIXES
 
-    return len(read_topology(topology).devices)
+    return path.suffix in SUFFIXES

@@ -1,6 +1,6 @@
 """``pipec profile``: measure a model on this machine, for later plans."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +8,6 @@ import typer
 
 from pipec.cli.flags import Target, compile_flags
 from pipec.cli.target import load_example
-from pipec.console import status
 from pipec.ir import Phase
 from pipec.ir.text_format import format_seconds
 
@@ -42,27 +41,16 @@ def profile(
     options: Mapping[str, Any],
 ) -> None:
     """Measure every operator of a training step, forward and backward, and write a profile."""
-    with status("loading torch") as activity:
-        from pipec import api
+    from pipec import api
 
-        activity.now(f"loading {target}")
-        example = load_example(target)
-        activity.now("capturing the model")
-
-        def shown(runs: range) -> Iterator[int]:
-            for number in runs:
-                activity.now(f"measuring, run {number + 1} of {len(runs)}")
-                yield number
-
-        result = api.profile(
-            example,
-            microbatch_size=microbatch_size,
-            device=device,
-            repeats=repeats,
-            ranks=ranks,
-            precision=options["precision"],
-            progress=shown,
-        )
+    result = api.profile(
+        load_example(target),
+        microbatch_size=microbatch_size,
+        device=device,
+        repeats=repeats,
+        ranks=ranks,
+        precision=options["precision"],
+    )
     result.save(output)
     typer.echo(profile_table(result))
     typer.echo(f"wrote {output}")
@@ -70,27 +58,21 @@ def profile(
 
 def profile_table(profile: "Profile", max_rows: int = 12) -> str:
     """A table of the operators that take longest, below the totals."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from pipec.plan.plan_table import table_lines
 
     forward, backward = (sum(op.seconds(phase) for op in profile.operators) for phase in _FUSED)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("operator", no_wrap=True)
-    table.add_column("module", no_wrap=True)
-    for heading in ("forward", "backward", "share"):
-        table.add_column(heading, justify="right", no_wrap=True)
     slowest = sorted(profile.operators, key=lambda op: sum(map(op.seconds, _FUSED)), reverse=True)
+    rows = []
     for op in slowest[:max_rows]:
         seconds = [op.seconds(phase) for phase in _FUSED]
         share = sum(seconds) / (forward + backward)
-        table.add_row(op.name, op.module, *map(format_seconds, seconds), f"{share:.1%}")
+        rows.append([op.name, op.module, *map(format_seconds, seconds), f"{share:.1%}"])
+    headings = ["operator", "module", "forward", "backward", "share"]
     headline = (
         f"{len(profile.operators)} operators on {profile.device}, microbatches of {profile.microbatch_size}: "
         f"forward {format_seconds(forward)}, backward {format_seconds(backward)}"
     )
-    return "\n".join([headline, "", *table_lines(table)])
+    return "\n".join([headline, "", *table_lines(headings, rows, left=["operator", "module"])])
 
 
 _FUSED = (Phase.FORWARD, Phase.BACKWARD)

@@ -1,7 +1,5 @@
 """``pipec schedule``: the timeline of one step on equal stages."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,9 +51,6 @@ def _amount(help: str) -> Any:
 _MAX_FORWARDS = 2**22
 """The most forwards of a step. More take minutes, and cannot be inspected."""
 
-_StepAndJson = tuple["DrawnStep", Mapping[str, object]]
-"""A step, and additional keys of its JSON."""
-
 
 def schedule(
     name: ScheduleName,
@@ -93,11 +88,21 @@ def schedule(
     refuse_folder(name)
     if ":" in name and not name.endswith(".txt"):
         raise InputError(f"{name} is a model: pipec plan {name} --devices 4 -o step.html draws its step")
-    equal_stages = _EqualStages.of(stages, replicas)
-    names = _names(name, compare, output)
-    equal_stages.require_few_forwards(microbatches)
+    check_drawing(output)
+    numbers = _replicas_of_stages(stages, replicas)
+    if len(numbers) * microbatches > _MAX_FORWARDS:
+        raise InputError(
+            f"--stages {len(numbers)} and --microbatches {microbatches} make "
+            f"{len(numbers) * microbatches} forwards; expected at most {_MAX_FORWARDS}"
+        )
+    if compare == name:
+        raise InputError(f"--compare names {name!r} again; expected another schedule")
+    if compare is not None and output is not None and output.suffix not in (".html", ".json"):
+        raise InputError(
+            f"--compare with {output.name}: a {output.suffix} file shows one step; expected .html or .json"
+        )
     work = Workload.uniform(
-        equal_stages.num_stages,
+        len(numbers),
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
@@ -106,7 +111,8 @@ def schedule(
         memory_weight=memory_weight,
         memory_limit=memory_limit,
     )
-    steps = [_on_equal_stages(each, equal_stages, microbatches, work, reduce) for each in names]
+    names = [name] if compare is None else [name, compare]
+    steps = [_on_equal_stages(each, numbers, microbatches, work, reduce) for each in names]
 
     drawn = [step for step, _ in steps]
     if output is not None:
@@ -118,112 +124,74 @@ def schedule(
         write_stdout(f"wrote {output}\n" if output is not None else steps_text(drawn))
 
 
-def _names(name: str, compare: str | None, output: Path | None) -> list[str]:
-    """The schedules to draw. Raises InputError if they cannot be drawn."""
-    check_drawing(output)
-    if compare is None:
-        return [name]
-    if compare == name:
-        raise InputError(f"--compare names {name!r} again; expected another schedule")
-    if output is not None and output.suffix not in (".html", ".json"):
+def _replicas_of_stages(stages: int | None, text: str) -> tuple[int, ...]:
+    """Parse ``--stages`` and ``--replicas``. Raises InputError if they contradict each other."""
+    replicas = parse_replicas(text)
+    if isinstance(replicas, str):
         raise InputError(
-            f"--compare with {output.name}: a {output.suffix} file shows one step; expected .html or .json"
+            "--replicas auto needs the costs of a model, as pipec plan has; give a number of replicas"
         )
-    return [name, compare]
-
-
-@dataclass(frozen=True)
-class _EqualStages:
-    """The number of stages, and their replicas: one number for every stage, or one for each."""
-
-    num_stages: int
-    replicas: int | tuple[int, ...]
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The replicas of each stage."""
-        return (self.replicas,) * self.num_stages if isinstance(self.replicas, int) else self.replicas
-
-    def require_few_forwards(self, num_microbatches: int) -> None:
-        """Raise InputError if a step would take minutes to simulate."""
-        if self.num_stages * num_microbatches > _MAX_FORWARDS:
-            raise InputError(
-                f"--stages {self.num_stages} and --microbatches {num_microbatches} make "
-                f"{self.num_stages * num_microbatches} forwards; expected at most {_MAX_FORWARDS}"
-            )
-
-    @classmethod
-    def of(cls, stages: int | None, text: str) -> "_EqualStages":
-        """Parse ``--stages`` and ``--replicas``. Raises InputError if they contradict each other."""
-        replicas = parse_replicas(text)
-        if isinstance(replicas, str):
-            raise InputError(
-                "--replicas auto needs the costs of a model, as pipec plan has; give a number of replicas"
-            )
-        if isinstance(replicas, int):
-            return cls(4 if stages is None else stages, replicas)
-        if stages not in (None, len(replicas)):
-            raise InputError(
-                f"--replicas {text} is for {len(replicas)} stages, but --stages is {stages}; "
-                "leave --stages out"
-            )
-        return cls(len(replicas), replicas if len({*replicas}) > 1 else replicas[0])
+    if isinstance(replicas, int):
+        return (replicas,) * (4 if stages is None else stages)
+    if stages not in (None, len(replicas)):
+        raise InputError(
+            f"--replicas {text} is for {len(replicas)} stages, but --stages is {stages}; leave --stages out"
+        )
+    return replicas
 
 
 def _on_equal_stages(
-    name: str, equal_stages: _EqualStages, num_microbatches: int, work: "Workload", reduce: float
-) -> _StepAndJson:
-    """The step of a schedule, or of a file of compute orders."""
+    name: str, replicas: tuple[int, ...], num_microbatches: int, work: "Workload", reduce: float
+) -> tuple["DrawnStep", float]:
+    """The step of a schedule or of a file of compute orders, and the seconds to lower and verify it."""
     from pipec.schedules.chain_simulation import chain_sync_spec, simulate_schedule
     from pipec.viz import DrawnStep
 
-    schedule, work = _schedule_and_work(name, equal_stages, num_microbatches, work)
+    schedule, work = _schedule_and_work(name, replicas, num_microbatches, work)
     work.check_memory(schedule)
     timeline, seconds = simulate_schedule(schedule, work, chain_sync_spec(schedule.placement, reduce))
-    return DrawnStep(name, num_microbatches, timeline), {"lower_and_verify_seconds": seconds}
+    return DrawnStep(name, num_microbatches, timeline), seconds
 
 
 def _schedule_and_work(
-    name: str, equal_stages: _EqualStages, num_microbatches: int, work: "Workload"
+    name: str, replicas: tuple[int, ...], num_microbatches: int, work: "Workload"
 ) -> tuple["Schedule", "Workload"]:
-    """The schedule on all ranks, and the costs of its stages."""
+    """The schedule on all ranks, and the costs of its stages.
+
+    A stage with twice as many replicas as another takes twice as long.
+    """
     from pipec.schedules import ASYNCHRONOUS_SCHEDULES, custom_schedule, make_schedule
     from pipec.schedules.replicated import replicate_schedule, round_robin
 
+    scaled = work.scaled([count / min(replicas) for count in replicas])
     if name in ASYNCHRONOUS_SCHEDULES:
-        numbers = equal_stages.numbers
-        return ASYNCHRONOUS_SCHEDULES[name].for_microbatches(numbers, num_microbatches), work.scaled(
-            _factors(numbers)
-        )
-    if not isinstance(equal_stages.replicas, int):
+        return ASYNCHRONOUS_SCHEDULES[name].for_microbatches(replicas, num_microbatches), scaled
+    if len({*replicas}) > 1:
         if name != "1f1b":
             raise InputError(
                 f"schedule {name!r} needs the same number of replicas for every stage; use 1f1b or "
                 "pipedream, which run different numbers round robin"
             )
-        return round_robin(num_microbatches, equal_stages.replicas), work.scaled(
-            _factors(equal_stages.replicas)
-        )
+        return round_robin(num_microbatches, replicas), scaled
 
     def one_pipeline(count: int) -> "Schedule":
         if name.endswith(".txt"):
-            return custom_schedule(Path(name), equal_stages.num_stages, count)
-        return make_schedule(name, equal_stages.num_stages, count, work)
+            return custom_schedule(Path(name), len(replicas), count)
+        return make_schedule(name, len(replicas), count, work)
 
-    if equal_stages.replicas == 1:
+    if replicas[0] == 1:
         return one_pipeline(num_microbatches), work
-    schedule = replicate_schedule(one_pipeline, num_microbatches, equal_stages.replicas)
-    placement = tuple((ranks[0] // equal_stages.replicas,) for ranks in schedule.placement)
+    schedule = replicate_schedule(one_pipeline, num_microbatches, replicas[0])
+    placement = tuple((ranks[0] // replicas[0],) for ranks in schedule.placement)
     return schedule, work.for_placement(placement)
 
 
-def _factors(replicas: Sequence[int]) -> list[float]:
-    """The time of each stage as a multiple of the time of a stage with the fewest replicas."""
-    return [count / min(replicas) for count in replicas]
-
-
-def _summary(step: "DrawnStep", more: Mapping[str, object]) -> dict[str, object]:
+def _summary(step: "DrawnStep", seconds: float) -> dict[str, object]:
     from pipec.timeline.report import timeline_report
 
-    summary = {"schedule": step.schedule, "num_microbatches": step.num_microbatches}
-    return {**summary, **more, **timeline_report(step.timeline)}
+    return {
+        "schedule": step.schedule,
+        "num_microbatches": step.num_microbatches,
+        "lower_and_verify_seconds": seconds,
+        **timeline_report(step.timeline),
+    }

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipec.cli.flags import parse_replicas
-from pipec.console import status
 from pipec.errors import InputError, PipecError
 
 if TYPE_CHECKING:
@@ -31,29 +30,22 @@ def compile_target(
     ``options`` are options of ``pipec.compile``, as ``compile_flags`` reads them.
     """
     schedule, replicas = options["schedule"], parse_replicas(options["replicas"])
-    with status("loading torch") as activity:
-        from pipec.api import compile
-        from pipec.hardware.calibration import calibrate
-        from pipec.runtime.processes.launch import resolve_devices, world
+    from pipec.api import compile
+    from pipec.hardware.calibration import calibrate
+    from pipec.runtime.processes.launch import resolve_devices, world
 
-        device = next(iter(resolve_devices(devices, world()).values()))
-        activity.now(f"loading {target}")
-        example = load_example(target)
-        parsed = {
-            "schedule": Path(schedule) if schedule.endswith(".txt") else schedule,
-            "replicas": replicas,
-            "optimizer": load_optimizer(options["optimizer"]),
-            "costs": calibrate(device) if options["costs"] == "calibrate" else options["costs"],
-        }
-        pipe = compile(
-            example.model,
-            devices,
-            loss_fn=example.loss_fn,
-            batched=example.batched,
-            **{**options, **parsed},
-        )
-        activity.now("capturing the model and compiling its stages")
-        return pipe.prepare(*example.args, target=example.target, **example.kwargs)
+    device = next(iter(resolve_devices(devices, world()).values()))
+    example = load_example(target)
+    parsed = {
+        "schedule": Path(schedule) if schedule.endswith(".txt") else schedule,
+        "replicas": replicas,
+        "optimizer": load_optimizer(options["optimizer"]),
+        "costs": calibrate(device) if options["costs"] == "calibrate" else options["costs"],
+        "loss_fn": example.loss_fn,
+        "batched": example.batched,
+    }
+    pipe = compile(example.model, devices, **{**options, **parsed})
+    return pipe.prepare(*example.args, target=example.target, **example.kwargs)
 
 
 def refuse_folder(name: str) -> None:
@@ -95,7 +87,9 @@ def load_optimizer(name: str | None) -> "Factory | None":
         return _load_function("optimizer", name, "(named_parameters) -> torch.optim.Optimizer")
     import torch
 
-    classes = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
+    kinds = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
+    classes = {key: kind for key, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer)}
+    del classes["optimizer"]
     if name.lower() not in classes:
         names = ", ".join(each.__name__ for each in classes.values())
         raise InputError(
@@ -104,12 +98,6 @@ def load_optimizer(name: str | None) -> "Factory | None":
         )
     factory: Factory = classes[name.lower()]
     return factory
-
-
-def _is_optimizer(value: object) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
 
 
 def _load_function(argument: str, name: str, signature: str) -> Callable[..., Any]:

@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from pipec.capture.model_call import ModelCall
-from pipec.compiler.check import CheckResult
-from pipec.errors import CaptureError, InputError, MixedRowsError, UnequalStepError
-from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer, is_collective
+from pipec.errors import InputError, MixedRowsError
+from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer
 from pipec.graph.size_text import format_size
 from pipec.ir import Payload, Placement, Plan
 from pipec.ir.text_format import names_in
@@ -23,15 +21,10 @@ _NORMS = (
 """Norms with statistics of each microbatch, as of each batch in eager torch (docs/replicas.md)."""
 
 
-def has_model_collectives(graph: TrainingGraph) -> bool:
-    """Whether the model has collectives between the replicas of a stage."""
-    return any(map(is_collective, graph.nodes))
-
-
 def require_full_rounds(graph: TrainingGraph, placement: Placement, num_microbatches: int) -> None:
     """Raise InputError unless replicas with model collectives have equally many microbatches."""
     uneven = [ranks for ranks in placement if num_microbatches % len(ranks)]
-    if uneven and has_model_collectives(graph):
+    if uneven and graph.first_collective:
         raise InputError(
             "the model has collectives between the replicas of a stage, which need equally many "
             f"microbatches each, but {len(uneven[0])} replicas share {num_microbatches}; pass a multiple of "
@@ -82,47 +75,6 @@ def require_independent_rows(
             "the model or loss_fn returns a value of all rows together, which cannot be computed from "
             f"{num_microbatches} microbatches:\n  {findings.output}\n"
             f"Return it for each row, or compile with {as_one}"
-        )
-
-
-def refuse_difference(result: CheckResult) -> None:
-    """Raise if a check found that the graph does not compute what the model does.
-
-    Raises:
-        UnequalStepError: microbatches do not make up the batch.
-        CaptureError: the graph differs even where the batch is not split.
-    """
-    if not result.has_difference:
-        return
-    rows = " and ".join(map(str, result.sizes))
-    if result.is_of_capture:
-        raise CaptureError(
-            f"the captured graph does not compute what the model computes of the first {rows} rows: "
-            f'{result.difference}. This is a fault of pipec; with check="off" the step would run as it is'
-        )
-    raise UnequalStepError(
-        f"microbatches of {rows} rows do not make what the model computes of these rows at once:\n  "
-        f"{result.difference}\n"
-        "Remedies: compute the batch as one, with microbatches=1; compute each row by itself, and reduce "
-        'with sums and means over rows; name the dimension of the batch, as in batched={"x": 1}, or the '
-        'arguments that every microbatch needs whole, as in batched={"table": None}'
-    )
-
-
-def refuse_unchecked_rows(result: CheckResult, call: ModelCall, findings: BatchFindings) -> None:
-    """Ask for the rows of tensors that may be whole, where neither a proof nor a check has told.
-
-    Raises:
-        InputError: it names all of them.
-    """
-    is_proved = findings.is_proved
-    if call.ambiguous_leaves and result.agreement is None and not is_proved:
-        names = dict.fromkeys(call.ambiguous_leaves.values())
-        split, whole = (", ".join(f"{name!r}: {word}" for name in names) for word in (0, None))
-        raise InputError(
-            f"{', '.join(call.ambiguous_leaves)} have as many rows as the batch, and may be other rows. No "
-            f"run could tell: {result.reason}. Pass batched={{{split}}} to pipec.compile for what is split, "
-            f"and batched={{{whole}}} for what every microbatch needs whole"
         )
 
 
@@ -242,7 +194,7 @@ def refuse_tied_weights(plan: Plan) -> None:
 
 def refuse_replica_state(plan: Plan, graph: TrainingGraph) -> None:
     """Refuse model collectives and buffer updates of replicas that work on different mini-batches."""
-    if has_model_collectives(graph) and any(len(ranks) > 1 for ranks in plan.placement):
+    if graph.first_collective and any(len(ranks) > 1 for ranks in plan.placement):
         raise InputError(
             "the model has collectives between the replicas of a stage, which work on different mini-batches "
             "under an asynchronous schedule; pass a synchronous one, such as schedule='1f1b', or replicas=1"
@@ -257,3 +209,30 @@ def refuse_replica_state(plan: Plan, graph: TrainingGraph) -> None:
             "one replica of the stage; or call eval() on the layer, or make it without this buffer "
             "(track_running_stats=False)"
         )
+
+
+def check_local_batch(plan: Plan, num_replicas: int) -> None:
+    """Raise InputError unless replicas are whole pipelines that need no rows of each other.
+
+    Rank q is to be in pipeline q modulo ``num_replicas``, which every rank knows before there is a plan.
+    """
+    for stage, ranks in enumerate(plan.placement):
+        if [rank % num_replicas for rank in ranks] != list(range(num_replicas)):
+            raise InputError(
+                f"the plan has stage {stage} on ranks {ranks}, which are not one rank of each of "
+                f'{num_replicas} pipelines; with batch="local" every stage has as many replicas, in turn. '
+                "Pass a schedule of one pipeline, and replicas=..."
+            )
+    if plan.num_microbatches % num_replicas:
+        raise InputError(
+            f"{plan.num_microbatches} microbatches are no multiple of {num_replicas} replicas, each of which "
+            'splits its own part with batch="local"; pass a multiple as microbatches'
+        )
+    for part in plan.stages:
+        sums = {value.name for value in part.batch_count_sums}
+        if others := [name for name in part.batch_counts if name not in sums]:
+            raise InputError(
+                f"the loss needs {others[0]} of the whole batch (see batch_counts in the code of stage "
+                f"{part.index}), which is no sum over its rows, so that replicas cannot add up what it is of "
+                'their parts. Pass it to step as an argument, or compile without batch="local"'
+            )

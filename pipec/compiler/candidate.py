@@ -1,11 +1,14 @@
 """One point of the search space: the decisions that are fixed, and those left to the search."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import Replicas, SchedulePolicy
 from pipec.compiler.staged_graph import StagedGraph
+from pipec.graph import TrainingGraph
 from pipec.hardware.topology import Topology, equal_devices
 from pipec.ir import Placement, Plan, RankMemory, Schedule, ShardingLevel, count_ranks
 from pipec.passes import Pass
@@ -14,6 +17,8 @@ from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.assignments.follow_placement import FollowPlacement, parameter_stages
 from pipec.passes.assignments.operator_blocks import UpdateCost
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas
+
+log = logging.getLogger("pipec")
 
 _OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
 """The kinds of memory that the planner sums over operators."""
@@ -64,6 +69,11 @@ class Candidate:
         is_small = self.cut is None and self.policy.total_ranks <= _MAX_RANKS_TOLD
         return is_small and not (is_open or self.num_microbatches)
 
+    @property
+    def recorded_options(self) -> Mapping[str, Any]:
+        """The options of the pipeline, with the replicas that follow from them."""
+        return {**self.options.recorded, "replicas": self.policy.replicas}
+
     def counts(self, batch: int) -> list[int]:
         """The numbers of microbatches to try for ``batch`` rows, the usual one first."""
         return [self.num_microbatches] if self.num_microbatches else self.policy.microbatch_counts(batch)
@@ -77,11 +87,17 @@ class Candidate:
         sync_spec = replace(self.options.sync_spec, shard=shard)
         return replace(self, options=replace(self.options, sync_spec=sync_spec), tunes_shard=False)
 
-    def gathering_by_layers(self) -> list["Candidate"]:
-        """The candidates that gather sharded parameters by groups of layers, not a rank's whole stage."""
-        if self.options.sync_spec.shard is not ShardingLevel.PARAMETERS or self.policy.replicas == 1:
-            return []
-        return [replace(self, policy=policy) for policy in self.policy.with_groups_of_layers()]
+    def restricted_by(self, graph: TrainingGraph) -> "Candidate":
+        """The candidate for steps on this graph: a tail and model collectives do not allow everything."""
+        restricted, replicas = self, self.policy.replicas
+        if graph.first_collective and self.num_microbatches is None:
+            rounds = "%s is a collective of replicas: a step is one round, of %s microbatches"
+            log.info(rounds, graph.first_collective, replicas)
+            assert isinstance(replicas, int), "model collectives of unequal replicas are refused"
+            restricted = replace(restricted, num_microbatches=replicas)
+        if graph.findings.tail:
+            restricted = replace(restricted, policy=replace(self.policy, is_synchronous_only=True))
+        return restricted
 
     def on_stages_of(self, staged: StagedGraph, placement: Placement) -> "Candidate":
         """The candidate with stages and parameters placed as in a cut graph."""
@@ -90,7 +106,7 @@ class Candidate:
             len(placement),
             parameter_stages(graph),
             graph.assignment.ranks,
-            tuple(staged.operator_stages),
+            tuple(zip(graph.operators, graph.assignment.stages, strict=True)),
         )
         return replace(self, placement=placement, cut=cut)
 
@@ -193,12 +209,6 @@ class Candidate:
     def _for_replicas(self, assign: Assign) -> Pass:
         """The pass that applies the cut of one pipeline to all its replicas."""
         return AssignStages(assign, () if self.policy.replicas == 1 else self.replica_groups())
-
-
-def sharding_levels(candidate: Candidate) -> Sequence[Candidate]:
-    """The candidate with each level of sharding, none first; itself alone if the level is decided."""
-    levels = (None, *ShardingLevel) if candidate.tunes_shard else ()
-    return [candidate.with_sharding(shard) for shard in levels] or [candidate]
 
 
 def _is_straight(placement: Placement) -> bool:

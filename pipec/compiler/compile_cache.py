@@ -13,7 +13,7 @@ from pipec.capture.model_call import ModelCall
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.console import notice
 from pipec.graph import Fingerprint, difference
-from pipec.ir import Mode, Sizes, Variable
+from pipec.ir import Mode, Plan, Sizes, Variable
 from pipec.ir.batch_split import variable_values
 from pipec.ir.text_format import holds
 
@@ -24,8 +24,6 @@ Each has a captured graph."""
 
 MAX_PROGRAMS = 32
 """Most programs cached for one signature: one for each number of rows, or size that the model depends on."""
-
-_MAX_VALID_SIZES = 1024
 
 
 @dataclass(frozen=True)
@@ -94,34 +92,21 @@ class CompiledGraphs:
 
 @dataclass(eq=False)
 class _Program:
-    """The artifacts that run batches of ``rows`` rows, and the sizes for which their guards held."""
+    """The artifacts that run batches of ``rows`` rows."""
 
     rows: int
     groups: MicrobatchGroups
-    _valid_sizes: set[tuple[float, ...]] = field(default_factory=set)
 
     def is_valid_for(self, rows: int, values: Sizes) -> bool:
-        """Whether the artifacts are valid for such a batch. Evaluates guards once for each size."""
-        if rows != self.rows:
-            return False
-        sizes = tuple(values.values())
-        if sizes in self._valid_sizes:
-            return True
-        if len(self._valid_sizes) >= _MAX_VALID_SIZES:  # for example, a number that differs in every step
-            self._valid_sizes.clear()
-        is_valid = self._guards_hold(values)
-        if is_valid:
-            self._valid_sizes.add(sizes)
-        return is_valid
+        """Whether the artifacts are valid for such a batch."""
+        return rows == self.rows and all(
+            self._is_valid(artifact.plan, {*sizes} - {0}, values) for artifact, sizes in self.groups
+        )
 
-    def _guards_hold(self, values: Sizes) -> bool:
-        plans = [(compiled.plan, {*sizes} - {0}) for compiled, sizes in self.groups]
-        for plan, sizes in plans:
-            sizes |= {self.rows} if plan.tail_stage is not None else set()
-        return all(
-            all(values[name] == fixed for name, fixed in plan.fixed_sizes.items())
-            and all(holds(guard, {**values, "b": rows}) for rows in sizes for guard in plan.guards)
-            for plan, sizes in plans
+    def _is_valid(self, plan: Plan, sizes: Collection[int], values: Sizes) -> bool:
+        whole = {self.rows} if plan.tail_stage is not None else set()
+        return all(values[name] == fixed for name, fixed in plan.fixed_sizes.items()) and all(
+            holds(guard, {**values, "b": rows}) for rows in whole.union(sizes) for guard in plan.guards
         )
 
 

@@ -1,7 +1,9 @@
 """The compiler of one model: holds the decisions and the compiled artifacts that later calls use."""
 
+import functools
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +12,18 @@ import torch
 from torch import nn
 
 from pipec import console
+from pipec.artifact.artifact import MicrobatchGroups
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import LossPath
 from pipec.capture.traced_step import traced_step_without_call
 from pipec.compiler.candidate import Candidate
-from pipec.compiler.compile_cache import CaptureSignature, CompileCache, MicrobatchGroups
-from pipec.compiler.stopwatch import Stopwatch
+from pipec.compiler.compile_cache import CaptureKey, CaptureSignature, CompileCache, CompiledGraphs
+from pipec.compiler.staged_graph import StagedGraph
 from pipec.errors import InputError
+from pipec.graph import BatchFindings, TrainingGraph
 from pipec.ir import Mode, Precision, Sizes
+from pipec.ir.batch_split import variable_values
+from pipec.passes import Pass
 from pipec.torch_compat.private_symbols import require
 
 
@@ -42,6 +48,30 @@ class CompileSettings:
 
 
 @dataclass
+class Stopwatch:
+    """Sums the ``seconds`` of each compilation step, by its name, over all compilations."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Add the time of a block, without the time of steps that are timed within it."""
+        started, noted = time.perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            within = sum(self.seconds.values()) - noted
+            self._note(step, time.perf_counter() - started - within)
+
+    def observe(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
+        """Add the time of a pass."""
+        self._note(type(transform).__name__, seconds)
+
+    def _note(self, step: str, seconds: float) -> None:
+        self.seconds[step] = self.seconds.get(step, 0.0) + seconds
+
+
+@dataclass
 class Compiler:
     """Compiles the calls of one model. The first call decides where stages are placed and what they own.
 
@@ -62,59 +92,32 @@ class Compiler:
         """A compiler for a copy of the model, with the same decisions and an empty cache."""
         return Compiler(model, self.canonical, self.settings, self.decided)
 
-    def compile(
-        self,
-        signature: CaptureSignature,
-        call: ModelCall,
-        change: str,
-        refuses_mixed_rows: bool,
-        example: ModelCall | None = None,
-        unknown: Collection[str] = (),
-    ) -> MicrobatchGroups:
-        """Compile an artifact for each group of consecutive microbatches of ``call``.
-
-        ``change`` says which variables of the call differ from before. With ``refuses_mixed_rows``,
-        a batch whose rows depend on one another is refused. ``example`` has the values of this process, if
-        ``call`` has none. ``unknown`` names the tensors of the model whose values this process does not have.
+    def compile(self, request: "CompileRequest") -> MicrobatchGroups:
+        """Compile an artifact for each group of consecutive microbatches of a call.
 
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        reason = self.cache.recompile_reason(signature, call, change)
-        with self.stopwatch.reporting(f"compiling, {reason}"), without_garbage_collection():
+        reason = self.cache.recompile_reason(request.signature, request.call, request.change)
+        with console.delayed_status(f"compiling, {reason}"), without_garbage_collection():
             require("capture")
             # It loads torch._dynamo, which takes seconds that ranks save for which another one compiles.
-            from pipec.compiler.compile import CompileRequest, compile_call
+            from pipec.compiler.compile import compile_call
 
-            known = self.cache.get(signature)
-            request = CompileRequest(
-                self,
-                signature.key,
-                call,
-                known,
-                bool(change),
-                refuses_mixed_rows,
-                example or call,
-                frozenset(unknown),
-            )
             compiled = compile_call(request)
         self.decided = compiled.decided
-        self.cache.put(signature, compiled.known)
+        self.cache.put(request.signature, compiled.known)
         return compiled.groups
 
-    def check(
-        self, signature: CaptureSignature, call: ModelCall, sizes: Sequence[int], unknown: Collection[str]
-    ) -> None:
+    def check(self, request: "CompileRequest", sizes: Sequence[int]) -> None:
         """Compare a call that was compiled before with the model itself, for microbatches of these sizes.
 
         Raises:
             UnequalStepError, CaptureError: they do not compute what the model computes.
         """
-        from pipec.compiler.compile import CompileRequest, check_graph
+        from pipec.compiler.compile import check_graph
 
-        known = self.cache.get(signature)
-        request = CompileRequest(self, signature.key, call, known, unknown=frozenset(unknown))
-        staged = request.valid_graph(known.graphs, sizes[0])
+        staged = request.valid_graph(request.known.graphs, sizes[0])
         if staged is not None:
             check_graph(request, staged, sizes)
 
@@ -144,6 +147,65 @@ class Compiler:
         if warning and warning not in self._warned:
             self._warned.add(warning)
             console.warn(warning)
+
+
+@dataclass(frozen=True, eq=False)
+class CompileRequest:
+    """A call to compile, of the compiler's model in its present state.
+
+    ``change`` says which variables differ from the call before. With ``refuses_mixed_rows``, a batch whose
+    rows depend on one another is refused instead of run as one microbatch. ``example`` is the part of the
+    call whose values this process has, if that is not all of it. ``unknown`` names the tensors of the model
+    whose values this process does not have.
+    """
+
+    compiler: Compiler
+    signature: CaptureSignature
+    call: ModelCall
+    change: str = ""
+    refuses_mixed_rows: bool = False
+    example: ModelCall | None = None
+    unknown: Collection[str] = ()
+
+    @property
+    def key(self) -> CaptureKey:
+        return self.signature.key
+
+    @functools.cached_property
+    def known(self) -> CompiledGraphs:
+        """The graphs and artifacts of earlier calls with this signature."""
+        return self.compiler.cache.get(self.signature)
+
+    @property
+    def batch(self) -> int:
+        return self.call.batch_size
+
+    @property
+    def trains(self) -> bool:
+        return self.key.mode is Mode.TRAIN
+
+    @functools.cached_property
+    def values(self) -> Sizes:
+        """The values of the call's variables."""
+        return variable_values(self.key.variables, self.call.leaves)
+
+    def valid_graph(self, graphs: Iterable[StagedGraph], size: int) -> StagedGraph | None:
+        """The first of these graphs that is valid for a microbatch of ``size`` rows of the call, if any."""
+        return next((each for each in graphs if each.graph.is_valid_for(size, self.values)), None)
+
+    def findings(self, graph: TrainingGraph) -> BatchFindings:
+        """The findings about the batch; with a microbatch weight, each microbatch is a batch of its own."""
+        weighted = self.compiler.settings.microbatch_weight
+        return graph.findings if weighted else graph.findings_for(self.batch, self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledCall:
+    """The artifacts that run a call, the decisions for later calls, and what these may use again."""
+
+    groups: MicrobatchGroups
+    decided: Candidate
+    known: CompiledGraphs
 
 
 @contextmanager

@@ -247,8 +247,9 @@ class _Backward:
             for node, saved, made in each.lifetimes.live_bytes(bytes_of)
         ]
         operators, saved, made = np.array(rows, np.int64).reshape(-1, 3).T
-        operators_of_values = np.array([evaluated.staged.operator_numbers[name] for name in names], np.int64)
-        return cls(operators, saved, made, operators_of_values)
+        every = evaluated.staged.graph.module.graph.nodes
+        numbers = {node.name: node.meta.get("operator", -1) for node in every}
+        return cls(operators, saved, made, np.array([numbers[name] for name in names], np.int64))
 
     def growth(self, first: int, end: int) -> float:
         """The most bytes beyond the saved ones, in the statements of the values from ``first`` to ``end``.

@@ -1,8 +1,7 @@
 """The schedules that a compiled model may run, and their numbers of microbatches."""
 
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,17 +135,20 @@ class SchedulePolicy:
         rows, ranks = max(1, batch // share), self.total_ranks // share
         worthwhile = [default_num_microbatches(rows, ranks), *microbatch_counts_to_try(rows, ranks)]
         possible = [share * count for count in dict.fromkeys(worthwhile) if self._supports(share * count)]
-        return possible or [self._fixed(share * worthwhile[0]).num_microbatches]
+        return possible or [self._make(self.source, share * worthwhile[0]).num_microbatches]
 
-    def placements(self, counts: Iterable[int]) -> list[Placement]:
+    def placements(self, num_microbatches: int) -> list[Placement]:
         """The placements of the allowed schedules. Raises InputError as making a schedule does."""
+        p = self.num_ranks
         if self.source == "auto":
-            p = self.num_ranks
-            simple = dict.fromkeys([linear_placement(p), v_placement(p), loop_placement(p, 2)])
-            return [self._replicated_placement(placement) for placement in simple]
-        if self.source in SEARCHED_SCHEDULES:
-            return [self._replicated_placement(linear_placement(self.num_ranks))]
-        return list(dict.fromkeys(self._fixed(count).placement for count in counts))
+            simple = [*dict.fromkeys([linear_placement(p), v_placement(p), loop_placement(p, 2)])]
+        elif self.source in SEARCHED_SCHEDULES:
+            simple = [linear_placement(p)]
+        else:
+            return [self._make(self.source, num_microbatches).placement]
+        if isinstance(self.replicas, int):
+            return [replicate_placement(placement, self.replicas) for placement in simple]
+        return [consecutive_placement(self.replicas) for _ in simple]
 
     def candidate_schedules(
         self, num_microbatches: int, placement: Placement, work: Callable[[Schedule], Workload]
@@ -159,14 +161,13 @@ class SchedulePolicy:
         """
         if self.source == "auto":
             return self._named_schedules(num_microbatches, placement)
-        if isinstance(self.source, str) and self.source in SEARCHED_SCHEDULES:
-            like = self._replicated(functools.partial(SCHEDULES["zb-h1"], self.num_ranks), num_microbatches)
-            costs = work(like)
+        if self.source in SEARCHED_SCHEDULES:
+            costs = work(self._make("zb-h1", num_microbatches))
             try:
-                return [self._searched(num_microbatches, costs)]
+                return [self._make(self.source, num_microbatches, costs)]
             except InfeasibleError:  # less may be saved than by these stages
-                return [self._searched(num_microbatches, replace(costs, memory_limit=math.inf))]
-        schedule = self._fixed(num_microbatches)
+                return [self._make(self.source, num_microbatches, replace(costs, memory_limit=math.inf))]
+        schedule = self._make(self.source, num_microbatches)
         if schedule.placement != placement:
             raise PlanError(
                 f"schedule {schedule.name!r} puts stages on ranks {schedule.placement} for "
@@ -179,64 +180,42 @@ class SchedulePolicy:
         """The schedule of evaluations. A searched schedule is about backwards: a simple one replaces it."""
         if self.is_asynchronous:
             return forward_only(one_f_one_b_in_turns("1f1b", self.replicas_per_stage, num_microbatches))
-        if not (isinstance(self.source, str) and self.source in SEARCHED_SCHEDULES):
-            return forward_only(self._fixed(num_microbatches))
-        simple = (
-            self._replicated(functools.partial(SCHEDULES[name], self.num_ranks), num_microbatches)
-            for name in ("gpipe", "zb-v", "looped-bfs")
-        )
+        if self.source not in SEARCHED_SCHEDULES:
+            return forward_only(self._make(self.source, num_microbatches))
+        simple = (self._make(name, num_microbatches) for name in ("gpipe", "zb-v", "looped-bfs"))
         return forward_only(next(schedule for schedule in simple if schedule.placement == placement))
 
     def _named_schedules(self, num_microbatches: int, placement: Placement) -> list[Schedule]:
         """The named schedules that support ``num_microbatches`` and have this placement."""
-        found = []
-        for make in SCHEDULES.values():
+        found, streams = [], self.asynchronous and not self.is_synchronous_only
+        for name in (*SCHEDULES, *(ASYNCHRONOUS_SCHEDULES if streams else ())):
             with suppress(InputError):
-                found.append(self._replicated(functools.partial(make, self.num_ranks), num_microbatches))
-        for name in ASYNCHRONOUS_SCHEDULES if self.asynchronous and not self.is_synchronous_only else ():
-            with suppress(InputError):
-                found.append(replace(self, source=name)._fixed(num_microbatches))
+                found.append(self._make(name, num_microbatches))
         return [schedule for schedule in found if schedule.placement == placement]
 
     def _supports(self, num_microbatches: int) -> bool:
         try:
-            return self.source in SEARCHED_SCHEDULES or bool(self._fixed(num_microbatches))
+            return self.source in SEARCHED_SCHEDULES or bool(self._make(self.source, num_microbatches))
         except InputError:
             return False
 
-    def _fixed(self, num_microbatches: int) -> Schedule:
+    def _make(self, source: ScheduleSource, num_microbatches: int, work: Workload | None = None) -> Schedule:
         """The schedule on all ranks. An asynchronous one has as many mini-batches as are lowered."""
-        if self.source not in ASYNCHRONOUS_SCHEDULES:
-            return self._replicated(self._of_one, num_microbatches)
-        make = ASYNCHRONOUS_SCHEDULES[str(self.source)]
-        count = num_microbatches_to_lower(Stream(make.versions, num_microbatches), self.replicas_per_stage)
-        return make.for_batches(self.replicas_per_stage, num_microbatches, -(-count // num_microbatches))
-
-    def _of_one(self, num_microbatches: int) -> Schedule:
-        if isinstance(self.source, str):
-            return make_schedule(self.source, self.num_ranks, num_microbatches)
-        return custom_schedule(self.source, self.num_ranks, num_microbatches)
-
-    def _searched(self, num_microbatches: int, work: Workload) -> Schedule:
-        return self._replicated(
-            functools.partial(make_schedule, str(self.source), self.num_ranks, work=work), num_microbatches
-        )
-
-    def _replicated(self, make: Callable[[int], Schedule], num_microbatches: int) -> Schedule:
+        if source in ASYNCHRONOUS_SCHEDULES:
+            make, replicas = ASYNCHRONOUS_SCHEDULES[str(source)], self.replicas_per_stage
+            count = num_microbatches_to_lower(Stream(make.versions, num_microbatches), replicas)
+            return make.for_batches(replicas, num_microbatches, -(-count // num_microbatches))
         if not isinstance(self.replicas, int):
             return round_robin(num_microbatches, self.replicas)
-        return (
-            replicate_schedule(make, num_microbatches, self.replicas)
-            if self.replicas > 1
-            else make(num_microbatches)
-        )
 
-    def _replicated_placement(self, placement: Placement) -> Placement:
-        return (
-            replicate_placement(placement, self.replicas)
-            if isinstance(self.replicas, int)
-            else consecutive_placement(self.replicas)
-        )
+        def of_one(count: int) -> Schedule:
+            if isinstance(source, str):
+                return make_schedule(source, self.num_ranks, count, work)
+            return custom_schedule(source, self.num_ranks, count)
+
+        if self.replicas == 1:
+            return of_one(num_microbatches)
+        return replicate_schedule(of_one, num_microbatches, self.replicas)
 
 
 _MAX_RANKS_UNEQUAL = 256
@@ -331,9 +310,9 @@ def _with_stages(one: SchedulePolicy, stages: int) -> SchedulePolicy:
     for replicas in [1, *one.other_replica_counts()]:
         policy = one.with_replicas(replicas)
         with suppress(InputError):
-            found[len(policy.placements(policy.microbatch_counts(_ROWS_FOR_ANY * replicas))[0])] = policy
+            found[len(policy.placements(policy.microbatch_counts(_ROWS_FOR_ANY * replicas)[0])[0])] = policy
     if not found:
-        one.placements(one.microbatch_counts(_ROWS_FOR_ANY))  # raises: it is no schedule of these ranks
+        one.placements(one.microbatch_counts(_ROWS_FOR_ANY)[0])  # raises: it is no schedule of these ranks
     if stages not in found:
         raise InputError(
             f"stages is {stages!r}; schedule {one.source!r} on {one.num_ranks} ranks can have pipelines of "
@@ -356,7 +335,7 @@ def resolve_num_microbatches(policy: SchedulePolicy, num_microbatches: int | Non
     if isinstance(source, Path) and num_microbatches is None:
         return custom_schedule(source, policy.num_ranks, None).num_microbatches
     if policy.is_asynchronous:
-        policy.placements([num_microbatches or policy.microbatch_counts(_ROWS_FOR_ANY)[0]])
+        policy.placements(num_microbatches or policy.microbatch_counts(_ROWS_FOR_ANY)[0])
     elif isinstance(source, str) and source not in SEARCHED_SCHEDULES:
-        policy.placements([num_microbatches or 2 * policy.total_ranks])
+        policy.placements(num_microbatches or 2 * policy.total_ranks)
     return num_microbatches

@@ -19,14 +19,13 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from pipec.compiler.alternatives import as_alternative
-from pipec.compiler.batch_equivalence import has_model_collectives
-from pipec.compiler.candidate import Candidate, sharding_levels
+from pipec.compiler.candidate import Candidate
 from pipec.compiler.memory_budget import fit_into_memory, may_free_memory
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan, StagedGraph, UncutGraph
+from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan, StagedGraph
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
-from pipec.ir import Alternative, Placement, Schedule
+from pipec.ir import Alternative, Placement, Schedule, ShardingLevel
 from pipec.ir.batch_split import split_sizes
 from pipec.passes import Observer, Pass
 from pipec.passes.assign_stages import AssignStages
@@ -54,19 +53,18 @@ class CapturedStep:
 
     def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
         """The graph after all passes; ``how`` is the pass that assigns stages. Placements may share it."""
-        for known_how, known_options, staged in self._cuts:
-            if (how, options) == (known_how, known_options):
+        prepared = None
+        for known, staged in self._cuts:
+            if replace(staged.options, sync_spec=options.sync_spec) == options:
+                prepared = staged.prepared
+            if known == how and staged.options == options:
                 return staged
-        staged = StagedGraph(self.graph, how, options, observers=self.observers, uncut=self._uncut)
-        self._cuts.append((how, options, staged))
+        staged = StagedGraph(self.graph, how, options, observers=self.observers, prepared=prepared)
+        self._cuts.append((how, staged))
         return staged
 
     @functools.cached_property
-    def _uncut(self) -> UncutGraph:
-        return UncutGraph(self.graph)
-
-    @functools.cached_property
-    def _cuts(self) -> list[tuple[Pass, CompilerOptions, StagedGraph]]:
+    def _cuts(self) -> list[tuple[Pass, StagedGraph]]:
         return []
 
     def cut_as_decided(self, candidate: Candidate) -> StagedGraph:
@@ -100,7 +98,10 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
         InputError, InfeasibleError, PlanError: nothing could be tried, and why.
     """
     found = []
-    for each in sharding_levels(candidate):
+    levels = [candidate]
+    if candidate.tunes_shard:
+        levels = [candidate.with_sharding(shard) for shard in (None, *ShardingLevel)]
+    for each in levels:
         with suppress(InputError) if candidate.tunes_shard else nullcontext():  # a level it cannot have
             if each.cut is None:
                 found.append(_gathering_by_layers(step, _search_layouts(step, each)))
@@ -136,7 +137,7 @@ def _search_layouts(step: CapturedStep, candidate: Candidate) -> SearchResult:
 
 def _other_layouts(step: CapturedStep, candidate: Candidate, tried: "_Tried") -> Sequence[SearchResult]:
     """Plans with other numbers of replicas. Model collectives are captured for one number."""
-    others = [] if has_model_collectives(step.graph) else candidate.other_layouts()
+    others = [] if step.graph.first_collective else candidate.other_layouts()
     return [plan for each in others for plan in tried.on_fastest_cuts(step, each)]
 
 
@@ -146,10 +147,11 @@ def _gathering_by_layers(step: CapturedStep, whole: SearchResult) -> SearchResul
     It is taken if it fits where ``whole`` does not, if it is faster, or if it takes less memory and about the
     same time. Pipelines of several ranks are divided only if no other schedule that ``auto`` may take fits.
     """
-    policy = whole.candidate.policy
-    if policy.num_ranks > 1 and (policy.source != "auto" or _fits(whole.best)):
+    candidate, policy = whole.candidate, whole.candidate.policy
+    shares = candidate.options.sync_spec.shard is ShardingLevel.PARAMETERS and policy.replicas != 1
+    if not shares or (policy.num_ranks > 1 and (policy.source != "auto" or _fits(whole.best))):
         return whole
-    for each in whole.candidate.gathering_by_layers():
+    for each in (replace(candidate, policy=layered) for layered in policy.with_groups_of_layers()):
         with suppress(InputError, PlanError):
             found = _search_layouts(step, each)
             best, other = found.best, whole.best
@@ -185,7 +187,7 @@ class _Tried:
         """Plans for the usual number of microbatches: a cut for each placement of the allowed schedules."""
         try:
             count = candidate.counts(self.batch)[0]
-            placements = candidate.policy.placements([count])
+            placements = candidate.policy.placements(count)
         except InputError as error:
             self.first_error = self.first_error or error
             return
@@ -205,7 +207,7 @@ class _Tried:
             if len({*replicas}) == 1:
                 return []  # which is a layout of its own
             candidate = candidate.with_replicas(replicas)
-            placement = candidate.policy.placements([count])[0]
+            placement = candidate.policy.placements(count)[0]
         return self.evaluate(candidate, staged, placement, count)
 
     def evaluate(
@@ -308,7 +310,10 @@ class _Tried:
         that these took in the last attempt, or that it lacked, is reserved.
         """
         candidate, schedule, plan = near.candidate, near.best.schedule, near.best.plan
-        in_flight = _most_in_flight(near.best) if saves else ()
+        ordered, in_flight = near.base.ordered(schedule), tuple[int, ...]()
+        if saves:  # on the first replica of each stage
+            firsts = (ordered.orders[ranks[0]] for ranks in ordered.placement)
+            in_flight = tuple(map(max_in_flight_of_order, firsts))
         last = near.base.evaluate(schedule, plan.microbatch_size) if saves else near.best
         reserved = [candidate.unplanned_bytes(need, saves) for need in last.memory]
         if not saves:
@@ -331,12 +336,6 @@ class _Tried:
 
 def _fits(evaluated: EvaluatedPlan) -> bool:
     return not any(evaluated.excess_bytes)
-
-
-def _most_in_flight(evaluated: EvaluatedPlan) -> tuple[int, ...]:
-    """The most microbatches in flight on the first replica of each stage."""
-    ordered = evaluated.staged.ordered(evaluated.schedule)
-    return tuple(max_in_flight_of_order(ordered.orders[ranks[0]]) for ranks in ordered.placement)
 
 
 def _following_checkpoints(staged: StagedGraph, schedule: Schedule, size: int) -> EvaluatedPlan:

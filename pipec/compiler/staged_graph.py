@@ -4,7 +4,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pipec.artifact.artifact import Artifact
@@ -19,7 +19,7 @@ from pipec.compiler.batch_equivalence import (
 )
 from pipec.compiler.pass_list import NO_OFFLOAD, CompilerOptions
 from pipec.errors import PipecError
-from pipec.graph import Operator, TailGradient, TrainingGraph
+from pipec.graph import TailGradient, TrainingGraph
 from pipec.graph.phase_functions import StageFunctions, stage_functions
 from pipec.ir import (
     Payload,
@@ -140,25 +140,10 @@ class EvaluatedPlan:
         )
 
 
-@dataclass(eq=False)
-class UncutGraph:
-    """A captured graph, and what the passes before the cut make of it, for all cuts with the same passes."""
-
-    captured: TrainingGraph
-    _prepared: list[tuple[Sequence[Pass], TrainingGraph]] = field(default_factory=list)
-
-    def after(self, passes: Sequence[Pass], observers: Sequence[Observer]) -> TrainingGraph:
-        """The graph after these passes, of which ``run_passes`` makes a copy for each cut."""
-        found = next((graph for known, graph in self._prepared if known == passes), None)
-        if found is None:
-            found = run_passes(self.captured, passes, observers)
-            self._prepared.append((passes, found))
-        return found
-
-
 class StagedGraph:
     """A copy of a captured graph after all passes, immutable from then on.
 
+    ``prepared`` is the graph before the cut, of which there may be several, if another one has made it.
     Schedules may be for any ranks; they are mapped to the ranks that the graph was cut for. Everything
     derived from the graph is cached here, and nowhere else.
     """
@@ -171,20 +156,19 @@ class StagedGraph:
         recompute: MarkRecompute = NO_RECOMPUTE,
         offload: MarkOffload = NO_OFFLOAD,
         observers: Sequence[Observer] = (),
-        uncut: UncutGraph | None = None,
+        prepared: TrainingGraph | None = None,
     ) -> None:
         self.options = options
         self._dumps = requested_pass_dumps()
         self.captured, self._observers = captured, observers
-        self._uncut = uncut
         self._known: dict[tuple[object, ...], Any] = {}
         passes = pass_list.make_passes(options, cut, recompute, offload)
         first = passes.index(cut)
-        if uncut is None or self._dumps:  # each graph has dumps of all passes
-            uncut = UncutGraph(captured)
         observers = (*observers, *self._dumps)
         try:
-            prepared = uncut.after(passes[:first], observers)
+            if prepared is None or self._dumps:  # each graph has dumps of all passes
+                prepared = run_passes(captured, passes[:first], observers)
+            self.prepared: TrainingGraph | None = prepared
             self.graph = run_passes(prepared, passes[first:], observers, first)
         except PipecError:
             self.write_dumps()
@@ -197,10 +181,10 @@ class StagedGraph:
 
     def with_recompute(self, recompute: MarkRecompute, offload: MarkOffload = NO_OFFLOAD) -> "StagedGraph":
         """The same cut, with these values recomputed and offloaded."""
-        cut, observers = self._repeated_cut, self._observers
+        cut, how = AssignStages(self.graph.assignment), (recompute, offload)
         return self._once(
-            ("variant", recompute, offload),
-            lambda: StagedGraph(self.captured, cut, self.options, recompute, offload, observers, self._uncut),
+            ("variant", *how),
+            lambda: StagedGraph(self.captured, cut, self.options, *how, self._observers, self.prepared),
         )
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, ForwardValue]]:
@@ -209,7 +193,7 @@ class StagedGraph:
 
     def clear_evaluated(self) -> None:
         """Drop the plans and programs that were tried on these stages, and the graph before the cut."""
-        self._uncut = None
+        self.prepared = None
         self._known = {key: x for key, x in self._known.items() if key[0] not in ("evaluated", "plan")}
         for (kind, *_), known in self._known.items():
             if kind == "variant":
@@ -285,27 +269,12 @@ class StagedGraph:
         known: T = self._known[key]
         return known
 
-    @property
-    def waits_for_tail(self) -> bool:
-        """Whether backwards read gradients of the tail, so that forwards come first."""
-        return any(isinstance(role, TailGradient) for role in self.graph.tail_results)
-
     def ordered(self, schedule: Schedule) -> Schedule:
         """The schedule as it runs: in the order that the tail demands, on the ranks of the graph's stages."""
-        if self.waits_for_tail:
+        if any(isinstance(role, TailGradient) for role in self.graph.tail_results):
             schedule = with_forwards_first(schedule)
         ranks = self.graph.assignment.ranks
         return remap_ranks(schedule, ranks) if ranks else schedule
-
-    @functools.cached_property
-    def operator_numbers(self) -> Mapping[str, int]:
-        """The number of the operator that each node comes from, by the node's name; -1 for arguments."""
-        return {node.name: node.meta.get("operator", -1) for node in self.graph.module.graph.nodes}
-
-    @property
-    def operator_stages(self) -> Sequence[tuple[Operator, int]]:
-        """The operators of the model, each with its stage."""
-        return [*zip(self.graph.operators, self.graph.assignment.stages, strict=True)]
 
     @functools.cached_property
     def checkpointed(self) -> frozenset[str]:
@@ -348,47 +317,37 @@ class StagedGraph:
         Schedules share plans, unless they differ in splitting the backward, in placement, or in running
         stages out of order, which needs other links.
         """
-        split = _splits_backward(schedule)
+        orders = [*map(ComputeColumns.of, schedule.orders)]
+        split = any((order.phases == PHASE_CODE[Phase.BACKWARD_INPUT]).any() for order in orders)
         count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches
-        in_order = runs_stages_in_order(map(ComputeColumns.of, schedule.orders))
+        like = split, size, schedule.placement, sync_spec, runs_stages_in_order(orders)
         plan, stages = self._once(
-            (
-                *("plan", split, size, schedule.placement, sync_spec, in_order),
-                count if self.graph.tail else 0,
-            ),
+            ("plan", *like, count if self.graph.tail else 0),
             lambda: self._build_plan(schedule, split, size, sync_spec),
         )
-        count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches
         return replace(plan, schedule=schedule.name, num_microbatches=count), stages
 
     def _build_plan(
         self, schedule: Schedule, split: bool, size: int, sync_spec: SyncSpec
     ) -> tuple[Plan, Sequence[StageFunctions]]:
-        topology, device = self.options.topology, self.options.device_model
+        options, device, optimizer = self.options, self.options.device_model, self.options.optimizer
         stages = self.stages(split)
         if not schedule.stream:
             stages = segment_backwards(self.graph, stages, split, schedule.placement)
-        plan = build_plan(self.graph, stages, self.names, schedule, size, topology, sync_spec)
-        plan = with_offload_seconds(plan, device.host_link)
+        plan = build_plan(self.graph, stages, self.names, schedule, size, options.topology, sync_spec)
         plan = replace(
-            plan,
+            with_offload_seconds(plan, device.host_link),
             host=device.host,
-            cost_source=self.options.cost_source,
-            assumptions=self.options.topology.assumptions,
+            cost_source=options.cost_source,
+            assumptions=options.topology.assumptions,
         )
-        return self._with_updates(plan), stages
-
-    def _with_updates(self, plan: Plan) -> Plan:
-        if not (self.options.sync_spec.updates and self.options.optimizer):
-            return plan
-        if not plan.sync_spec.updates:
-            return with_training_state(plan, self.options.sync_spec, self.options.optimizer)
-        return with_update_costs(plan, self.options.optimizer, self.options.device_model)
-
-    @property
-    def _repeated_cut(self) -> Pass:
-        """The pass that repeats this cut on a copy of the captured graph."""
-        return AssignStages(self.graph.assignment)
+        if options.sync_spec.updates and optimizer:
+            plan = (
+                with_update_costs(plan, optimizer, device)
+                if plan.sync_spec.updates
+                else with_training_state(plan, options.sync_spec, optimizer)
+            )
+        return plan, stages
 
 
 def _lowered(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
@@ -402,8 +361,3 @@ def _every_program(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     programs = _lowered(schedule, plan)
     verify_parts(plan, programs)
     return programs
-
-
-def _splits_backward(schedule: Schedule) -> bool:
-    code = PHASE_CODE[Phase.BACKWARD_INPUT]
-    return any((ComputeColumns.of(order).phases == code).any() for order in schedule.orders)

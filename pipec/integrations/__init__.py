@@ -43,7 +43,7 @@ def clip_grad_norm(
     given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     trained = {id(each) for each in given if each.requires_grad}
     for model in models:
-        if isinstance(model, PipelineModule):
-            if trained == {id(each) for each in model.parameters() if each.requires_grad}:
-                return model.clip_grad_norm_(max_norm, norm_type)
+        is_trained = trained == {id(each) for each in model.parameters() if each.requires_grad}
+        if is_trained and isinstance(model, PipelineModule):
+            return model.clip_grad_norm_(max_norm, norm_type)
     return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)

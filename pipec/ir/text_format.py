@@ -17,7 +17,6 @@ A field that is -1 is left out. Columns are aligned with at least two spaces, an
 
 import ast
 import functools
-import html
 import math
 import operator
 import re
@@ -80,11 +79,6 @@ def format_link(link: Link) -> str:
 def format_replicas(replicas: Sequence[int]) -> str:
     """``3-2-1``, or one number if all stages have the same."""
     return "-".join(map(str, replicas if len({*replicas}) > 1 else replicas[:1]))
-
-
-def text_as_html(text: str) -> str:
-    """Text as a notebook shows it, in lines that are not folded."""
-    return f'<pre style="overflow-x: auto; line-height: 1.2">{html.escape(text)}</pre>'
 
 
 def format_bytes(num_bytes: float) -> str:

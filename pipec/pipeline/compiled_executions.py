@@ -28,8 +28,9 @@ from pipec.capture.batch_inputs import (
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.variable_history import VariableHistory
+from pipec.compiler.batch_equivalence import check_local_batch
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
-from pipec.compiler.compiler import Compiler
+from pipec.compiler.compiler import Compiler, CompileRequest
 from pipec.console import logger
 from pipec.errors import (
     CaptureError,
@@ -47,7 +48,6 @@ from pipec.ir.batch_split import (
     require_equal_rows,
     variable_values,
 )
-from pipec.plan.local_batch_check import check_local_batch
 from pipec.runtime.absent_tensors import is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.executions import STEP, Call, CallRequest, Executions, MakeExecutions
@@ -455,7 +455,7 @@ class CompiledExecutions(Executions):
             tensors = self.tensors.names.unique()
             unknown = [fqn for fqn, tensor in tensors.items() if is_absent(tensor)]
             with materialized(tensors.values()):
-                self.compiler.check(signature, call, sizes, unknown)
+                self.compiler.check(CompileRequest(self.compiler, signature, call, unknown=unknown), sizes)
 
         self.ranks.call_on_rank_0("checking a step", check)
 
@@ -504,7 +504,9 @@ class CompiledExecutions(Executions):
             unknown = [fqn for fqn, tensor in tensors.items() if is_absent(tensor)]
             with materialized(tensors.values()):
                 groups = self.compiler.compile(
-                    signature, whole, change, self._refuses_mixed_rows, call, unknown
+                    CompileRequest(
+                        self.compiler, signature, whole, change, self._refuses_mixed_rows, call, unknown
+                    )
                 )
                 read = self.compiler.cache.read(signature)
             if len(decision.rows) > 1:

@@ -29,7 +29,6 @@ from pipec.ir.argument_checks import (
     instance,
     integer_between,
 )
-from pipec.ir.text_format import text_as_html
 from pipec.pipeline.checkpointing import Checkpoints, listed
 from pipec.pipeline.pipeline_module import PipelineModule, make_module, refuse_other_forward
 from pipec.runtime.absent_tensors import copies_of_absent, is_absent, materialized
@@ -850,13 +849,6 @@ class Pipeline(ConvertedModule):
         elif self.ranks.world.rank == 0:
             write()
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the plan, once there is one."""
-        name = type(self._executions.model or self).__name__
-        if self._executions.trained is None:
-            return text_as_html(f"pipeline of {name}, not compiled yet: call step(...) or prepare(...)")
-        return text_as_html(f"pipeline of {name} after {self.num_steps} steps\n\n{self.plan}")
-
     @property
     def plan(self) -> "PrintablePlan":
         """What the compiler decided. It prints as a table."""
@@ -866,10 +858,9 @@ class Pipeline(ConvertedModule):
 
     def simulate(self) -> "Timeline":
         """The timeline of one step, predicted from the programs and the plan's costs."""
-        from pipec.drawn_artifacts import DrawnTimeline
         from pipec.plan.predictions import simulate_plan
 
-        return DrawnTimeline.of(simulate_plan(self.plan, self.plan.programs))
+        return simulate_plan(self._artifact.plan, self._artifact.representative_programs)
 
     def memory(self) -> "StepMemory":
         """What each rank holds in a step that begins with ``.grad`` None, predicted from the programs.
@@ -910,9 +901,10 @@ class Pipeline(ConvertedModule):
                 Steps that were skipped or compiled are noted, whether they are recorded or not.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        from pipec.drawn_artifacts import DrawnTrace, add_recorded_steps
+        from pipec.drawn_artifacts import add_recorded_steps
+        from pipec.timeline.trace import Trace
 
-        trace, steps = DrawnTrace() if trace is None else trace, self._steps
+        trace, steps = Trace() if trace is None else trace, self._steps
         outer = steps.recording
         recording = Recording(every, steps.num_steps, lambda: sum(self.compile_seconds.values()))
         steps.recording = recording

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import fx
 
 from pipec.graph import TrainingGraph
 from pipec.graph.phase_functions import StageFunctions, stage_functions
-from pipec.ir import Mode, Placement, Value
+from pipec.graph.size_text import format_size
+from pipec.ir import Dim, Mode, Placement, Value
 from pipec.ir.text_format import value_bytes
-from pipec.plan.node_values import plan_value
 
 MOST_BUCKETS, LEAST_BYTES = 8, 1 << 19
 
@@ -68,3 +69,15 @@ def bucket_groups(values: Sequence[Value]) -> Iterator[tuple[Value, ...]]:
             group, held = [], 0
     if group:
         yield tuple(group)
+
+
+def plan_value(graph: TrainingGraph, node: fx.Node, name: str) -> Value:
+    """The value of a node, as a plan has it."""
+    tensor = node.meta["val"]
+    assert isinstance(tensor, torch.Tensor)
+    shape = tuple(_dim(graph, dim) for dim in tensor.shape)
+    return Value(name, str(tensor.dtype).removeprefix("torch."), shape)
+
+
+def _dim(graph: TrainingGraph, size: int | torch.SymInt) -> Dim:
+    return size if isinstance(size, int) else format_size(size, graph.symbols)

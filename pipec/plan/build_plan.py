@@ -1,9 +1,10 @@
 """Builds the Plan of a classified graph: stages with costs, links between them, inputs and outputs."""
 
+import functools
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -39,11 +40,9 @@ from pipec.ir import (
     Op,
     Payload,
     Phase,
-    Placement,
     Plan,
     Schedule,
     SegmentMemory,
-    Sizes,
     Stage,
     StageCost,
     StageMemory,
@@ -54,7 +53,7 @@ from pipec.ir import (
 from pipec.ir.batch_axis import LEADING, BatchAxis
 from pipec.ir.columns import ComputeColumns
 from pipec.ir.text_format import value_bytes
-from pipec.plan.node_values import plan_value
+from pipec.plan.buckets import plan_value
 from pipec.plan.sync_spec import build_sync_spec
 from pipec.programs.messages import messages
 from pipec.programs.shared_receives import runs_stages_in_order
@@ -75,215 +74,305 @@ def build_plan(
 
     Rank r is device r of the topology. ``sync_spec`` says what a training step is to do with its gradients.
     """
-    owners = _owners(stages)
-    links = (
-        *_message_links(graph, stages, names, schedule),
-        *_tied_links(graph, stages, owners),
-        *_result_links(graph, stages, names, schedule.stream is not None),
-    )
-    parameters = _model_tensors(graph, (node for stage in stages for node in stage.parameters))
-    values = {value.name: value for value in parameters}
-    sizes = {"b": microbatch_size, **graph.planned_sizes}
-    link_bytes = list(_link_memory(links, stages, names, microbatch_size))
-    planned = tuple(
-        _stage(graph, stage, names, owners, microbatch_size, schedule, topology) for stage in stages
-    )
-    spec = build_sync_spec(sync_spec, graph.mode, stages, values, links, schedule.placement, topology)
-    averaged = (each.index for each in planned if each.averaged_buffers)
-    return Plan(
-        mode=graph.mode,
-        schedule=schedule.name,
-        num_microbatches=schedule.num_microbatches,
-        microbatch_size=microbatch_size,
-        placement=schedule.placement,
-        stages=planned,
-        links=links,
-        link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
-        link_sender_bytes=tuple(own for own, _ in link_bytes),
-        link_saved_bytes=tuple(saved for _, saved in link_bytes),
-        link_reader_phases=tuple(_last_reader(each, stages, names) for each in links),
-        parameters=parameters,
-        buffers=_model_tensors(graph, (node for stage in stages for node in stage.buffers)),
-        inputs=tuple(_inputs(graph, stages, names)),
-        outputs=tuple(names[node] for _, node in graph.returned),
-        summed_outputs=tuple(names[node] for role, node in graph.returned if role.is_sum),
-        log_names=graph.logs,
-        dynamic_batch=graph.batch is not None,
-        arguments=graph.paths,
-        batch_axes=graph.axes,
-        training=graph.training,
-        variables=graph.variables,
-        planned_sizes=graph.planned_sizes,
-        fixed_sizes=graph.fixed_sizes,
-        repeated=graph.repeated,
-        guards=tuple(_guards(graph)),
-        sync_spec=replace(
-            spec, buffer_sync_stages=tuple(each for each in averaged if len(schedule.placement[each]) > 1)
-        ),
-    )
+    return _PlanBuilder(graph, stages, names, schedule, microbatch_size, topology).plan(sync_spec)
 
 
-def _guards(graph: TrainingGraph) -> Iterator[str]:
-    """The conditions under which the code is right. Torch gives sizes of 0 and 1 graphs of their own."""
-    if graph.findings.has_norm_over_rows_alone:
-        yield "b >= 2"
-    for name in dict.fromkeys(graph.variable_symbols.values()):
-        if isinstance(graph.planned_sizes[name], int):
-            yield f"{name} >= 2"
-    for guard in graph.guards:
-        if guard.free_symbols & {*graph.variable_symbols}:
-            yield format_guard(guard, graph.symbols)
+@dataclass(frozen=True, eq=False)
+class _PlanBuilder:
+    """What a plan is read off. ``size`` is the number of rows of a microbatch."""
 
+    graph: TrainingGraph
+    stages: Sequence[StageFunctions]
+    names: Names
+    schedule: Schedule
+    size: int
+    topology: Topology
 
-def stage_speed(topology: Topology, ranks: Sequence[int]) -> float:
-    """The speed of the slowest of the ranks that run a stage."""
-    return min(topology.devices[rank].speed for rank in ranks)
+    def plan(self, requested: SyncSpec) -> Plan:
+        graph, names, placement = self.graph, self.names, self.schedule.placement
+        links = (*self.message_links(), *self.tied_links(), *self.result_links())
+        parameters = self.model_tensors(node for stage in self.stages for node in stage.parameters)
+        values = {value.name: value for value in parameters}
+        link_bytes = list(self.link_memory(links))
+        stages = tuple(map(self.stage, self.stages))
+        spec = build_sync_spec(requested, graph.mode, self.stages, values, links, placement, self.topology)
+        averaged = (each.index for each in stages if each.averaged_buffers)
+        return Plan(
+            mode=graph.mode,
+            schedule=self.schedule.name,
+            num_microbatches=self.schedule.num_microbatches,
+            microbatch_size=self.size,
+            placement=placement,
+            stages=stages,
+            links=links,
+            link_seconds=tuple(map(self.link_seconds, links)),
+            link_sender_bytes=tuple(own for own, _ in link_bytes),
+            link_saved_bytes=tuple(saved for _, saved in link_bytes),
+            link_reader_phases=tuple(map(self.last_reader, links)),
+            parameters=parameters,
+            buffers=self.model_tensors(node for stage in self.stages for node in stage.buffers),
+            inputs=tuple(self.inputs()),
+            outputs=tuple(names[node] for _, node in graph.returned),
+            summed_outputs=tuple(names[node] for role, node in graph.returned if role.is_sum),
+            log_names=graph.logs,
+            dynamic_batch=graph.batch is not None,
+            arguments=graph.paths,
+            batch_axes=graph.axes,
+            training=graph.training,
+            variables=graph.variables,
+            planned_sizes=graph.planned_sizes,
+            fixed_sizes=graph.fixed_sizes,
+            repeated=graph.repeated,
+            guards=tuple(self.guards()),
+            sync_spec=replace(
+                spec, buffer_sync_stages=tuple(each for each in averaged if len(placement[each]) > 1)
+            ),
+        )
 
+    @functools.cached_property
+    def owners(self) -> dict[str, int]:
+        """The first stage that uses a parameter owns it; the others borrow it."""
+        owners: dict[str, int] = {}
+        for stage in self.stages:
+            for fqn in _fqns(stage.parameters):
+                owners.setdefault(fqn, stage.index)
+        return owners
 
-def _link_seconds(link: Link, placement: Placement, topology: Topology, sizes: Sizes) -> float:
-    """How long a message takes on the slowest of its ways; a result goes to every other rank."""
-    num_bytes = sum(value_bytes(value, sizes) for value in link.values)
-    if link.payload.is_result:
-        return topology.slowest_link.seconds(num_bytes)
-    turns = math.lcm(len(placement[link.source]), len(placement[link.target]))
-    found = messages([link], placement, turns)
-    pairs = {*zip(found.sources.tolist(), found.targets.tolist(), strict=True)}
-    ways = {topology.link_between(*pair) for pair in pairs}
-    return max(way.seconds(num_bytes) for way in ways)
+    def value(self, node: fx.Node) -> Value:
+        return plan_value(self.graph, node, self.names[node])
 
+    def model_tensors(self, nodes: Iterable[fx.Node]) -> tuple[Value, ...]:
+        return tuple(dict.fromkeys(plan_value(self.graph, node, node.meta["role"].fqn) for node in nodes))
 
-def _link_memory(
-    links: Sequence[Link], stages: Sequence[StageFunctions], names: Names, size: int
-) -> Iterator[tuple[float, float]]:
-    """The bytes that the sender of each link holds for a message: copies, and saved values.
+    def speed(self, stage: StageFunctions) -> float:
+        """The speed of the slowest of the ranks that run a stage."""
+        return min(self.topology.devices[rank].speed for rank in self.schedule.placement[stage.index])
 
-    A value that is not contiguous is copied before it is sent.
-    """
-    held: dict[tuple[int, str], tuple[int, int]] = {}
-    for function in (function for stage in stages for function in stage.functions):
-        elsewhere = storage_owners(function.saved_out)
-        for node in function.sent:
-            value, owner = node.all_input_nodes[0], storage_owner(node.all_input_nodes[0])
-            num_bytes = node_bytes(value, size)
-            if not is_contiguous(value):
-                held[function.stage, names[node]] = num_bytes, 0
-            elif owns_new_storage(owner):
-                kept = owner in elsewhere
-                held[function.stage, names[node]] = (0, num_bytes) if kept else (num_bytes, 0)
-    for link in links:
-        amounts = [held.get((link.source, value.name), (0, 0)) for value in link.values]
-        yield sum(own for own, _ in amounts), sum(saved for _, saved in amounts)
+    def guards(self) -> Iterator[str]:
+        """The conditions under which the code is right. Torch gives sizes of 0 and 1 graphs of their own."""
+        graph = self.graph
+        if graph.findings.has_norm_over_rows_alone:
+            yield "b >= 2"
+        for name in dict.fromkeys(graph.variable_symbols.values()):
+            if isinstance(graph.planned_sizes[name], int):
+                yield f"{name} >= 2"
+        for guard in graph.guards:
+            if guard.free_symbols & {*graph.variable_symbols}:
+                yield format_guard(guard, graph.symbols)
 
+    def inputs(self) -> Iterator[InputLeaf]:
+        counted = (
+            node for stage in self.stages for node in batch_count_nodes(self.graph, stage.batch_counts)
+        )
+        functions = (function for stage in self.stages for function in stage.all_functions)
+        read = {n.meta["role"] for function in functions for n in function.inputs}
+        read |= {node.meta.get("role") for node in counted}
+        for node in self.graph.arguments:
+            role = node.meta["role"]
+            if role in read and isinstance(role, ModelInput):
+                value = self.value(node)
+                if role.batched:  # dimension 0 may be a number in the graph
+                    value = replace(value, shape=("b", *value.shape[1:]))
+                yield InputLeaf(role.position, role.path, role.batched, value)
 
-def _last_reader(link: Link, stages: Sequence[StageFunctions], names: Names) -> Phase:
-    """The last phase of the target that reads or saves a value of a link."""
-    values, last = {value.name for value in link.values}, Phase.FORWARD
-    for function in stages[link.target].functions if link.payload.per_microbatch else ():
-        read = (*function.received, *(each for each in function.saved_in if each.target is recv))
-        if not values.isdisjoint(names[each.all_input_nodes[0]] for each in read):
-            last = function.phase
-    return last
+    # stages
 
+    def stage(self, stage: StageFunctions) -> Stage:
+        forwards = stage.phase_functions(Phase.FORWARD)
+        operators = _operators(node for function in forwards for node in function.body)
+        modules = (self.graph.operators[op].module for op in operators if self.graph.operators)
+        parameters, buffers = _fqns(stage.parameters), _fqns(stage.buffers)
+        updated = {fqn for function in stage.all_functions for fqn, _ in function.buffer_updates}
+        return Stage(
+            index=stage.index,
+            first_operator=operators[0] if operators else 0,
+            last_operator=operators[-1] if operators else -1,
+            modules=tuple(dict.fromkeys(filter(None, modules))),
+            parameters=parameters,
+            borrowed_parameters=tuple(fqn for fqn in parameters if self.owners[fqn] != stage.index),
+            buffers=buffers,
+            updated_buffers=tuple(fqn for fqn in buffers if fqn in updated),
+            step_buffers=tuple(fqn for fqn in buffers if fqn in updated & self.graph.step_buffers),
+            batch_counts=tuple(self.names[node] for node in stage.batch_counts),
+            batch_count_sums=tuple(
+                self.value(node) for node in stage.batch_counts if node.meta["role"].is_sum
+            ),
+            precomputed_phases=tuple(
+                phase
+                for phase in SCHEDULED_PHASES
+                if any(function.reads_precomputed for function in stage.phase_functions(phase))
+            ),
+            recompute=bool(stage.phase_functions(Phase.RECOMPUTE)),
+            recomputes_in_backward=any(
+                node.meta.get("recompute") is Phase.BACKWARD
+                for function in stage.functions
+                for node in function.body
+            ),
+            offloaded=tuple(k for k, node in enumerate(forwards[-1].saved_out) if node.meta.get("offload")),
+            segments=_segment_fractions(stage, self.size),
+            model_collectives=tuple(self.model_collectives(stage)),
+            tail=self.tail(stage),
+            cost=StageCost(
+                seconds={
+                    phase: _seconds(stage.phase_functions(phase), self.size) / self.speed(stage)
+                    for phase in stage.phases
+                },
+                flops=sum(
+                    evaluate_cost(n.meta["cost"].flops, self.size) for f in stage.functions for n in f.body
+                ),
+                memory=_stage_memory(stage, self.size),
+            ),
+        )
 
-def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:
-    """The first stage that uses a parameter owns it; the others borrow it."""
-    owners: dict[str, int] = {}
-    for stage in stages:
-        for fqn in _fqns(stage.parameters):
-            owners.setdefault(fqn, stage.index)
-    return owners
+    def tail(self, stage: StageFunctions) -> Tail | None:
+        """The tail of a stage, which computes with the rows of all microbatches; None if it has none."""
+        tail, num_rows = stage.tail, self.size * self.schedule.num_microbatches
+        if tail is None:
+            return None
 
+        def bytes_of(node: fx.Node) -> int:
+            return node_bytes(node, num_rows)
 
-def _model_tensors(graph: TrainingGraph, nodes: Iterable[fx.Node]) -> tuple[Value, ...]:
-    return tuple(dict.fromkeys(plan_value(graph, node, node.meta["role"].fqn) for node in nodes))
+        inputs = [node for node in tail.inputs if isinstance(node.meta["role"], TailInput)]
+        gradients = [node for node in self.graph.arguments if isinstance(node.meta["role"], TailGradient)]
+        read = {fqn for node in tail.read_nodes for fqn in source_parameters(node)}
+        rows = [node for function in stage.functions for _, node in function.tail_values]
+        ranks, gathered = self.schedule.placement[stage.index], sum(map(bytes_of, inputs))
+        return Tail(
+            inputs=tuple(map(self.value, inputs)),
+            gradients=tuple(map(self.value, gradients)),
+            results=tuple(self.names[node] for node in tail.outputs),
+            parameters=tuple(fqn for node in stage.parameters if (fqn := node.meta["role"].fqn) in read),
+            updated_buffers=tuple(fqn for fqn, _ in tail.buffer_updates),
+            location=self.graph.findings.tail,
+            flops=sum(evaluate_cost(node.meta["cost"].flops, num_rows) for node in tail.body),
+            seconds=sum(node.meta["cost"].seconds(num_rows) for node in tail.body) / self.speed(stage),
+            gather_seconds=unshard_seconds(self.topology, ranks, gathered),
+            transient_bytes=tail.lifetimes.memory(bytes_of).peak,
+            unsaved_bytes=sum(node_bytes(node, self.size) for node in _kept(stage, rows)),
+        )
+
+    def model_collectives(self, stage: StageFunctions) -> Iterator[ModelCollective]:
+        """The model collectives of a stage, in the order in which a microbatch reaches them."""
+        ranks = self.schedule.placement[stage.index]
+        for function in stage.functions:
+            for node in function.collectives:
+                op = _OPS[node.target]  # type: ignore[index]
+                num_bytes = node_bytes(node, self.size) * (len(ranks) if op is Op.REDUCE_SCATTER else 1)
+                seconds_of = all_reduce_seconds if op is Op.ALL_REDUCE else unshard_seconds
+                seconds = seconds_of(self.topology, ranks, num_bytes)
+                yield ModelCollective(op, function.phase, function.segment + 1, self.value(node), seconds)
+
+    # links
+
+    def message_links(self) -> Iterator[Link]:
+        """One link for all values from one stage to another, for each direction.
+
+        Of several stages on the same ranks, the first reader receives a value and hands it on to the others.
+        """
+        groups: dict[tuple[int, int, Payload], list[Value]] = {}
+        functions = [function for stage in self.stages for function in stage.functions]
+        handed_on = self.handed_on(functions)
+        for function in functions:
+            payload = Payload.ACTIVATION if function.phase is Phase.FORWARD else Payload.GRADIENT
+            for node in function.sent:
+                ends = handed_on.get(node, function.stage), _target(node)
+                groups.setdefault((*ends, payload), []).append(self.value(node))
+        return (Link(*ends_and_payload, tuple(values)) for ends_and_payload, values in groups.items())
+
+    def handed_on(self, functions: Sequence[PhaseFunction]) -> dict[fx.Node, int]:
+        """The stage that hands a value on, by send node, where the target's ranks have received it before."""
+        if not runs_stages_in_order(map(ComputeColumns.of, self.schedule.orders)):
+            return {}
+        placement = self.schedule.placement
+        first: dict[tuple[fx.Node, tuple[int, ...]], int] = {}
+        found: dict[fx.Node, int] = {}
+        sends = (node for function in functions for node in function.sent)
+        for node in sorted(sends, key=_send_order):
+            target, ranks = _target(node), placement[_target(node)]
+            if ranks != placement[stage_of(node)]:
+                reader = first.setdefault((node.all_input_nodes[0], ranks), target)
+                found |= {node: reader} if reader != target else {}
+        return found
+
+    def tied_links(self) -> Iterator[Link]:
+        """A link that sends a tied weight to its borrower, and one that returns the gradient to the owner."""
+        for stage in self.stages:
+            trained = {fqn for function in stage.all_functions for fqn, _ in function.gradients}
+            for node in stage.parameters:
+                fqn = node.meta["role"].fqn
+                if self.owners[fqn] != stage.index:
+                    value = plan_value(self.graph, node, fqn)
+                    yield Link(self.owners[fqn], stage.index, Payload.WEIGHT, (value,))
+                    if fqn in trained:
+                        yield Link(stage.index, self.owners[fqn], Payload.WEIGHT_GRADIENT, (value,))
+
+    def result_links(self) -> Iterator[Link]:
+        """The links of a step's results to all other ranks; in a stream, one for each microbatch.
+
+        Results of the tail have a link of their own: each has the rows of all microbatches.
+        """
+        payload = Payload.MICROBATCH_RESULT if self.schedule.stream else Payload.RESULT
+        axes = {node: role.axis or LEADING for role, node in self.graph.returned}
+        for stage in self.stages:
+            for functions in (stage.functions, [stage.tail] if stage.tail else []):
+                nodes = [node for function in functions for node in dict.fromkeys(function.outputs)]
+                if values := tuple(self.result(node, axes[node]) for node in nodes):
+                    yield Link(stage.index, -1, payload, values)
+
+    def result(self, node: fx.Node, axis: BatchAxis) -> Value:
+        """A result of the graph, its rows moved to the front where they are not one block each."""
+        value, rows = self.value(node), self.graph.batch_size
+        dim, inner = (0, 1) if axis.has_outer else (axis.dim, axis.inner)
+        if self.graph.batch is None and value.shape[dim : dim + 1] == (rows * inner,):
+            size = f"{inner}*b" if inner > 1 else "b"
+            return replace(value, shape=(*value.shape[:dim], size, *value.shape[dim + 1 :]))
+        return value
+
+    def link_seconds(self, link: Link) -> float:
+        """How long a message takes on the slowest of its ways; a result goes to every other rank."""
+        sizes, placement = {"b": self.size, **self.graph.planned_sizes}, self.schedule.placement
+        num_bytes = sum(value_bytes(value, sizes) for value in link.values)
+        if link.payload.is_result:
+            return self.topology.slowest_link.seconds(num_bytes)
+        turns = math.lcm(len(placement[link.source]), len(placement[link.target]))
+        found = messages([link], placement, turns)
+        pairs = {*zip(found.sources.tolist(), found.targets.tolist(), strict=True)}
+        ways = {self.topology.link_between(*pair) for pair in pairs}
+        return max(way.seconds(num_bytes) for way in ways)
+
+    def link_memory(self, links: Sequence[Link]) -> Iterator[tuple[float, float]]:
+        """The bytes that the sender of each link holds for a message: copies, and saved values.
+
+        A value that is not contiguous is copied before it is sent.
+        """
+        held: dict[tuple[int, str], tuple[int, int]] = {}
+        for function in (function for stage in self.stages for function in stage.functions):
+            elsewhere = storage_owners(function.saved_out)
+            for node in function.sent:
+                value, owner = node.all_input_nodes[0], storage_owner(node.all_input_nodes[0])
+                num_bytes = node_bytes(value, self.size)
+                if not is_contiguous(value):
+                    held[function.stage, self.names[node]] = num_bytes, 0
+                elif owns_new_storage(owner):
+                    kept = owner in elsewhere
+                    held[function.stage, self.names[node]] = (0, num_bytes) if kept else (num_bytes, 0)
+        for link in links:
+            amounts = [held.get((link.source, value.name), (0, 0)) for value in link.values]
+            yield sum(own for own, _ in amounts), sum(saved for _, saved in amounts)
+
+    def last_reader(self, link: Link) -> Phase:
+        """The last phase of the target that reads or saves a value of a link."""
+        values, last = {value.name for value in link.values}, Phase.FORWARD
+        for function in self.stages[link.target].functions if link.payload.per_microbatch else ():
+            read = (*function.received, *(each for each in function.saved_in if each.target is recv))
+            if not values.isdisjoint(self.names[each.all_input_nodes[0]] for each in read):
+                last = function.phase
+        return last
 
 
 def _fqns(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     return tuple(node.meta["role"].fqn for node in nodes)
-
-
-def _stage(
-    graph: TrainingGraph,
-    stage: StageFunctions,
-    names: Names,
-    owners: Mapping[str, int],
-    size: int,
-    schedule: Schedule,
-    topology: Topology,
-) -> Stage:
-    ranks = schedule.placement[stage.index]
-    forwards = stage.phase_functions(Phase.FORWARD)
-    operators = _operators(node for function in forwards for node in function.body)
-    parameters = _fqns(stage.parameters)
-    step_buffers = graph.step_buffers
-    updated = {fqn for function in stage.all_functions for fqn, _ in function.buffer_updates}
-    return Stage(
-        index=stage.index,
-        first_operator=operators[0] if operators else 0,
-        last_operator=operators[-1] if operators else -1,
-        modules=_modules(graph, operators),
-        parameters=parameters,
-        borrowed_parameters=tuple(fqn for fqn in parameters if owners[fqn] != stage.index),
-        buffers=_fqns(stage.buffers),
-        updated_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated),
-        step_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated & step_buffers),
-        batch_counts=tuple(names[node] for node in stage.batch_counts),
-        batch_count_sums=tuple(
-            plan_value(graph, node, names[node]) for node in stage.batch_counts if node.meta["role"].is_sum
-        ),
-        precomputed_phases=tuple(
-            phase
-            for phase in SCHEDULED_PHASES
-            if any(function.reads_precomputed for function in stage.phase_functions(phase))
-        ),
-        recompute=bool(stage.phase_functions(Phase.RECOMPUTE)),
-        recomputes_in_backward=any(
-            node.meta.get("recompute") is Phase.BACKWARD
-            for function in stage.functions
-            for node in function.body
-        ),
-        offloaded=tuple(k for k, node in enumerate(forwards[-1].saved_out) if node.meta.get("offload")),
-        segments=_segment_fractions(stage, size),
-        model_collectives=tuple(_model_collectives(graph, stage, names, ranks, topology, size)),
-        tail=_tail(graph, stage, names, size, schedule.num_microbatches, ranks, topology),
-        cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),
-    )
-
-
-def _tail(
-    graph: TrainingGraph,
-    stage: StageFunctions,
-    names: Mapping[fx.Node, str],
-    microbatch_size: int,
-    num_microbatches: int,
-    ranks: Sequence[int],
-    topology: Topology,
-) -> Tail | None:
-    """The tail of a stage, which computes with the rows of all microbatches; None if it has none."""
-    tail, num_rows = stage.tail, microbatch_size * num_microbatches
-    if tail is None:
-        return None
-
-    def bytes_of(node: fx.Node) -> int:
-        return node_bytes(node, num_rows)
-
-    inputs = [node for node in tail.inputs if isinstance(node.meta["role"], TailInput)]
-    gradients = [node for node in graph.arguments if isinstance(node.meta["role"], TailGradient)]
-    read = {fqn for node in tail.read_nodes for fqn in source_parameters(node)}
-    rows = [node for function in stage.functions for _, node in function.tail_values]
-    return Tail(
-        inputs=tuple(plan_value(graph, node, names[node]) for node in inputs),
-        gradients=tuple(plan_value(graph, node, names[node]) for node in gradients),
-        results=tuple(names[node] for node in tail.outputs),
-        parameters=tuple(fqn for node in stage.parameters if (fqn := node.meta["role"].fqn) in read),
-        updated_buffers=tuple(fqn for fqn, _ in tail.buffer_updates),
-        location=graph.findings.tail,
-        flops=sum(evaluate_cost(node.meta["cost"].flops, num_rows) for node in tail.body),
-        seconds=sum(node.meta["cost"].seconds(num_rows) for node in tail.body) / stage_speed(topology, ranks),
-        gather_seconds=unshard_seconds(topology, ranks, sum(map(bytes_of, inputs))),
-        transient_bytes=tail.lifetimes.memory(bytes_of).peak,
-        unsaved_bytes=sum(node_bytes(node, microbatch_size) for node in _kept(stage, rows)),
-    )
 
 
 def _kept(stage: StageFunctions, rows: Sequence[fx.Node]) -> Collection[fx.Node]:
@@ -296,25 +385,6 @@ _OPS = {
     ops.ALL_GATHER: Op.ALL_GATHER,
     ops.REDUCE_SCATTER: Op.REDUCE_SCATTER,
 }
-
-
-def _model_collectives(
-    graph: TrainingGraph,
-    stage: StageFunctions,
-    names: Mapping[fx.Node, str],
-    ranks: Sequence[int],
-    topology: Topology,
-    size: int,
-) -> Iterator[ModelCollective]:
-    """The model collectives of a stage on ``ranks``, in the order in which a microbatch reaches them."""
-    for function in stage.functions:
-        for node in function.collectives:
-            op = _OPS[node.target]  # type: ignore[index]
-            num_bytes = node_bytes(node, size) * (len(ranks) if op is Op.REDUCE_SCATTER else 1)
-            seconds_of = all_reduce_seconds if op is Op.ALL_REDUCE else unshard_seconds
-            seconds = seconds_of(topology, ranks, num_bytes)
-            value = plan_value(graph, node, names[node])
-            yield ModelCollective(op, function.phase, function.segment + 1, value, seconds)
 
 
 def _unsaved(stage: StageFunctions) -> Iterator[fx.Node]:
@@ -353,20 +423,6 @@ def _operators(nodes: Iterable[fx.Node]) -> list[int]:
     return sorted({node.meta["operator"] for node in own or every})
 
 
-def _modules(graph: TrainingGraph, operators: Sequence[int]) -> tuple[str, ...]:
-    """FQNs of the modules the stage's operators belong to, in order."""
-    named = (graph.operators[op].module for op in operators if graph.operators)
-    return tuple(dict.fromkeys(filter(None, named)))
-
-
-def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int, speed: float) -> StageCost:
-    return StageCost(
-        seconds={phase: _seconds(stage.phase_functions(phase), size) / speed for phase in stage.phases},
-        flops=sum(evaluate_cost(n.meta["cost"].flops, size) for f in stage.functions for n in f.body),
-        memory=_stage_memory(stage, size),
-    )
-
-
 def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     trained = {fqn for function in stage.all_functions for fqn, _ in function.gradients}
 
@@ -379,8 +435,9 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     }
     after = {phase: of_phase[-1].after for phase, of_phase in held.items()}
     peaks = {phase: max(each.peak for each in of_phase) for phase, of_phase in held.items()}
-    given = {node for function in stage.functions for node in function.inputs}
-    split, whole = ([n for n in given if _is_given(n, batched)] for batched in (True, False))
+    given = {node: node.meta["role"] for function in stage.functions for node in function.inputs}
+    of_model = {node: role.batched for node, role in given.items() if isinstance(role, ModelInput)}
+    split, whole = ([n for n in of_model if of_model[n] is batched] for batched in (True, False))
     buffers = storage_bytes(
         (node for function in stage.functions for _, node in function.buffer_updates), bytes_of
     )
@@ -426,11 +483,6 @@ def _segment_memory(
         yield SegmentMemory(own.peak - own.before, change, sum(sizes[fqn] for fqn, _ in function.gradients))
 
 
-def _is_given(node: fx.Node, batched: bool) -> bool:
-    role = node.meta["role"]
-    return isinstance(role, ModelInput) and role.batched is batched
-
-
 def _constant_bytes(stage: StageFunctions, bytes_of: BytesOf) -> int:
     """The bytes of constants that the stage's functions read."""
     read = {node for function in stage.functions for node in function.read_nodes}
@@ -441,47 +493,6 @@ def _seconds(functions: Iterable[PhaseFunction], size: int) -> float:
     return float(sum(node.meta["cost"].seconds(size) for function in functions for node in function.body))
 
 
-def _batched(value: Value) -> Value:
-    """The same value with the batch in place of dimension 0, which the graph has as a number."""
-    return Value(value.name, value.dtype, ("b", *value.shape[1:]))
-
-
-def _message_links(
-    graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, schedule: Schedule
-) -> Iterator[Link]:
-    """One link for all values from one stage to another, for each direction.
-
-    Of several stages on the same ranks, the first reader receives a value and hands it on to the others.
-    """
-    groups: dict[tuple[int, int, Payload], list[Value]] = {}
-    functions = [function for stage in stages for function in stage.functions]
-    handed_on = _handed_on(functions, schedule)
-    for function in functions:
-        payload = Payload.ACTIVATION if function.phase is Phase.FORWARD else Payload.GRADIENT
-        for node in function.sent:
-            ends = handed_on.get(node, function.stage), _target(node)
-            value = plan_value(graph, node, names[node])
-            groups.setdefault((*ends, payload), []).append(value)
-    return (
-        Link(source, target, payload, tuple(values)) for (source, target, payload), values in groups.items()
-    )
-
-
-def _handed_on(functions: Sequence[PhaseFunction], schedule: Schedule) -> dict[fx.Node, int]:
-    """The stage that hands a value on, by send node, where the target's ranks have received it before."""
-    if not runs_stages_in_order(map(ComputeColumns.of, schedule.orders)):
-        return {}
-    first: dict[tuple[fx.Node, tuple[int, ...]], int] = {}
-    found: dict[fx.Node, int] = {}
-    sends = (node for function in functions for node in function.sent)
-    for node in sorted(sends, key=_send_order):
-        target, ranks = _target(node), schedule.placement[_target(node)]
-        if ranks != schedule.placement[stage_of(node)]:
-            reader = first.setdefault((node.all_input_nodes[0], ranks), target)
-            found |= {node: reader} if reader != target else {}
-    return found
-
-
 def _send_order(node: fx.Node) -> tuple[bool, int]:
     """A sort key: send nodes in the order in which values are read, forwards before backwards."""
     return (False, _target(node)) if is_forward(node) else (True, -_target(node))
@@ -490,59 +501,6 @@ def _send_order(node: fx.Node) -> tuple[bool, int]:
 def _target(node: fx.Node) -> int:
     """The stage that a send node is for."""
     return stage_of(next(iter(node.users)))
-
-
-def _tied_links(
-    graph: TrainingGraph, stages: Sequence[StageFunctions], owners: Mapping[str, int]
-) -> Iterator[Link]:
-    """A link that sends a tied weight to its borrower, and one that returns the gradient to the owner."""
-    for stage in stages:
-        trained = {fqn for function in stage.all_functions for fqn, _ in function.gradients}
-        for node in stage.parameters:
-            fqn = node.meta["role"].fqn
-            if owners[fqn] != stage.index:
-                value = plan_value(graph, node, fqn)
-                yield Link(owners[fqn], stage.index, Payload.WEIGHT, (value,))
-                if fqn in trained:
-                    yield Link(stage.index, owners[fqn], Payload.WEIGHT_GRADIENT, (value,))
-
-
-def _result_links(
-    graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, streams: bool
-) -> Iterator[Link]:
-    """The links of a step's results to all other ranks; in a stream, one for each microbatch.
-
-    Results of the tail have a link of their own: each has the rows of all microbatches.
-    """
-    payload = Payload.MICROBATCH_RESULT if streams else Payload.RESULT
-    axes = {node: role.axis or LEADING for role, node in graph.returned}
-    for stage in stages:
-        for functions in (stage.functions, [stage.tail] if stage.tail else []):
-            nodes = [node for function in functions for node in dict.fromkeys(function.outputs)]
-            if values := tuple(_result(graph, node, names[node], axes[node]) for node in nodes):
-                yield Link(stage.index, -1, payload, values)
-
-
-def _result(graph: TrainingGraph, node: fx.Node, name: str, axis: BatchAxis) -> Value:
-    """A result of the graph, its rows moved to the front where they are not one block each."""
-    value, rows = plan_value(graph, node, name), graph.batch_size
-    dim, inner = (0, 1) if axis.has_outer else (axis.dim, axis.inner)
-    if graph.batch is None and value.shape[dim : dim + 1] == (rows * inner,):
-        size = f"{inner}*b" if inner > 1 else "b"
-        return Value(name, value.dtype, (*value.shape[:dim], size, *value.shape[dim + 1 :]))
-    return value
-
-
-def _inputs(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[InputLeaf]:
-    read = {n.meta["role"] for stage in stages for function in stage.all_functions for n in function.inputs}
-    read |= {n.meta.get("role") for stage in stages for n in batch_count_nodes(graph, stage.batch_counts)}
-    for node in graph.arguments:
-        role = node.meta["role"]
-        if role in read and isinstance(role, ModelInput):
-            value = plan_value(graph, node, names[node])
-            yield InputLeaf(
-                role.position, role.path, role.batched, _batched(value) if role.batched else value
-            )
 
 
 def with_offload_seconds(plan: Plan, link: LinkModel) -> Plan:

@@ -80,10 +80,15 @@ def with_update_costs(plan: Plan, optimizer: OptimizerProperties, device: Device
         number: _shard_bytes(bucket, len(plan.placement[bucket.stage]), state, optimizer.elementwise)
         for number, bucket in enumerate(plan.sync_spec.buckets if plan.sync_spec.shard else ())
     }
-    buckets = [
-        _with_bytes(bucket, shards[number], device) if number in shards else bucket
-        for number, bucket in enumerate(plan.sync_spec.buckets)
-    ]
+    buckets = list(plan.sync_spec.buckets)
+    copies = 2 if device.name == "cpu" else 1  # gloo receives into memory beside what it sends
+    for number, share in shards.items():
+        buckets[number] = replace(
+            buckets[number],
+            shard_bytes=share.own,
+            unsharded_bytes=share.padded,
+            in_transit_bytes=share.padded * copies,
+        )
     plan = replace(plan, sync_spec=replace(plan.sync_spec, buckets=tuple(buckets)))
     return replace(
         plan, stages=tuple(_updated(plan, stage, shards, optimizer, device) for stage in plan.stages)
@@ -114,12 +119,6 @@ def with_training_state(plan: Plan, training: SyncSpec, optimizer: OptimizerProp
         return replace(stage, cost=replace(stage.cost, memory=memory))
 
     return replace(plan, stages=tuple(map(beside, plan.stages)))
-
-
-def _with_bytes(bucket: Bucket, share: _ShardBytes, device: DeviceModel) -> Bucket:
-    """The bucket with the bytes of its collectives: gloo receives into memory beside what it sends."""
-    in_transit = share.padded * (2 if device.name == "cpu" else 1)
-    return replace(bucket, shard_bytes=share.own, unsharded_bytes=share.padded, in_transit_bytes=in_transit)
 
 
 def _shard_bytes(
@@ -154,29 +153,21 @@ def _updated(
     device: DeviceModel,
 ) -> Stage:
     memory, sync_spec, state = stage.cost.memory, plan.sync_spec, optimizer.state_bytes or {}
-    divided = {number: shards[number] for number in sync_spec.buckets_of(stage.index) if number in shards}
-    names = {name for number in divided for name in sync_spec.buckets[number].names}
+    own_buckets = sync_spec.buckets_of(stage.index)
+    divided = {number: shards[number] for number in own_buckets if number in shards}
+    parts = {name: share.own for number, share in divided.items() for name in sync_spec.buckets[number].names}
     sizes = {value.name: value_bytes(value, {}) for value in plan.parameters}
     borrowed = sum(sizes[name] for name in stage.borrowed_parameters)
-    updated = [sizes[name] for name in stage.parameters if name not in names | {*stage.borrowed_parameters}]
-    updated += [
-        min(sizes[n], s.own) for number, s in divided.items() for n in sync_spec.buckets[number].names
-    ]
-    kept = sum(
-        state.get(name, 0) for name in stage.parameters if name not in names | {*stage.borrowed_parameters}
-    )
+    whole = [name for name in stage.parameters if name not in {*parts, *stage.borrowed_parameters}]
+    updated = [sizes[name] for name in whole] + [min(sizes[name], own) for name, own in parts.items()]
     for number, share in divided.items():
         memory = _divided(sync_spec, sync_spec.buckets[number], share, memory)
     if not sync_spec.shard:
-        travels: float = sum(_travelling_bytes(plan, number) for number in sync_spec.buckets_of(stage.index))
-        if (
-            sync_spec.stream
-            and sync_spec.stream.versions is VersionPolicy.DOUBLE
-            and sync_spec.buckets_of(stage.index)
-        ):
+        travels: float = sum(_travelling_bytes(plan, number) for number in own_buckets)
+        if sync_spec.stream and sync_spec.stream.versions is VersionPolicy.DOUBLE and own_buckets:
             travels += memory.gradients  # while these travel, those of the next mini-batch are added up
         memory = replace(memory, gradients=memory.gradients + travels)
-    own_state = kept + sum(share.state for share in divided.values())
+    own_state = sum(state.get(name, 0) for name in whole) + sum(share.state for share in divided.values())
     trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
     moved, on_host = 3 * max(trained, 0) + 2 * own_state + 3 * memory.precomputed, 0.0
     seconds = moved / device.memory_bytes_per_second

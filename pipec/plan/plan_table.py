@@ -1,14 +1,9 @@
 """A plan as a table: its stages, what bounds the step, and the alternatives."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from io import StringIO
 from itertools import pairwise
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from pipec.ir import InputLeaf, Payload, Phase, Plan, Program, RankMemory, Stage, Tail
 from pipec.ir.text_format import (
@@ -16,16 +11,12 @@ from pipec.ir.text_format import (
     format_replicas,
     format_seconds,
     format_type,
-    text_as_html,
     value_bytes,
 )
 from pipec.plan.predictions import plan_memory, simulate_plan
 from pipec.timeline.attribution import attribute_waits, critical_path, critical_path_times
 from pipec.timeline.events import Timeline
 from pipec.timeline.steady_state import steady_state
-
-WIDTH = 240
-"""Wide enough that no row is folded: a terminal folds it as it likes."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,50 +35,32 @@ class PrintablePlan(Plan):
     def __repr__(self) -> str:
         return str(self)
 
-    def _repr_html_(self) -> str:
-        return text_as_html(str(self))
-
 
 def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
     """One row per stage, and under it what bounds the step."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in (
-        "stage",
-        "rank",
-        "operators",
-        "weights",
-        "forward",
-        "backward",
-        "sends",
-        "saves",
-        "modules",
-    ):
-        table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
-    for stage in plan.stages:
-        table.add_row(*_row(plan, stage))
-    predictions = _predictions(plan, programs)
+    headings = ["stage", "rank", "operators", "weights", "forward", "backward", "sends", "saves", "modules"]
+    microbatches = f"{plan.num_microbatches} microbatches of {plan.microbatch_size}"
     parts = [
-        [_headline(plan)],
-        table_lines(table),
-        predictions + _inputs(plan),
+        [f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, {microbatches}"],
+        table_lines(headings, (_row(plan, stage) for stage in plan.stages), left=["modules"]),
+        _predictions(plan, programs) + _inputs(plan),
         _sharding_table(plan),
         _alternatives(plan),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def table_lines(table: Table) -> list[str]:
-    """The lines of a rich table as plain text, none of them folded."""
-    out = StringIO()
-    Console(file=out, width=WIDTH, color_system=None).print(table)
-    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-
-
-def _headline(plan: Plan) -> str:
-    return (
-        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, "
-        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}"
-    )
+def table_lines(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()
+) -> list[str]:
+    """A table as lines of text; the columns whose headings are in ``left`` are aligned to the left."""
+    columns = [[*cells] for cells in zip(headings, *rows, strict=True)]
+    for column in columns:
+        align = str.ljust if column[0] in left else str.rjust
+        width = max(map(len, column))
+        column[:] = [align(cell, width) for cell in column]
+    first, *others = ("   ".join(cells) for cells in zip(*columns, strict=True))
+    return [f" {line}".rstrip() for line in (first, "─" * len(first), *others)]
 
 
 def _row(plan: Plan, stage: Stage) -> list[str]:
@@ -102,12 +75,8 @@ def _row(plan: Plan, stage: Stage) -> list[str]:
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
         format_bytes(stage.cost.memory.saved) + ("*" if stage.has_recompute else ""),
-        _span(stage),
+        " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]])),
     ]
-
-
-def _span(stage: Stage) -> str:
-    return " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]]))
 
 
 def sent_bytes(plan: Plan, stage: int, per_microbatch: bool = True) -> int:
@@ -179,7 +148,8 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 def _peaks(plan: Plan, needs: Sequence[RankMemory]) -> str:
     """The peak memory of each rank, or, if those are too many to list, the highest of each stage's ranks."""
-    counted = _state_counted(plan)
+    state = sum(stage.cost.memory.state for stage in plan.stages)
+    counted = "with optimizer state" if state else "without optimizer state"
     if len(needs) <= _MOST_NUMBERS:
         peaks = ", ".join(format_bytes(need.peak_bytes) for need in needs)
         return f"peak memory by rank, {counted}: {peaks}"
@@ -212,11 +182,6 @@ def _input(plan: Plan, entry: InputLeaf) -> str:
     return f"{entry.path} {format_type(plan.user_value(entry))}{where}"
 
 
-def _state_counted(plan: Plan) -> str:
-    state = sum(stage.cost.memory.state for stage in plan.stages)
-    return "with optimizer state" if state else "without optimizer state"
-
-
 def _bounds(timeline: Timeline) -> str:
     """The main components of the critical path. It has no gaps: messages count as part of it."""
     seconds: dict[str, float] = defaultdict(float)
@@ -233,27 +198,32 @@ def _bounds(timeline: Timeline) -> str:
 def _sharding_table(plan: Plan) -> list[str]:
     if not plan.sharding_costs:
         return []
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("shard", no_wrap=True)
-    for heading in ("peak memory", "collectives", "step"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for each in plan.sharding_costs:
-        times = format_seconds(each.collective_seconds), format_seconds(each.seconds)
-        name = (each.shard or "nothing") + (" (taken)" if each.shard is plan.sync_spec.shard else "")
-        table.add_row(name, format_bytes(each.peak_bytes), *times)
-    return table_lines(table)
+    rows = (
+        (
+            (each.shard or "nothing") + (" (taken)" if each.shard is plan.sync_spec.shard else ""),
+            format_bytes(each.peak_bytes),
+            format_seconds(each.collective_seconds),
+            format_seconds(each.seconds),
+        )
+        for each in plan.sharding_costs
+    )
+    return table_lines(["shard", "peak memory", "collectives", "step"], rows, left=["shard"])
 
 
 def _alternatives(plan: Plan) -> list[str]:
     if not plan.alternatives:
         return []
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("instead", no_wrap=True)
-    for heading in ("microbatches", "stages", "replicas", "step", "peak memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    for each in plan.alternatives:
-        counts = str(each.num_microbatches), str(each.num_stages), format_replicas(each.replicas)
-        step, peak = format_seconds(each.seconds), format_bytes(each.peak_bytes)
-        table.add_row(each.schedule, *counts, step, peak, each.rejection_reason)
-    return table_lines(table)
+    headings = ["instead", "microbatches", "stages", "replicas", "step", "peak memory", "result"]
+    rows = (
+        (
+            each.schedule,
+            str(each.num_microbatches),
+            str(each.num_stages),
+            format_replicas(each.replicas),
+            format_seconds(each.seconds),
+            format_bytes(each.peak_bytes),
+            each.rejection_reason,
+        )
+        for each in plan.alternatives
+    )
+    return table_lines(headings, rows, left=["instead", "result"])

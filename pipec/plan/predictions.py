@@ -87,15 +87,3 @@ def _collectives(plan: Plan) -> dict[tuple[Op, int, int], float]:
         seconds[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
         seconds[Op.UNSHARD, bucket.stage, number] = bucket.unshard_seconds
     return seconds
-
-
-def prediction_summary(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
-    """The predicted step: seconds, bubble rate, peak bytes of each rank."""
-    timeline = simulate_plan(plan, programs)
-    steady = steady_state(timeline)
-    return {
-        "makespan": timeline.makespan,
-        "bubble_rate": timeline.bubble_rate,
-        **({"steady": {"time": steady.batch_interval, "bubble_rate": steady.bubble_rate}} if steady else {}),
-        "peak_bytes": [need.peak_bytes for need in plan_memory(plan, programs)],
-    }

@@ -1,21 +1,18 @@
-"""The memory of the ranks in a step, as a table and as curves."""
+"""The memory of the ranks in a step, as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from pipec.ir import Program, RankMemory
 from pipec.ir.memory_figures import MEMORY_CATEGORIES
-from pipec.ir.text_format import format_bytes, instruction_lines, text_as_html
+from pipec.ir.text_format import format_bytes
 from pipec.plan.plan_table import table_lines
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepMemory(Sequence[RankMemory]):
-    """The memory of each rank in a step, predicted or measured. It prints as a table; see also ``curve``."""
+    """The memory of each rank in a step, predicted or measured. It prints as a table."""
 
     ranks: Sequence[RankMemory]
     programs: Sequence[Program] = field(repr=False, compare=False)
@@ -35,16 +32,19 @@ class StepMemory(Sequence[RankMemory]):
         kinds = [
             kind for kind in MEMORY_CATEGORIES if any(each.bytes_by_category.get(kind) for each in self.ranks)
         ]
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for heading in ("rank", *kinds, "peak", "while it runs"):
-            table.add_column(heading, justify="left" if heading == "while it runs" else "right", no_wrap=True)
-        for each in self.ranks:
-            amounts = [*(each.bytes_by_category.get(kind, 0.0) for kind in kinds), each.peak_bytes]
-            table.add_row(str(each.rank), *map(format_bytes, amounts), self._at(each))
-        return "\n".join(table_lines(table))
+        amounts = [
+            [*(each.bytes_by_category.get(kind, 0.0) for kind in kinds), each.peak_bytes]
+            for each in self.ranks
+        ]
+        rows = (
+            [str(each.rank), *map(format_bytes, own), self._at(each)]
+            for each, own in zip(self.ranks, amounts, strict=True)
+        )
+        headings = ["rank", *kinds, "peak", "while it runs"]
+        return "\n".join(table_lines(headings, rows, left=["while it runs"]))
 
-    def _repr_html_(self) -> str:
-        return text_as_html(str(self))
+    def __repr__(self) -> str:
+        return str(self)
 
     def _at(self, memory: RankMemory) -> str:
         if memory.position < 0:
@@ -52,17 +52,3 @@ class StepMemory(Sequence[RankMemory]):
         instruction = self.programs[memory.rank].instructions[memory.position]
         of = f" of microbatch {instruction.microbatch}" if instruction.microbatch >= 0 else ""
         return f"{instruction.op} of stage {instruction.stage}{of}"
-
-    def curve(self, rank: int) -> str:
-        """The peak bytes of a rank during each instruction of its program, as a text with bars."""
-        memory, lines = self.ranks[rank], instruction_lines(self.programs[rank])
-        width = max(map(len, lines), default=0)
-        scale = _BAR / max(memory.most.max(initial=0.0), 1.0)
-        return "\n".join(
-            f"{line:<{width}}  {format_bytes(amount):>8}  {'#' * round(amount * scale)}"
-            for line, amount in zip(lines, memory.most.tolist(), strict=True)
-        )
-
-
-_BAR = 40
-"""Characters that the peak is long in a curve."""

@@ -13,7 +13,7 @@ from pipec.ir.columns import Floats
 from pipec.timeline.attribution import attribute_waits
 from pipec.timeline.curves import MemoryCurves, in_flight_over_time
 from pipec.timeline.events import Event
-from pipec.viz.drawn_steps import DrawnStep, check_steps
+from pipec.viz.drawn_steps import DrawnStep
 from pipec.viz.labels import (
     NAMES,
     collective_ranks,
@@ -40,10 +40,8 @@ def chrome_trace(steps: Sequence[DrawnStep]) -> str:
     those of the device, and those in host memory.
 
     Raises:
-        InputError: the steps have different units, or so many events that no viewer opens them, or the
-            memory of one does not fit it.
+        InputError: the steps have so many events that no viewer opens them.
     """
-    check_steps(steps)
     if (count := sum(len(step.timeline.events) for step in steps)) > MOST_EVENTS:
         raise InputError(
             f"a trace of {count:,} events; viewers open some {MOST_EVENTS:,} at most: draw .html, which "

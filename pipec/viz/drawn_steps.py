@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.timeline.curves import MemoryCurves, rank_memory_over_time
 from pipec.timeline.events import Timeline
@@ -73,19 +72,3 @@ class DrawnPipeline:
 def steps_text(steps: Sequence[DrawnStep]) -> str:
     """Each step as text under its title; of a run the typical step alone."""
     return "\n".join(timeline_text(step.timeline, step.title) for step in steps if not step.is_run)
-
-
-def check_steps(steps: Sequence[DrawnStep]) -> None:
-    """Raise InputError unless there are steps of one unit of time, and memory has a curve for each rank."""
-    if not steps:
-        raise InputError("no step is given; expected at least one")
-    units = {step.name: step.timeline.unit for step in steps}
-    if len({*units.values()}) > 1:
-        shown = ", ".join(f"{name!r} in {unit}" for name, unit in units.items())
-        raise InputError(f"timelines on one axis need one unit of time: {shown}; draw them apart")
-    for step in steps:
-        if step.memory and len(step.memory) != step.timeline.num_ranks:
-            raise InputError(
-                f"memory of {step.name!r} has {len(step.memory)} curves; expected one for each of its "
-                f"{step.timeline.num_ranks} ranks"
-            )

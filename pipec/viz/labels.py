@@ -160,16 +160,6 @@ def event_labels(timeline: Timeline) -> Callable[[Event], str]:
     return label
 
 
-def version_description(event: Event) -> str:
-    """``forward of microbatch 3, reads version 1 of the weights``, where there are versions; else nothing."""
-    instruction = event.instruction
-    if instruction.version < 0:
-        return ""
-    verb = "reads" if event.is_compute else "makes"
-    what = f"{NAMES[instruction.op]} of microbatch {instruction.microbatch}"
-    return f"{what}, {verb} version {instruction.version} of the weights"
-
-
 def summary(timeline: Timeline) -> str:
     """The figures of merit on one line."""
     makespan, span = format_duration(timeline.makespan, timeline), format_duration(timeline.span, timeline)

@@ -129,10 +129,6 @@ def _step_data(step: DrawnStep, scale: float, whole: bool) -> dict[str, object]:
     }
 
 
-def _present(numbers: Ints) -> Column:
-    return Column.of(numbers[numbers >= 0])
-
-
 def _curve(curve: Curve, times: Callable[[Floats], Column]) -> dict[str, Column]:
     return {"time": times(curve.times), "amount": Column.of(np.rint(curve.amounts))}
 

@@ -2,20 +2,19 @@
 
 Collectives have a narrow band below the lane of their rank. Replicas of a stage stand together.
 
-The picture is a card with its own background, light or dark as the viewer prefers. Computes too short to see
-are drawn together, one box for each phase in a run of them. This bounds the size of the file.
+The picture is a card with its own background, light or dark as the viewer prefers.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from xml.sax.saxutils import escape
 
-import numpy as np
-
-from pipec.ir import Op, Payload
-from pipec.ir.columns import OP_CODE
-from pipec.timeline.events import Event, Events, Timeline
+from pipec.errors import InputError
+from pipec.ir import Payload
+from pipec.timeline.events import Event, Timeline
+from pipec.viz.html import page_file
 from pipec.viz.labels import (
     NAMES,
     chunk_indices,
@@ -23,10 +22,8 @@ from pipec.viz.labels import (
     lane_name,
     ops_present,
     overlap_rows,
-    payload_description,
     summary,
     time_axis,
-    version_description,
 )
 
 _STYLE = """
@@ -40,24 +37,7 @@ text { fill: #57606a; font-size: 11px; }
 .card { fill: #ffffff; stroke: #d0d7de; }
 .lane { fill: #f1f3f5; }
 .grid { stroke: #d8dee4; stroke-width: 1; }
-.forward { fill: #8cb8f2; }
-.recompute { fill: #c6b5ee; }
-.backward { fill: #f5b26b; }
-.backward_input { fill: #ec8a62; }
-.backward_weight { fill: #8fd0a4; }
-.tail { fill: #e0776f; }
-.update { fill: #f2d45c; }
-.reduce_grad { fill: #e39bb6; }
-.average_buffers { fill: #a9c48f; }
-.sum_counts { fill: #d6cd8b; }
-.gather_rows { fill: #93a7a0; }
-.grad_norm { fill: #b9b0a2; }
-.unshard { fill: #7fc4c4; }
-.all_reduce { fill: #f0bccb; }
-.all_gather { fill: #a5dcd0; }
-.reduce_scatter { fill: #cf8fd0; }
-.offload { fill: #d2a37c; }
-.prefetch { fill: #a3b3d9; }
+{ops}
 .message { fill: none; stroke-width: 1; }
 .activation { stroke: #2f6fc4; }
 .gradient { stroke: #b8650f; }
@@ -84,10 +64,9 @@ _CELL_WIDTH = 26
 
 _WIDTHS = (600, 1600)
 _CHARACTER_WIDTH = 6.4
-_LEAST_WIDTH = 3.0
-"""A box of fewer pixels is drawn together with its neighbours. The limit rises where boxes are too many."""
+_MOST_BOXES = 50_000
+"""The most boxes of a picture, which then has some 5 MB."""
 
-_MOST_BOXES = 20_000
 _MOST_ARROWS = 2_000
 _BAND = 0.5
 """The height of the band for collectives and copies, as a share of the lane's."""
@@ -149,7 +128,15 @@ class _Layout:
 
 
 def timeline_svg(timeline: Timeline, title: str = "") -> str:
-    """The timeline as the text of an SVG file, under ``title`` and its figures of merit. Deterministic."""
+    """The timeline as the text of an SVG file, under ``title`` and its figures of merit. Deterministic.
+
+    Raises InputError for more boxes than a viewer opens.
+    """
+    if (count := len(timeline.blocking) + len(timeline.overlapped)) > _MOST_BOXES:
+        raise InputError(
+            f"a picture of {count:,} boxes; expected at most {_MOST_BOXES:,}: draw .html, which shows all of "
+            "them, or a step of fewer microbatches or ranks"
+        )
     layout = _Layout.of(timeline)
     messages = _messages(timeline, layout)
     parts = [
@@ -173,7 +160,9 @@ def _card(layout: _Layout, title: str, figures: str) -> Iterator[str]:
         f'viewBox="0 0 {_px(width)} {_px(height)}" style="max-width: 100%; height: auto" role="img">'
     )
     yield f"<title>{escape(shown or 'timeline')}</title>"
-    yield f"<style>{_STYLE}</style>"
+    colours = re.findall(r"--(\w+): (#\w+)", page_file("style.css").partition("@media")[0])
+    ops = "\n".join(f".{op} {{ fill: {colour}; }}" for op, colour in colours if op in NAMES)
+    yield f"<style>{_STYLE.replace('{ops}', ops)}</style>"
     yield f"<defs>{_head('activation')}{_head('gradient')}</defs>"
     yield f'<rect class="card" x="0.5" y="0.5" width="{_px(width - 1)}" height="{_px(height - 1)}" rx="8"/>'
     yield _text(20, 30, shown, "title")
@@ -227,34 +216,17 @@ def _kind(event: Event) -> str:
     return "gradient" if link and link.payload is Payload.GRADIENT else "activation"
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """A box of a lane: a compute or update, or all of an op in a run of short ones."""
-
-    start: float
-    end: float
-    op: Op
-    stage: int
-    label: str = ""
-    tooltip: str = ""
-
-
 def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     label, chunk_of = _fitting_labels(timeline, layout), chunk_indices(timeline)
     last_chunk = max(chunk_of.values(), default=0)
-    least = _least_width(timeline, timeline.blocking, layout)
-    lasting = timeline.blocking.where(timeline.blocking.ends > timeline.blocking.starts)
-    for first, last in _runs(lasting, least):
-        run, rank = lasting.between(first, last), int(lasting.ranks[first])
-        for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
-            shade = 1 - 0.45 * chunk_of[box.stage] / last_chunk if last_chunk else 1.0
-            yield from _box(layout, rank, box, shade)
-
-
-def _least_width(timeline: Timeline, events: Events, layout: _Layout) -> float:
-    """The time below which these events are drawn together with their neighbours."""
-    most_runs = _MOST_BOXES // (max(len(ops_present(events)), 1) * timeline.num_ranks)
-    return max(_LEAST_WIDTH, layout.width / max(most_runs, 1)) / layout.scale
+    for event in timeline.blocking.where(timeline.blocking.ends > timeline.blocking.starts):
+        left, width = layout.x(event.start), (event.end - event.start) * layout.scale
+        gap = 1.0 if width >= 6 else 0.0
+        shade = 1 - 0.45 * chunk_of[event.instruction.stage] / last_chunk if last_chunk else 1.0
+        y, op = layout.y(event.rank), event.instruction.op
+        yield _rect(left, y, width - gap, layout.lane, op, 2 if gap else 0, shade)
+        if (text := label(event)) and layout.lane >= 12:
+            yield _text(left + (width - gap) / 2, y + layout.lane / 2 + 3.7, text, "box")
 
 
 def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], str]:
@@ -280,66 +252,16 @@ def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], st
     return fitting
 
 
-def _runs(events: Events, least: float) -> Iterator[tuple[int, int]]:
-    """Where runs without idle time begin and end. Of a run, all begin in the same ``least`` of time."""
-    turns = np.floor(events.starts / least)
-    begins = (np.diff(events.ranks) != 0) | (np.diff(turns) != 0)
-    begins |= events.starts[1:] > events.ends[:-1] + least / 10
-    return pairwise([0, *(np.flatnonzero(begins) + 1).tolist(), len(events)] if len(events) else [])
-
-
-def _single(event: Event, label: str) -> _Box:
-    return _Box(
-        event.start,
-        event.end,
-        event.instruction.op,
-        event.instruction.stage,
-        label,
-        version_description(event),
-    )
-
-
-def _drawn_together(run: Events) -> Iterator[_Box]:
-    """One box for each op of a run, as long as its events together, side by side."""
-    start = float(run.starts[0])
-    for op in ops_present(run):
-        own = run.instructions.ops == OP_CODE[op]
-        end = start + float((run.ends - run.starts)[own].sum())
-        yield _Box(start, end, op, int(run.instructions.stages[own][0]))
-        start = end
-
-
-def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
-    left, width = layout.x(box.start), (box.end - box.start) * layout.scale
-    gap = 1.0 if width >= 2 * _LEAST_WIDTH else 0.0
-    drawn = _rect(left, layout.y(rank), width - gap, layout.lane, box.op, 2 if gap else 0, shade)
-    yield f"<g><title>{escape(box.tooltip)}</title>{drawn}</g>" if box.tooltip else drawn
-    if box.label and layout.lane >= 12:
-        yield _text(left + (width - gap) / 2, layout.y(rank) + layout.lane / 2 + 3.7, box.label, "box")
-
-
 def _beside(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     """The bands below the lanes. Overlapping collectives share the height of their rank's band."""
-    label, events = _fitting_labels(timeline, layout), timeline.overlapped
-    rows = np.array(overlap_rows(events), int)
+    label, rows = _fitting_labels(timeline, layout), overlap_rows(timeline.overlapped)
     height = layout.band / (max(rows, default=0) + 1)
-    least = _least_width(timeline, events, layout)
-    for rank, row in sorted({*zip(events.ranks.tolist(), rows.tolist(), strict=True)}):
-        top = layout.y(rank) + layout.lane + 1 + row * height
-        found = events.where((events.ranks == rank) & (rows == row))
-        for first, last in _runs(found, least):
-            run = found.between(first, last)
-            for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
-                left, width = layout.x(box.start), max((box.end - box.start) * layout.scale, 1.0)
-                tooltip = (
-                    f"{NAMES[box.op]}, {payload_description(timeline, run[0])}"
-                    if len(run) == 1
-                    else NAMES[box.op]
-                )
-                drawn = _rect(left, top, width, height - 1, box.op)
-                yield f"<g><title>{escape(tooltip)}</title>{drawn}</g>"
-                if box.label and height > 8:
-                    yield _text(left + width / 2, top + height / 2 + 3, box.label, "small")
+    for event, row in zip(timeline.overlapped, rows, strict=True):
+        top = layout.y(event.rank) + layout.lane + 1 + row * height
+        left, width = layout.x(event.start), max((event.end - event.start) * layout.scale, 1.0)
+        yield _rect(left, top, width, height - 1, event.instruction.op)
+        if (text := label(event)) and height > 8:
+            yield _text(left + width / 2, top + height / 2 + 3, text, "small")
 
 
 def _legend(timeline: Timeline, kinds: Iterable[str], layout: _Layout) -> Iterator[str]:

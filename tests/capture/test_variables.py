@@ -399,7 +399,7 @@ def test_a_compilation_that_takes_long_says_what_it_does_and_why(
     reason = "dimension 1 of kwargs['x'] is 6, compiled for 4: it becomes symbolic"
     recompiling, compiling, done = said
     assert recompiling == f"recompiling: {reason}"
-    assert re.fullmatch(rf"compiling, {re.escape(reason)}: [a-z ]+", compiling)
+    assert compiling == f"compiling, {reason}"
     assert re.fullmatch(rf"compiling, {re.escape(reason)}: done in \d+ s", done)
 
 

@@ -11,11 +11,9 @@ from pipec.hardware.devices import DEVICES, LinkModel
 from pipec.hardware.topology import equal_devices
 from pipec.ir import HostCost, Plan
 from pipec.schedules import ASYNCHRONOUS_SCHEDULES
-from tests.cli.test_cli import pipec_cli
 from tests.compiler.test_replica_choice import Wide, replica_counts
 from tests.compiler.test_replica_choice import prepared as shared
 from tests.pipeline.test_pipedream import LOSS, SGD, assert_same, batches, delayed, model
-from tests.pipeline.test_pipedream_house import MOMENTUM, TARGET
 
 
 def compiled(stages: int = 3, **options: Any) -> pipec.Pipeline:
@@ -58,7 +56,6 @@ def test_a_schedule_that_flushes_is_taken_where_it_is_faster() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_double_buffering_has_as_many_microbatches_as_are_fastest() -> None:
     plan = prepared(schedule="pipedream-2bw").plan
     assert plan.num_microbatches == 3
@@ -98,10 +95,3 @@ def test_delays_are_not_taken_for_nothing() -> None:
 def test_what_contradicts_it_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         compiled(**options)
-
-
-@pytest.mark.slow
-def test_the_command_line_has_it() -> None:
-    options = ("--schedule", "auto-async", "--optimizer", MOMENTUM)
-    printed = pipec_cli("plan", TARGET, "--devices", 2, *options).stdout
-    assert "2 stages on 2 ranks, pipedream, 1 microbatches" in printed

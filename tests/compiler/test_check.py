@@ -242,9 +242,9 @@ def test_later_steps_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPat
     checked = list[int]()
     plain = compile.check_call
 
-    def counting(request: Any) -> Any:
+    def counting(*given: Any) -> Any:
         checked.append(len(checked))
-        return plain(request)
+        return plain(*given)
 
     monkeypatch.setattr(compile, "check_call", counting)
     for check, expected in (("first", 1), (2, 3), ("always", 5)):

@@ -4,7 +4,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -14,13 +13,10 @@ from torch import nn
 
 import pipec
 from pipec.compiler import compile as compile_module
-from pipec.compiler import pass_list, staged_graph
-from pipec.graph import TrainingGraph, stage_of
+from pipec.compiler import staged_graph
 from pipec.ir import Schedule
 from pipec.passes.assignments.cut_stages import CutStages
-from pipec.passes.mark_recompute import MarkRecompute
 from pipec.pipeline import Pipeline
-from pipec.schedules import one_f_one_b
 
 ROWS = 32
 
@@ -96,18 +92,6 @@ def test_an_evaluation_follows_the_training_step_without_another_cut() -> None:
     assert (calls["cut"], calls["lower"]) == (0, 1)
 
 
-@dataclass(frozen=True)
-class KeepFirstLayers:
-    """A pass of a user's, who does not want the first layer of each stage to be computed again."""
-
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        for stage in range(graph.num_stages):
-            layers = (node for node in graph.nodes if node.target is torch.ops.aten.addmm.default)
-            first = next(node for node in layers if stage_of(node) == stage)
-            first.meta["recompute"] = None
-        return graph
-
-
 def test_another_batch_is_cut_in_the_same_place_between_parameters() -> None:
     """Also where code is for one size, so that each size has a graph of its own."""
     layers = nn.Sequential(nn.Linear(32, 32), *(nn.Tanh() for _ in range(8)), nn.Linear(32, 32))
@@ -119,27 +103,6 @@ def test_another_batch_is_cut_in_the_same_place_between_parameters() -> None:
         pipe.step(x, target=x)
     assert ends[0] == ends[1]
     assert 1 < ends[0][0] < 8
-
-
-def test_a_users_pass_counts_also_where_memory_forces_to_recompute() -> None:
-    """Such stages go through the one list of passes again, and not through a part of it."""
-    passes = pass_list.make_passes
-
-    def with_users_pass(*args: Any) -> list[Any]:
-        again = [KeepFirstLayers()] if args[2].recomputed else []
-        return [each for step in passes(*args) for each in (step, *again * isinstance(step, MarkRecompute))]
-
-    def saved_bytes() -> list[float]:
-        (cut,) = prepared(microbatches=4)._executions.compiler.cache.staged_graphs
-        everything = frozenset(name for stage in cut.forward_values(ROWS // 4) for name in stage)
-        plan = cut.with_recompute(MarkRecompute(everything)).evaluate(one_f_one_b(2, 4), ROWS // 4).plan
-        assert all(stage.recompute for stage in plan.stages)
-        return [stage.cost.memory.saved for stage in plan.stages]
-
-    without = saved_bytes()
-    with mock.patch.object(pass_list, "make_passes", with_users_pass):
-        kept = saved_bytes()
-    assert all(more > less for more, less in zip(kept, without, strict=True))
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pipec
-from pipec.compiler import search
-from pipec.compiler.memory_budget import fit_into_memory
-from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
 from pipec.plan.predictions import plan_memory
@@ -138,36 +135,6 @@ def test_an_asynchronous_schedule_recomputes_where_its_weights_fit() -> None:
     limit = max(peaks(streamed("full")))
     assert max(peaks(streamed("none"))) > limit
     assert max(peaks(streamed("auto", limit))) <= limit
-
-
-@pytest.fixture
-def fitted(monkeypatch: pytest.MonkeyPatch) -> list[EvaluatedPlan]:
-    """The plans for which something to recompute was looked for."""
-    found: list[EvaluatedPlan] = []
-
-    def fit(evaluated: EvaluatedPlan) -> EvaluatedPlan:
-        found.append(evaluated)
-        return fit_into_memory(evaluated)
-
-    monkeypatch.setattr(search, "fit_into_memory", fit)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
-@pytest.mark.parametrize("too_little", [False, True])
-def test_where_memory_is_short_few_choices_are_made(
-    fitted: list[EvaluatedPlan], schedule: str, too_little: bool
-) -> None:
-    limit = 30_000 if too_little else max(peaks(prepared(None, recompute="full")))
-    pipe = pipec.compile(wide_mlp(), 2, loss_fn=nn.functional.mse_loss, schedule=schedule, memory_limit=limit)
-    x, target = batch()
-    if too_little:
-        with pytest.raises(InfeasibleError, match="This plan needs memory_limit="):
-            pipe.prepare(x, target=target)
-    else:
-        assert max(peaks(pipe.prepare(x, target=target))) <= limit
-    assert 0 < len(fitted) <= 40
 
 
 class Checkpointed(nn.Module):

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -151,14 +150,6 @@ def test_what_travels_most_stays_inside_a_host(
     times = usual.simulate().makespan, other.simulate().makespan
     assert times[0] != pytest.approx(times[1], rel=0.05)
     assert pipe.simulate().makespan == min(times)
-
-
-def test_links_that_are_alike_leave_nothing_to_arrange() -> None:
-    pipe = prepared(heavy_weights(), equal_devices(4, LinkModel(1e9, 0.0)), replicas=2)
-    decided = pipe._executions.compiler.decided
-    assert decided.replica_arrangements() == [decided]
-    elsewhere = replace(decided, options=replace(decided.options, topology=hosts()))
-    assert len(elsewhere.replica_arrangements()) == 2
 
 
 @pytest.mark.parametrize("schedule", [slow("1f1b"), "zb-v"])

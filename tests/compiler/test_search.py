@@ -20,7 +20,7 @@ from pipec.compiler.schedule_policy import (
 )
 from pipec.compiler.search import best_result
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
-from pipec.errors import InfeasibleError, InputError
+from pipec.errors import InputError
 from pipec.hardware.devices import DEVICES
 from pipec.ir import Alternative, HostCost, Plan
 from pipec.pipeline import Pipeline
@@ -109,32 +109,6 @@ def test_what_replicas_are_said_to_take_is_what_their_programs_take(searched: Pi
     assert pipe.plan.placement == ((0, 1, 2, 3),)
     assert said.seconds == pytest.approx(pipe.simulate().makespan)
     assert said.rejection_reason.endswith(("slower", "faster, with replicas=4"))
-
-
-def test_a_memory_limit_rules_ways_out() -> None:
-    tight = min(
-        max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs))
-        for pipe in (prepared(microbatches=count, recompute="none") for count in (16, 32))
-    )
-    pipe = prepared(memory_limit=tight, recompute="none")
-    assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= tight
-    assert any("more than a device has" in each.rejection_reason for each in pipe.plan.alternatives)
-
-
-def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:
-    with pytest.raises(InfeasibleError, match=r"rank 3, stage 3: .* \(1 in flight\)"):
-        prepared(memory_limit="10kB", microbatches=8, schedule="1f1b", replicas=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "replicas"), [({}, {1, 2, 4}), ({"schedule": "auto"}, {1}), ({"replicas": "auto"}, {1, 2, 4})]
-)
-def test_a_search_tries_the_usual_plans(options: dict[str, str], replicas: set[int]) -> None:
-    plan = prepared(**options).plan
-    tried = {(each.replicas[0], each.num_microbatches) for each in plan.alternatives}
-    tried.add((len(plan.placement[0]), plan.num_microbatches))
-    assert tried >= {(n, n * default_num_microbatches(ROWS // n, 4 // n)) for n in replicas}
-    assert len(tried) <= len(replicas) + 4
 
 
 def test_a_search_goes_on_until_something_fits(searched: Pipeline) -> None:

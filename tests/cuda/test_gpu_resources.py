@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import pipec
 from pipec.compiler.compile_cache import CaptureSignature
+from pipec.compiler.compiler import CompileRequest
 from pipec.hardware.topology import Device, Level
 from pipec.ir import Mode
 from pipec.runtime.absent_tensors import is_absent, materialized, release_elsewhere
@@ -157,7 +158,7 @@ def test_a_model_larger_than_a_gpu_is_compiled_on_the_host(device: torch.device)
     call = executions.check_call(Mode.TRAIN, CallArguments((inputs,), {}, inputs))
     fingerprint = executions._fingerprint(Mode.TRAIN, executions.snapshot())
     key = executions._capture_key(STEP, call, fingerprint)
-    executions.compiler.compile(CaptureSignature(key, 0), call, "", refuses_mixed_rows=False)
+    executions.compiler.compile(CompileRequest(executions.compiler, CaptureSignature(key, 0), call))
     assert _resident() - before < 1 * GB
     if device.type == "cuda":
         assert torch.cuda.max_memory_allocated() < 1 * GB

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from worker_processes import run_ranks
 
 import pipec
+from pipec.compiler.batch_equivalence import check_local_batch
 from pipec.ir.batch_split import replica_microbatch_sizes
-from pipec.plan.local_batch_check import check_local_batch
 
 DOCS = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text(encoding="utf-8")
 

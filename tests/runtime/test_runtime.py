@@ -232,8 +232,6 @@ def test_a_name_that_nothing_provides_is_an_error_of_the_step() -> None:
         pipeline.step(SIZES)
 
 
-
-
 # failing
 
 

@@ -171,17 +171,6 @@ def test_an_arrow_stays_in_slices_that_take_no_time() -> None:
     assert {event["ts"] for event in trace["s"] + trace["f"]} == {0.0}
 
 
-def test_timelines_that_do_not_fit_together_are_refused() -> None:
-    seconds, units = (played(make_schedule("gpipe", 2, 1), unit=unit) for unit in ("s", "units"))
-    with pytest.raises(InputError, match="need one unit of time: 'planned' in units, 'measured' in s; draw"):
-        trace_of({"planned": units, "measured": seconds})
-    with pytest.raises(InputError, match="no step is given"):
-        chrome_trace([])
-    short = [MemoryCurves(Curve.of([]), {})]
-    with pytest.raises(InputError, match="memory of 'a' has 1 curves; expected one for each of its 2 ranks"):
-        trace_of({"a": units}, a=short)
-
-
 class Fields(BaseModel, strict=True, extra="forbid"):
     """What the Trace Event Format of Chromium says that every event has."""
 
@@ -233,11 +222,6 @@ def test_the_trace_keeps_to_the_trace_event_format(options: dict[str, object]) -
     assert {each.ph for each in events} == set("XsfCM")
     named = {(each.pid, each.tid) for each in events if each.name in ("thread_name", "process_name")}
     assert {(each.pid, each.tid) for each in events} == named
-
-
-def test_the_trace_is_deterministic() -> None:
-    draw = [trace_of({"zb-v": played(zb_v(3, 5), message=0.1)}) for _ in range(2)]
-    assert draw[0] == draw[1]
 
 
 def test_a_trace_that_no_viewer_opens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,7 @@ from page_views import (
 )
 from simulated_updates import EVERYTHING, ended
 
-from pipec.errors import InputError
-from pipec.schedules import make_schedule, zb_h1, zb_v
+from pipec.schedules import make_schedule, zb_v
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import simulate
 from pipec.viz import page_html
@@ -60,29 +59,7 @@ def test_times_keep_seven_digits_of_the_longest() -> None:
     assert computes["start"] == [0, 0.333]
 
 
-def test_timelines_that_do_not_fit_together_are_refused() -> None:
-    timeline = one_f_one_b(2, 1)
-    with pytest.raises(InputError, match="need one unit of time: 'a' in units, 'b' in s"):
-        page_html(steps_of({"a": timeline, "b": one_f_one_b(2, 1, unit="s")}))
-    with pytest.raises(InputError, match="memory of 'a' has 3 curves; expected one for each of its 2 ranks"):
-        page_html(steps_of({"a": timeline}, {"a": [held()] * 3}))
-
-
 # ---- what it shows ----
-
-
-@in_browser
-def test_a_hostile_title_is_shown_as_it_is(open_page: Open) -> None:
-    page = open_page({HOSTILE: one_f_one_b()}, HOSTILE)
-    assert page.locator("h1").inner_text() == HOSTILE.replace("\x00", "")
-    assert page.locator("#legend").inner_text().split() == [
-        "forward",
-        "backward",
-        "activation",
-        "gradient",
-        "in",
-        "flight",
-    ]
 
 
 @in_browser
@@ -115,16 +92,6 @@ def test_dark_and_light_follow_the_viewer(open_page: Open) -> None:
     page.emulate_media(color_scheme="light")
     settle(page)
     assert color_at(page, "[2, 2]") == "#ffffff"
-
-
-@in_browser
-def test_two_timelines_share_the_axis_one_below_the_other(open_page: Open) -> None:
-    timelines = {"1f1b": one_f_one_b(), "zb-h1": played(zb_h1(4, 8), message=0.25)}
-    page = open_page(timelines)
-    order = page.evaluate("() => page.lanes.map(({timeline, rank}) => `${timeline.name} ${rank}`)")
-    assert order == [f"{name} {rank}" for name in timelines for rank in range(4)]
-    for k in range(2):
-        assert color_at(page, lane(0, 0.5, k, "y + 3")) == "#8cb8f2"
 
 
 @in_browser
@@ -423,7 +390,7 @@ def test_lanes_of_several_stages_are_shaded_and_lettered(open_page: Open) -> Non
 
 
 @in_browser
-@pytest.mark.parametrize("width", [400, 760, 1010, 1250])
+@pytest.mark.parametrize("width", [760, 1010, 1250])
 def test_nothing_is_cut_off_in_a_narrow_window(open_page: Open, width: int) -> None:
     """Buttons and legend fold; hints stay within reach; a long summary ends in dots."""
     timeline = played(zb_v(4, 8))
@@ -443,7 +410,7 @@ def test_nothing_is_cut_off_in_a_narrow_window(open_page: Open, width: int) -> N
         }"""
     )
     assert cut == 0
-    assert page.locator("#keysHint").is_visible() == (width > 480)
+    assert page.locator("#keysHint").is_visible()
     page.locator("#openKeys").click()
     assert "next and previous cell" in page.locator("dialog").inner_text()
     page.locator("#closeKeys").click()

@@ -5,13 +5,12 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import resources
-from itertools import pairwise
 
 import pytest
 from bare_programs import lower, uniform_costs
 from example_schedules import result_link
 
+from pipec.errors import InputError
 from pipec.ir import Instruction, Op, Schedule, Stage, Tail, Value
 from pipec.programs.lower import bare_plan, chain_links
 from pipec.programs.lower import lower as lower_plan
@@ -176,44 +175,13 @@ def test_svg_escapes_its_title_and_drops_what_xml_cannot_hold() -> None:
     assert 'a <b> & "c"' in texts(svg)
 
 
-def test_svg_of_a_large_step_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.viz.svg._MOST_BOXES", 1_500)
-    svg = timeline_svg(crowded(num_ranks=100, num_events=40), "large")
-    drawn = rects(svg)
-    assert drawn["lane"] == 100
-    assert drawn["forward"] == drawn["backward"]
-    assert 500 < drawn["forward"] + drawn["backward"] < 1_500
-    assert "rank 1" not in texts(svg)
-    assert "rank 2" in texts(svg)
-
-
-def test_cells_drawn_together_keep_their_total_time() -> None:
-    timeline = crowded(num_ranks=1, num_events=3_000)
-    width: Counter[str | None] = Counter()
-    for rect in ElementTree.fromstring(timeline_svg(timeline)).iter(f"{SVG}rect"):
-        if float(rect.get("y", 0)) == 72:
-            width[rect.get("class")] += float(rect.get("width", 0))
-    assert width["forward"] == pytest.approx(width["lane"] / 2, rel=0.02)
-    assert width["backward"] == pytest.approx(width["lane"] / 2, rel=0.02)
-
-
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(32, 128), (64, 256)])
-def test_svg_of_many_cells_hides_none_and_shows_no_idle_time_that_is_not_there(
-    num_ranks: int, num_microbatches: int
-) -> None:
-    timeline = played(make_schedule("1f1b", num_ranks, num_microbatches))
-    drawn = list(ElementTree.fromstring(timeline_svg(timeline)).iter(f"{SVG}rect"))
-    lanes = {rect.get("y"): float(rect.get("width", 0)) for rect in drawn if rect.get("class") == "lane"}
-    for rank, (y, width) in enumerate(lanes.items()):
-        boxes = sorted(
-            (float(rect.get("x", 0)), float(rect.get("width", 0)))
-            for rect in drawn
-            if rect.get("y") == y and rect.get("class") in ("forward", "backward")
-        )
-        assert all(x + wide <= after + 0.05 for (x, wide), (after, _) in pairwise(boxes))
-        events = timeline.computes.of_rank(rank)
-        busy = float((events.ends - events.starts).sum()) / timeline.makespan
-        assert -len(boxes) - 1 <= sum(wide for _, wide in boxes) - busy * width < 1  # a pixel between cells
+def test_svg_of_very_many_boxes_is_refused() -> None:
+    svg = timeline_svg(crowded(num_ranks=100, num_events=40))
+    assert rects(svg)["forward"] == 100 * 20 + 1
+    assert {"rank 0", "rank 2"} <= {*texts(svg)}
+    assert "rank 1" not in texts(svg), "names have room"
+    with pytest.raises(InputError, match=r"60,000 boxes.* draw \.html"):
+        timeline_svg(crowded(num_ranks=1, num_events=60_000))
 
 
 def test_svg_scales_to_its_container() -> None:
@@ -223,22 +191,10 @@ def test_svg_scales_to_its_container() -> None:
 
 
 def test_every_op_has_a_colour_of_its_own() -> None:
-    """In pictures and on the page: a legend in which two names share a colour tells nothing."""
-    css = resources.files("pipec.viz").joinpath("page", "style.css").read_text()
-    for text, pattern in (
-        (timeline_svg(Timeline((), (0,))), r"\.{} {{ fill: (#\w+)"),
-        (css, r"--{}: (#\w+)"),
-    ):
-        colours = {op: re.search(pattern.format(op), text) for op in NAMES}
-        assert len({found[1] for found in colours.values() if found}) == len(NAMES)
-
-
-def test_pictures_are_deterministic() -> None:
-    def draw() -> tuple[str, str]:
-        timeline = played(zb_v(3, 5), message=0.1)
-        return timeline_svg(timeline), timeline_text(timeline)
-
-    assert draw() == draw()
+    """A legend in which two names share a colour tells nothing."""
+    svg = timeline_svg(Timeline((), (0,)))
+    colours = {op: re.search(rf"\.{op} {{ fill: (#\w+)", svg) for op in NAMES}
+    assert len({found[1] for found in colours.values() if found}) == len(NAMES)
 
 
 @pytest.mark.parametrize(

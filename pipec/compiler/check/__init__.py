@@ -5,6 +5,11 @@ runs the graph of a microbatch; ``draws`` makes random operators equal on both s
 the difference; ``locate`` finds the operator where it begins.
 """
 
-from pipec.compiler.check.check import CheckRequest, CheckResult, check_call
+from pipec.compiler.check.check import (
+    CheckResult,
+    check_call,
+    refuse_difference,
+    refuse_unchecked_rows,
+)
 
-__all__ = ["CheckRequest", "CheckResult", "check_call"]
+__all__ = ["CheckResult", "check_call", "refuse_difference", "refuse_unchecked_rows"]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -53,40 +53,43 @@ class Agreement:
     is_equal: bool
 
 
-Differences = Mapping[str, float]
-"""The relative difference of each value, by its name."""
+@dataclass(frozen=True)
+class Comparison:
+    """Compares two runs of a step. ``names`` are those of its results, in order.
 
+    ``noise`` is by how much rounding may put each value off, by its name, where that was measured.
+    """
 
-def differences(found: StepValues, wanted: StepValues, names: Sequence[str]) -> Differences:
-    """How far each value of ``found`` is from ``wanted``. ``names`` are those of the results, in order."""
-    results = {
-        _name(names, k): _difference(x, wanted.results[k])
-        for k, x in found.results.items()
-        if k in wanted.results
-    }
-    scale = _mean_square([*wanted.gradients.values()])
-    gradients = {
-        _GRADIENT + fqn: _gradient_difference(found.gradients.get(fqn), wanted.gradients.get(fqn), scale)
-        for fqn in found.gradients.keys() | wanted.gradients.keys()
-    }
-    return {**results, **gradients}
+    names: Sequence[str]
+    tolerance: Tolerance
+    noise: Mapping[str, float] = field(default_factory=dict)
 
+    def __call__(self, found: StepValues, wanted: StepValues) -> Agreement:
+        """Whether the differences are rounding alone."""
+        off, tolerance = self.differences(found, wanted), self.tolerance
+        beyond = {
+            name: x
+            for name, x in off.items()
+            if not x <= max(tolerance.difference, tolerance.noise * self.noise.get(name, 0.0))
+        }
+        candidates = beyond or off
+        gradients = [x for name, x in off.items() if name.startswith(_GRADIENT)]
+        results = [x for name, x in off.items() if not name.startswith(_GRADIENT)]
+        worst = max(candidates, key=candidates.__getitem__, default="")
+        return Agreement(max(results, default=0.0), max(gradients, default=0.0), worst, not beyond)
 
-def agreement(off: Differences, tolerance: Tolerance, noise: Differences | None = None) -> Agreement:
-    """Whether differences are rounding alone, by the noise of each value where it was measured."""
-    allowed = {
-        name: max(tolerance.difference, tolerance.noise * (noise or {}).get(name, 0.0)) for name in off
-    }
-    beyond = {name: x for name, x in off.items() if not x <= allowed[name]}
-    candidates = beyond or off
-    gradients = [x for name, x in off.items() if name.startswith(_GRADIENT)]
-    results = [x for name, x in off.items() if not name.startswith(_GRADIENT)]
-    return Agreement(
-        max(results, default=0.0),
-        max(gradients, default=0.0),
-        max(candidates, key=candidates.__getitem__, default=""),
-        not beyond,
-    )
+    def differences(self, found: StepValues, wanted: StepValues) -> dict[str, float]:
+        """The relative difference of each value, by its name."""
+        off = {
+            self.names[k] if k < len(self.names) else f"result {k}": _difference(x, wanted.results[k])
+            for k, x in found.results.items()
+            if k in wanted.results
+        }
+        scale = _mean_square([*wanted.gradients.values()])
+        for fqn in found.gradients.keys() | wanted.gradients.keys():
+            one, other = found.gradients.get(fqn), wanted.gradients.get(fqn)
+            off[_GRADIENT + fqn] = _gradient_difference(one, other, scale)
+        return off
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
@@ -97,10 +100,6 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
 def is_close(found: Tensor, wanted: Tensor, tolerance: Tolerance) -> bool:
     """Whether two tensors are equal but for rounding."""
     return found.shape == wanted.shape and _difference(found, wanted) <= tolerance.difference
-
-
-def _name(names: Sequence[str], position: int) -> str:
-    return names[position] if position < len(names) else f"result {position}"
 
 
 def _difference(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:

@@ -13,10 +13,6 @@ from torch import Tensor
 
 from pipec.torch_compat.operators import TorchDispatchMode, schema
 
-_UNIFORM, _NORMAL = 0.37, 0.61
-
-_aten = torch.ops.aten
-
 
 class FixedDraws(TorchDispatchMode):
     """Inside a ``with``, random operators return fixed numbers.
@@ -42,44 +38,22 @@ class FixedDraws(TorchDispatchMode):
         named |= dict(zip(named, args, strict=False)) | dict(kwargs)
         if "dropout_p" in named:
             return func(**{**named, "dropout_p": 0.0})
-        rule = _RULES.get(schema(func).name.removeprefix("aten::").strip("_"))
-        if rule is None:
-            self.unknown.append(str(func))
-            return func(*args, **kwargs)
-        return rule(func, named)
-
-
-def _filled(value: Callable[[dict[str, Any]], Any]) -> Callable[[Any, dict[str, Any]], Any]:
-    """The rule of an operator that makes, or fills, a tensor whose elements are all one number."""
-
-    def rule(func: Any, named: dict[str, Any]) -> Any:
-        number = value(named)
-        if schema(func).is_mutable:
-            target: Any = named.get("out", named.get("self"))
-            return target.copy_(number) if isinstance(number, Tensor) else target.fill_(number)
-        like = named.get("self", named.get("mean"))
-        if not isinstance(like, Tensor):
-            like = named.get("std")
-        kind = _kind(named)
-        if isinstance(like, Tensor):
-            return (torch.zeros_like(like, **kind) + number).to(kind.get("dtype", like.dtype))
-        kind.setdefault("dtype", torch.int64 if schema(func).name.startswith("aten::randint") else None)
-        return torch.zeros(named["size"], **kind).add_(number)
-
-    return rule
-
-
-def _kind(named: dict[str, Any]) -> dict[str, Any]:
-    """The dtype and the device that a call names. A schema has numbers for default dtypes."""
-    return {key: x for key, x in named.items() if isinstance(x, torch.dtype | torch.device)}
+        name = schema(func).name.removeprefix("aten::").strip("_")
+        if name in _RESULTS:
+            return _RESULTS[name](named)
+        if "generator" in kwargs:
+            kwargs = {**kwargs, "generator": None}  # that of the model stays as it is
+        drawn = func(*args, **kwargs)  # of which the shape, the type and the memory are right
+        if name in _NUMBERS:
+            return drawn.copy_(torch.as_tensor(_NUMBERS[name](named)))
+        self.unknown.append(str(func))
+        return drawn
 
 
 def _bernoulli(named: dict[str, Any]) -> Any:
-    """What a coin shows that is heads with probability ``p``, or of each element's own."""
-    p = named.get("p")
-    if p is None:
-        return (named["self"] >= 0.5).to(named["self"].dtype)
-    return (p >= 0.5).to(p.dtype) if isinstance(p, Tensor) else float(p > 0)
+    """What a coin shows that is heads with probability ``p``, or with that of each element."""
+    p = named["self"] if named.get("p") is None else named["p"]
+    return p >= 0.5 if isinstance(p, Tensor) else p > 0
 
 
 def _largest(named: dict[str, Any]) -> int:
@@ -89,14 +63,28 @@ def _largest(named: dict[str, Any]) -> int:
 
 def _uniform(named: dict[str, Any]) -> float:
     low, high = named.get("from", 0.0), named.get("to", 1.0)
-    return float(low + (high - low) * _UNIFORM)
+    return float(low + (high - low) * 0.37)
 
 
 def _normal(named: dict[str, Any]) -> Any:
-    return named.get("mean", 0.0) + named.get("std", 1.0) * _NORMAL
+    return named.get("mean", 0.0) + named.get("std", 1.0) * 0.61
 
 
-def _dropout(func: Any, named: dict[str, Any]) -> Any:
+_NUMBERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "bernoulli": _bernoulli,
+    **dict.fromkeys(("rand", "rand_like", "uniform"), _uniform),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_functional"), _normal),
+    **dict.fromkeys(("randint", "randint_like", "random"), _largest),
+    "exponential": lambda named: 0.61 / named.get("lambd", 1.0),
+    "geometric": lambda named: 1,
+    "log_normal": lambda named: 2.0,
+    "cauchy": lambda named: named.get("median", 0.0) + 0.61,
+    "poisson": lambda named: named["self"].round(),
+}
+"""The number, or the number of each element, that an operator draws."""
+
+
+def _dropout(named: dict[str, Any]) -> Any:
     x, p = named["input"], named["p"]
     mask = torch.ones_like(x, dtype=torch.bool)
     if named["train"] is False or p == 0:
@@ -106,11 +94,14 @@ def _dropout(func: Any, named: dict[str, Any]) -> Any:
     return x / (1 - p), mask
 
 
-def _permutation(func: Any, named: dict[str, Any]) -> Tensor:
-    return torch.arange(named["n"] - 1, -1, -1, **{"dtype": torch.int64, **_kind(named)})
+def _permutation(named: dict[str, Any]) -> Tensor:
+    kind: dict[str, Any] = {"dtype": torch.int64}
+    kind |= {key: x for key, x in named.items() if isinstance(x, torch.dtype | torch.device)}
+    permutation: Tensor = torch.arange(named["n"] - 1, -1, -1, **kind)
+    return permutation
 
 
-def _most_likely(func: Any, named: dict[str, Any]) -> Tensor:
+def _most_likely(named: dict[str, Any]) -> Tensor:
     weights: Tensor = named["self"]
     count: int = named["num_samples"]
     if count <= weights.shape[-1]:
@@ -118,24 +109,9 @@ def _most_likely(func: Any, named: dict[str, Any]) -> Tensor:
     return weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], count).clone()
 
 
-_RULES: Mapping[str, Callable[[Any, dict[str, Any]], Any]] = {
+_RESULTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "native_dropout": _dropout,
-    "bernoulli": _filled(_bernoulli),
-    "rand": _filled(lambda named: _UNIFORM),
-    "rand_like": _filled(lambda named: _UNIFORM),
-    "uniform": _filled(_uniform),
-    "randn": _filled(lambda named: _NORMAL),
-    "randn_like": _filled(lambda named: _NORMAL),
-    "normal": _filled(_normal),
-    "normal_functional": _filled(_normal),
-    "randint": _filled(_largest),
-    "randint_like": _filled(_largest),
-    "random": _filled(_largest),
-    "exponential": _filled(lambda named: _NORMAL / named.get("lambd", 1.0)),
-    "geometric": _filled(lambda named: 1),
-    "log_normal": _filled(lambda named: 2.0),
-    "cauchy": _filled(lambda named: named.get("median", 0.0) + _NORMAL),
-    "poisson": _filled(lambda named: named["self"].round()),
     "randperm": _permutation,
     "multinomial": _most_likely,
 }
+"""What operators return that draw something else than numbers."""

@@ -21,11 +21,11 @@ def first_difference(
     whole: dict[fx.Node, Tensor] = {}
     parts: dict[fx.Node, list[Tensor]] = {}
 
-    def keep_whole(_: int, node: fx.Node, value: object) -> None:
+    def keep_whole(node: fx.Node, value: object) -> None:
         if isinstance(value, Tensor):
             whole[node] = value.clone()
 
-    def keep_part(_: int, node: fx.Node, value: object) -> None:
+    def keep_part(node: fx.Node, value: object) -> None:
         if isinstance(value, Tensor):
             parts.setdefault(node, []).append(value.clone())
 

@@ -3,15 +3,15 @@
 It says in a page what the programs of a step do, on one device and in one thread::
 
     batch_counts(all rows)
-    for each microbatch:  forward, up to the inputs of the tail
+    for each microbatch:  what the tail does not make wait
     tail(the inputs of all microbatches)
     for each microbatch:  the rest, with its rows of the tail's gradients
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -43,14 +43,29 @@ from pipec.graph import (
 )
 from pipec.ir import Sizes
 from pipec.ir.batch_axis import LEADING, BatchAxis
+from pipec.torch_compat.module_state import without_autocast
 
-Observer = Callable[[int, fx.Node, Any], None]
-"""Called with the number of a microbatch, a node and its value."""
+Observer = Callable[[fx.Node, Any], None]
+"""Called with a node and its value for a microbatch."""
+
+_Values = dict[fx.Node, Any]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a microbatch, or of the whole batch, and the weight of their loss."""
+
+    start: int
+    count: int
+    weight: float = 1.0
+
+    def of(self, whole: Tensor, per_row: int = 1) -> Tensor:
+        return whole[self.start * per_row : (self.start + self.count) * per_row]
 
 
 @dataclass(frozen=True, eq=False)
 class SplitRun:
-    """A graph to run on microbatches of ``call``.
+    """A graph to run on microbatches of a call.
 
     ``tensors`` holds parameters, buffers and constants by FQN. ``loss_weights`` are those of microbatches if
     the user gives them; None: their fractions of the rows. ``values`` are the other sizes, by name.
@@ -69,120 +84,101 @@ class SplitRun:
         Raises:
             BranchError: the model would branch otherwise than the graph does.
         """
-        step = _Step(self, call, sizes)
-        with torch.no_grad():
-            return step.run(observe)
-
-
-@dataclass(eq=False)
-class _Microbatch:
-    """The values of a microbatch: ``env`` has those that are still needed, ``waiting`` the nodes to come."""
-
-    number: int
-    rows: int
-    start: int
-    env: dict[fx.Node, Any] = field(default_factory=dict)
-    waiting: Sequence[fx.Node] = ()
-    results: dict[int, Any] = field(default_factory=dict)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices), without_autocast():
+            return _Step(self, call, sizes).run(observe)
 
 
 class _Step:
     def __init__(self, run: SplitRun, call: ModelCall, sizes: Sequence[int]) -> None:
-        self._run, self._graph, self._call, self._sizes = run, run.graph, call, sizes
-        self._buffers, self._numbers = dict(run.tensors), dict[int, _Numbers]()
-        self._rows = sum(sizes)
-        weights = run.loss_weights or [size / self._rows for size in sizes]
+        self._run, self._graph, self._call = run, run.graph, call
+        self._whole = _Rows(0, sum(sizes))
+        weights = run.loss_weights or [size / self._whole.count for size in sizes]
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self._microbatches = [_Microbatch(k, *each) for k, each in enumerate(zip(sizes, starts, strict=True))]
-        self._weights = weights
-        self._counts = self._batch_counts()
-        self._step_buffers = self._graph.step_buffers
-        self._precomputed = self._precompute()
+        self._microbatches = [_Rows(*each) for each in zip(starts, sizes, weights, strict=True)]
+        self._buffers, self._gradients = dict(run.tensors), dict[str, Tensor]()
+        self._parts: dict[ResultRole, list[Any]] = defaultdict(list)
         self._tail: dict[ResultRole, Any] = {}
-        self._gradients: dict[str, Tensor] = {}
+        self._numbers: dict[int, _Numbers] = {}
+        self._counts = self._batch_counts()
+        precomputed = self._graph.precomputed
+        self._precomputed = self._evaluate(precomputed, self._whole) if precomputed else ()
 
     def run(self, observe: Observer | None) -> StepValues:
-        uses = _uses(self._graph.module.graph)
-        for each in self._microbatches:
-            each.waiting = [*self._graph.module.graph.nodes]
-            self._advance(each, uses, observe)
-        if self._graph.tail is not None:
-            self._run_tail()
-            for each in self._microbatches:
-                self._advance(each, uses, observe)
+        early, late = _before_and_behind_tail(self._graph.module.graph)
+        every = [_Values() for _ in self._microbatches]
+        last_reads = _last_reads([*early, *late], {node for _, node in self._graph.outputs})
+        for nodes in (early, late):
+            members = {*nodes}
+            results = [(role, node) for role, node in self._graph.outputs if node in members]
+            for rows, values in zip(self._microbatches, every, strict=True):
+                for node in nodes:
+                    values[node] = self._value(node, rows, values)
+                    if observe is not None and node.op != "placeholder":
+                        observe(node, values[node])
+                    for source in last_reads[node]:
+                        del values[source]
+                for role, node in results:
+                    self._collect(role, values[node])
+                if not late:
+                    values.clear()
+            if nodes is early and self._graph.tail is not None:
+                found = self._evaluate(self._graph.tail, self._whole)
+                self._tail = dict(zip(self._graph.tail_results, found, strict=True))
+                for role, value in self._tail.items():
+                    self._collect(role, value)
         return StepValues(self._merged(), self._gradients)
 
-    def _advance(
-        self, microbatch: _Microbatch, uses: Mapping[fx.Node, int], observe: Observer | None
-    ) -> None:
-        """Compute all nodes whose inputs are known, and collect the results among them."""
-        env, left, waiting = microbatch.env, dict(uses), []
-        for node in microbatch.waiting:
-            if node.op == "output" or any(source not in env for source in node.all_input_nodes):
-                waiting.append(node)
-                continue
-            if node.op == "placeholder":
-                found = self._argument(node, microbatch)
-                if found is _UNKNOWN:
-                    waiting.append(node)
-                    continue
-                env[node] = found
-            else:
-                env[node] = _compute(node, env, self._symbols(microbatch.rows), self._run)
-            if observe is not None and node.op != "placeholder":
-                observe(microbatch.number, node, env[node])
-            for source in node.all_input_nodes if not waiting else ():
-                left[source] -= 1
-                if not left[source]:
-                    env[source] = None
-        microbatch.waiting = waiting
-        for position, (role, node) in enumerate(self._graph.outputs):
-            if node in env and position not in microbatch.results:
-                microbatch.results[position] = env[node]
-                self._collect(role, env[node])
-
     def _collect(self, role: ResultRole, value: Any) -> None:
-        if isinstance(role, Gradient):
-            value = value.to_dense() if value.is_sparse else value
-            known = self._gradients.get(role.fqn)
-            self._gradients[role.fqn] = value if known is None else known + value
-        elif isinstance(role, UpdatedBuffer) and role.fqn not in self._step_buffers:
-            self._buffers[role.fqn] = value
+        match role:
+            case Gradient(fqn=fqn):
+                value = value.to_dense() if value.is_sparse else value
+                known = self._gradients.get(fqn)
+                self._gradients[fqn] = value if known is None else known + value
+            case UpdatedBuffer(fqn=fqn):
+                if fqn not in self._graph.step_buffers:
+                    self._buffers[fqn] = value
+            case Output() | TailInput():
+                self._parts[role].append(value)
 
-    def _argument(self, node: fx.Node, microbatch: _Microbatch) -> Any:
+    def _value(self, node: fx.Node, rows: _Rows, values: Mapping[fx.Node, Any]) -> Any:
+        if node.op != "placeholder":
+            return _compute(node, values, self._numbers_for(rows.count), self._run)
         match node.meta["role"]:
             case Parameter(fqn=fqn) | Buffer(fqn=fqn):
-                return self._tensor(fqn)
+                return self._buffers[fqn] if fqn in self._buffers else self._graph.constants[fqn]
             case Precomputed(index=index):
                 return self._precomputed[index]
             case ModelInput(position=position, batched=batched):
-                leaf = self._leaf(position)
-                stop = microbatch.start + microbatch.rows
-                return leaf[microbatch.start : stop] if batched else leaf
+                leaf = self._call.leaves[position]
+                leaf = leaf.to(self._run.device) if isinstance(leaf, Tensor) else leaf
+                return rows.of(leaf) if batched else leaf
             case LossGradient():
-                weight = 1.0 if microbatch.number == _WHOLE else self._weights[microbatch.number]
-                return torch.full((), weight, dtype=node.meta["val"].dtype, device=self._run.device)
+                return torch.full((), rows.weight, dtype=node.meta["val"].dtype, device=self._run.device)
             case BatchFraction():
-                share = microbatch.rows / self._rows
+                share = rows.count / self._whole.count
                 return torch.tensor(share, dtype=torch.float64, device=self._run.device)
             case BatchCount(index=index):
                 return self._counts[index]
+            case TailInput() as role:
+                return torch.cat(self._parts[role])
             case TailGradient() as role:
-                return self._own_rows(self._tail[role], microbatch) if role in self._tail else _UNKNOWN
+                gradient = self._tail[role]
+                return rows.of(gradient, gradient.shape[0] // self._whole.count)
         raise AssertionError(node.meta["role"])
 
-    def _tensor(self, fqn: str) -> Tensor:
-        return self._buffers[fqn] if fqn in self._buffers else self._graph.constants[fqn]
+    def _evaluate(self, graph: fx.Graph, rows: _Rows) -> Sequence[Any]:
+        """What another graph of the step returns for these rows."""
+        values = _Values()
+        for node in graph.nodes:
+            if node.op != "output":
+                values[node] = self._value(node, rows, values)
+        found: Any = fx.map_arg(graph.output_node().args[0], values.__getitem__)
+        return tuple(found)
 
-    def _leaf(self, position: int) -> Any:
-        leaf = self._call.leaves[position]
-        return leaf.to(self._run.device) if isinstance(leaf, Tensor) else leaf
-
-    def _symbols(self, rows: int) -> "_Numbers":
+    def _numbers_for(self, rows: int) -> "_Numbers":
         if rows not in self._numbers:
-            sizes = {"b": rows, **self._run.values}
-            symbols = self._graph.symbols.items()
-            self._numbers[rows] = _Numbers({each: sizes[name] for each, name in symbols if name in sizes})
+            self._numbers[rows] = _Numbers(self._graph, {"b": rows, **self._run.values})
         return self._numbers[rows]
 
     def _batch_counts(self) -> Sequence[Any]:
@@ -190,55 +186,16 @@ class _Step:
         graph = self._graph.batch_counts
         if graph is None:
             return ()
-
-        def of_rows(start: int, rows: int) -> Sequence[Any]:
-            part = _Microbatch(_WHOLE, rows, start)
-            return _evaluate(graph, lambda node: self._argument(node, part), self._symbols(rows), self._run)
-
         if self._graph.batch is not None:
-            return of_rows(0, self._rows)
-        parts = [of_rows(each.start, each.rows) for each in self._microbatches]
+            return self._evaluate(graph, self._whole)
+        parts = [self._evaluate(graph, rows) for rows in self._microbatches]
         return [torch.stack(values).sum(0) for values in zip(*parts, strict=True)]
-
-    def _precompute(self) -> Sequence[Any]:
-        graph = self._graph.precomputed
-        if graph is None:
-            return ()
-        whole = _Microbatch(_WHOLE, self._rows, 0)
-        return _evaluate(
-            graph, lambda node: self._argument(node, whole), self._symbols(self._rows), self._run
-        )
-
-    def _run_tail(self) -> None:
-        assert self._graph.tail is not None
-        parts: dict[int, list[Tensor]] = defaultdict(list)
-        for each in self._microbatches:
-            for position, (role, _) in enumerate(self._graph.outputs):
-                if isinstance(role, TailInput):
-                    parts[role.index].append(each.results[position])
-        whole = _Microbatch(_WHOLE, self._rows, 0)
-
-        def argument(node: fx.Node) -> Any:
-            role = node.meta["role"]
-            return (
-                torch.cat(parts[role.index]) if isinstance(role, TailInput) else self._argument(node, whole)
-            )
-
-        found = _evaluate(self._graph.tail, argument, self._symbols(self._rows), self._run)
-        for role, value in zip(self._graph.tail_results, found, strict=True):
-            self._tail[role] = value
-            self._collect(role, value)
-
-    def _own_rows(self, gradient: Tensor, microbatch: _Microbatch) -> Tensor:
-        per_row = gradient.shape[0] // self._rows
-        return gradient[microbatch.start * per_row : (microbatch.start + microbatch.rows) * per_row]
 
     def _merged(self) -> dict[int, Tensor]:
         merged = {role.position: x for role, x in self._tail.items() if isinstance(role, Output)}
-        for position, (role, node) in enumerate(self._graph.outputs):
-            parts = [each.results[position] for each in self._microbatches]
-            if isinstance(role, Output) and isinstance(parts[0], Tensor):
-                whole = self._merge(role, node, parts)
+        for role, node in self._graph.outputs:
+            if isinstance(role, Output) and isinstance(self._parts[role][0], Tensor):
+                whole = self._merge(role, node, self._parts[role])
                 if whole is not None:
                     merged[role.position] = whole
         return merged
@@ -258,15 +215,31 @@ class _Step:
             return _restored(torch.cat([*parts], dims[0]), axis) if len(dims) == 1 else None
         if not (parts[0].is_floating_point() or parts[0].is_complex()):
             return parts[0]
-        own = self._run.loss_weights if role.position == 0 else None
-        weights = own or [size / self._rows for size in self._sizes]
+        weights = [
+            rows.weight if role.position == 0 else rows.count / self._whole.count
+            for rows in self._microbatches
+        ]
         return functools.reduce(torch.add, (x * w for x, w in zip(parts, weights, strict=True)))
 
 
-_UNKNOWN = object()
+def _before_and_behind_tail(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes that need nothing of the tail, and those that do, each in order."""
+    behind: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            needs = isinstance(node.meta.get("role"), TailGradient)
+            behind[node] = needs or any(behind[source] for source in node.all_input_nodes)
+    return [node for node in behind if not behind[node]], [node for node in behind if behind[node]]
 
-_WHOLE = -1
-"""The number of the batch as one microbatch."""
+
+def _last_reads(nodes: Sequence[fx.Node], kept: Collection[fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:
+    """The nodes whose values each of ``nodes`` is the last one to read, without those that are ``kept``."""
+    last = {source: node for node in nodes for source in node.all_input_nodes}
+    found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for source, node in last.items():
+        if source not in kept:
+            found[node].append(source)
+    return found
 
 
 def _restored(whole: Tensor, axis: BatchAxis) -> Tensor:
@@ -278,37 +251,12 @@ def _has(size: Any, symbol: sympy.Symbol | None) -> bool:
     return symbol is not None and hasattr(size, "node") and symbol in size.node.expr.free_symbols
 
 
-def _uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    """How often each node is read; the results of a graph are never dropped."""
-    results = set(graph.output_node().all_input_nodes)
-    return {node: len(node.users) + (node in results) for node in graph.nodes}
-
-
-def _evaluate(
-    graph: fx.Graph,
-    argument: Callable[[fx.Node], Any],
-    numbers: "_Numbers",
-    run: SplitRun,
-) -> Sequence[Any]:
-    """What a graph returns for these arguments."""
-    env: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            env[node] = argument(node)
-        elif node.op == "output":
-            found: Any = fx.map_arg(node.args[0], env.__getitem__)
-            return tuple(found)
-        else:
-            env[node] = _compute(node, env, numbers, run)
-    raise AssertionError("a graph ends with its output")
-
-
 class _Numbers(dict[sympy.Basic, Any]):
-    """The values of expressions, each computed once, for these values of ``symbols``."""
+    """The values of a graph's expressions, each computed once, where its names have these ``sizes``."""
 
-    def __init__(self, symbols: Mapping[sympy.Basic, float]) -> None:
+    def __init__(self, graph: TrainingGraph, sizes: Sizes) -> None:
         super().__init__()
-        self._symbols = symbols
+        self._symbols = {each: sizes[name] for each, name in graph.symbols.items() if name in sizes}
 
     def __missing__(self, expression: sympy.Basic) -> Any:
         number = expression.subs(self._symbols)
@@ -318,10 +266,10 @@ class _Numbers(dict[sympy.Basic, Any]):
         return number
 
 
-def _compute(node: fx.Node, env: Mapping[fx.Node, Any], numbers: _Numbers, run: SplitRun) -> Any:
+def _compute(node: fx.Node, values: Mapping[fx.Node, Any], numbers: _Numbers, run: SplitRun) -> Any:
     def resolved(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
-            return env[argument]
+            return values[argument]
         if isinstance(argument, sympy.Basic):
             return numbers[argument]
         return run.device if isinstance(argument, torch.device) else argument

@@ -1,4 +1,4 @@
-// What page_data.py, pipeline_data.py and drawn_steps.py hand to the page.
+// What page_data.py and html.py hand to the page.
 
 type Numbers = Int8Array | Int16Array | Int32Array | Float64Array;
 
@@ -19,7 +19,7 @@ interface Timeline {
   critical: Record<"computes" | "messages" | "collectives", Numbers>;
   inFlight: Curve[]; memory: Curve[];
   // made by prepare():
-  number: number; first: number[]; firstCollective: number[]; firstMessage: number[]; numRows: number; lastChunk: number;
+  first: number[]; firstCollective: number[]; firstMessage: number[]; numRows: number; lastChunk: number;
   onPath: Set<number>; collectivesOnPath: Set<number>; lanes: Lane[]; named?: Map<string, number>;
   fills: string[][]; visible: number[]; incoming?: number[][]; sums?: Sums[]; stageTimes?: number[]; longestMessage?: number;
 }

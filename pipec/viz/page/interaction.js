@@ -16,7 +16,6 @@ function drawFrame() {
   if (asked === "all") {
     draw();
     byId("range").textContent = rangeWords();
-    rememberView();
   }
   hovered = pointer && !drag ? pick(...pointer) : null;
   drawOverlay();

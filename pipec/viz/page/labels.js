@@ -41,6 +41,13 @@ function ratioWords(ratio) {
   return `${+Math.abs(100 * (ratio - 1)).toPrecision(2)}% ${ratio > 1 ? "longer" : "shorter"}`;
 }
 
+/** `measured takes 12% longer than planned` */
+function comparedWords(one, other) {
+  const ratio = other.makespan / one.makespan;
+  if (Math.abs(ratio - 1) < 1e-3) return `${other.name} takes as long as ${one.name}`;
+  return `${other.name} takes ${ratioWords(ratio)}${ratio < 2 && ratio > 0.5 ? " than" : " as"} ${one.name}`;
+}
+
 const computeName = ({ computes }, i) =>
   data.phases[computes.phase[i]].name +
   (computes.microbatch[i] < 0 ? "" : ` of microbatch ${computes.microbatch[i]}`) +

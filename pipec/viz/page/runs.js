@@ -49,8 +49,7 @@ function changeCell(change, most) {
 
 /** The growth of the step, and the largest change of work, which waits follow from. */
 function changedWords(one, other, columns, changes) {
-  const ratio = other.makespan / one.makespan;
-  const whole = Math.abs(ratio - 1) < 1e-3 ? `${other.name} takes as long as ${one.name}` : `${other.name} takes ${ratioWords(ratio)}${ratio < 2 && ratio > 0.5 ? " than" : " as"} ${one.name}: ${duration(one.makespan)} became ${duration(other.makespan)}`;
+  const whole = `${comparedWords(one, other)}: ${duration(one.makespan)} became ${duration(other.makespan)}`;
   const work = columns.map((column, k) => [column.name, k]).filter(([phase]) => data.phases.some((each) => each.name === phase));
   let change = 0, rank = 0, name = "";
   changes.forEach((row, r) => work.forEach(([phase, k]) => {
@@ -72,7 +71,7 @@ async function openOther(file) {
   const own = known.findLastIndex(({ isRun, part }) => !isRun && part === added[0].part);
   for (const timeline of added) {
     timeline.name = `${timeline.name} of ${file.name}`;
-    prepare(timeline, known.length);
+    prepare(timeline);
     known.push(timeline);
   }
   compared.one = known.length - 1;

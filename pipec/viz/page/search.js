@@ -61,17 +61,17 @@ function search(text) {
   query = text.trim() ? parseQuery(text) : null;
   matches = query && !query.unknown ? query : null;
   visited = -1;
-  const count = matches ? total(timelines.map(countMatches)) : 0;
-  byId("found").textContent = !query ? "" : query.unknown ? `nothing is called ${query.unknown}` : `${count.toLocaleString("en")} ${query.wantsMessages ? "messages" : "cells"}`;
+  let found = 0;
+  if (matches) for (const _ of allMatches()) found++;
+  byId("found").textContent = !query ? "" : query.unknown ? `nothing is called ${query.unknown}` : `${found.toLocaleString("en")} ${query.wantsMessages ? "messages" : "cells"}`;
   redraw();
 }
 
-function countMatches(timeline) {
-  const { length } = query.wantsMessages ? timeline.messages.rank : timeline.computes.rank;
-  const test = query.wantsMessages ? query.message : query.compute;
-  let count = 0;
-  for (let i = 0; i < length; i++) if (test(timeline, i)) count++;
-  return count;
+/** The cells or messages that are searched for. @returns {Generator<[Timeline, number]>} */
+function* allMatches() {
+  const [kind, test] = query.wantsMessages ? ["messages", query.message] : ["computes", query.compute];
+  for (const timeline of timelines)
+    for (let i = 0; i < timeline[kind].rank.length; i++) if (test(timeline, i)) yield [timeline, i];
 }
 
 /** Show the cells that a search finds. */
@@ -83,26 +83,16 @@ function searchFor(text) {
 
 /** Select the next match, or the one before. */
 function visitMatch(by = 1) {
-  if (!matches) return;
-  /** @type {[Timeline, number, number][]} */
-  const found = [];
-  for (const timeline of timelines) {
-    const own = query.wantsMessages ? timeline.messages : timeline.computes;
-    for (let i = 0; i < own.rank.length; i++) if ((query.wantsMessages ? query.message : query.compute)(timeline, i)) found.push([timeline, i, own.start[i]]);
-  }
+  const found = matches ? [...allMatches()] : [];
   if (!found.length) return;
-  found.sort((one, other) => one[2] - other[2]);
+  const kind = query.wantsMessages ? "messages" : "computes";
+  found.sort(([one, i], [other, j]) => one[kind].start[i] - other[kind].start[j]);
   visited = (visited + by + found.length) % found.length;
   const [timeline, index] = found[visited];
   if (!LANE_TABS.includes(view.tab)) openTab("timeline");
-  if (query.wantsMessages) {
-    const maker = timeline.messages.maker[index];
-    if (maker >= 0) reveal(timeline, maker);
-    select({ kind: "message", timeline, rank: timeline.messages.rank[index], index });
-  } else {
-    reveal(timeline, index);
-    select({ kind: "compute", timeline, rank: timeline.computes.rank[index], index });
-  }
+  const shownAt = query.wantsMessages ? timeline.messages.maker[index] : index;
+  if (shownAt >= 0) reveal(timeline, shownAt);
+  select({ kind: query.wantsMessages ? "message" : "compute", timeline, rank: timeline[kind].rank[index], index });
   byId("found").textContent = `${visited + 1} of ${found.length.toLocaleString("en")}`;
 }
 

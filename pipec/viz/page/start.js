@@ -1,4 +1,4 @@
-// Start: tabs, the address that remembers the view, the legend, and the page's first drawing.
+// Start: tabs, the address that remembers the tab, the legend, and the page's first drawing.
 
 const TABS = {
   summary: fillSummary, timeline: () => {}, memory: () => {}, code: fillCode, runs: fillRuns,
@@ -19,7 +19,11 @@ function openTab(name) {
   TABS[name]();
   layOut();
   showDetails();
-  rememberView();
+  try {
+    history.replaceState(null, "", `#tab=${name}`);
+  } catch {
+    // a page in an output cell of a notebook has no address
+  }
   redraw();
 }
 
@@ -36,73 +40,19 @@ byId("tabs").addEventListener("keydown", (event) => {
 
 // ---- the address ----
 
-let remembering = 0;
-let isOpening = true;
-
-/** Put the view into the address, so that a link shows the same. */
-function rememberView() {
-  if (isOpening) return;
-  clearTimeout(remembering);
-  remembering = setTimeout(() => {
-    try {
-      history.replaceState(null, "", `#${addressOf()}`);
-    } catch {
-      // a page in an output cell of a notebook has no address
-    }
-  }, 150);
-}
-
-function addressOf() {
-  const parts = { tab: view.tab };
-  const short = (time) => +time.toPrecision(8);
-  if (view.start > 0 || view.end < longest) Object.assign(parts, { from: short(view.start), to: short(view.end) });
-  if (view.top) parts.top = Math.round(view.top);
-  if (view.rows !== 1) parts.rows = +view.rows.toPrecision(4);
-  const changed = Object.keys(shown).filter((name) => shown[name] !== (name === "messages"));
-  if (changed.length) parts.flip = changed.join(",");
-  if (byId("search").value) parts.q = byId("search").value;
-  if (picked) parts.range = picked.map(short).join(",");
-  if (selected && selected.index !== null && selected.kind !== "idle")
-    parts.at = [selected.kind, selected.timeline.number, selected.rank, selected.index].join(",");
-  if (view.tab === "code") parts.code = [code.rank, code.instruction, code.stage, code.line].join(",");
-  return new URLSearchParams(parts).toString();
-}
-
-/** Show what the address says. What it says of things that the page lacks is passed over. */
+/** Open the tab that the address names, if the page has it. */
 function readAddress() {
-  const parts = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-  const numbers = (text) => (text ?? "").split(",").map(Number);
-  if (parts.from !== undefined) show(+parts.from || 0, +parts.to || longest);
-  view.rows = +parts.rows || 1;
-  for (const name of Object.keys(shown)) {
-    shown[name] = (name === "messages") !== (parts.flip ?? "").split(",").includes(name);
-    byId(name).setAttribute("aria-pressed", String(shown[name]));
-  }
-  const [rank, instruction, stage, line] = numbers(parts.code);
-  if (parts.code && data.pipeline?.sources[stage]) Object.assign(code, { rank, instruction, stage, line });
-  if (parts.range) picked = numbers(parts.range);
-  if (parts.at) {
-    const [kind, timeline, lane, index] = parts.at.split(",");
-    if (known[timeline] && timelines.includes(known[timeline]))
-      selected = /** @type {any} */ ({ kind, timeline: known[timeline], rank: +lane, index: +index, time: known[timeline].memory[lane]?.time[index] ?? 0 });
-  }
-  byId("search").value = parts.q ?? "";
-  openTab(parts.tab in TABS && hasTab(parts.tab) ? parts.tab : "summary");
-  if (parts.q) search(parts.q);
-  resize();
-  view.top = +parts.top || 0;
-  layOut();
-  redraw();
+  const name = new URLSearchParams(location.hash.slice(1)).get("tab");
+  openTab(name in TABS && hasTab(name) ? name : "summary");
 }
 
 // ---- the legend ----
 
 function addLegend() {
-  const legend = byId("legend");
-  const add = (color, words, className = "") => {
-    const mark = make("i", { className });
-    mark.style.background = `var(--${color})`;
-    legend.append(make("span", {}, mark, words));
+  const legend = byId("legend"), memory = make("span", { id: "memoryLegend" });
+  const add = (color, words, className = "", parent = legend) => {
+    const mark = make("i", { className, style: `background: var(--${color})` });
+    parent.append(make("span", {}, mark, words));
   };
   const occurs = (column, i) => known.some((timeline) => column(timeline).includes(i));
   data.phases.forEach(({ key, name }, i) => occurs(({ computes }) => computes.phase, i) && add(key, name));
@@ -114,14 +64,8 @@ function addLegend() {
   if (known.some(({ host }) => host)) legend.append(make("span", { className: "hatched" }, "hatched: host, before the first instruction"));
   add("curve", "in flight");
   const kinds = new Set(known.flatMap(({ memory }) => memory.flatMap(({ kinds: own }) => Object.keys(own))));
-  const memory = make("span", { id: "memoryLegend" });
-  const addMemory = (kind, words) => {
-    const mark = make("i", {});
-    mark.style.background = `var(--memory-${kind})`;
-    memory.append(make("span", {}, mark, words));
-  };
-  for (const kind of kinds) addMemory(kind, kind.replace("_", " "));
-  if (known.some(({ memory: curves }) => curves.some(({ host }) => host))) addMemory("offloaded", "below: offloaded, in host memory");
+  for (const kind of kinds) add(`memory-${kind}`, kind.replace("_", " "), "", memory);
+  if (known.some(({ memory: curves }) => curves.some(({ host }) => host))) add("memory-offloaded", "below: offloaded, in host memory", "", memory);
   legend.append(memory);
 }
 
@@ -143,9 +87,9 @@ async function start() {
   addLegend();
   readColors();
   readAddress();
+  resize();
   new ResizeObserver(resize).observe(canvas);
   addEventListener("hashchange", readAddress);
-  isOpening = false;
   document.body.dataset.ready = "true";
 }
 

@@ -9,7 +9,7 @@ function fillSummary() {
     make("p", {}, ...timeWords(timeline)),
     make("ul", {}, ...findingsOf(timeline).map((words) => make("li", {}, words)))));
   byId("sentences").className = steps.length > 1 ? "several" : "";
-  byId("sentences").replaceChildren(...sentences, ...comparedWords(steps).map((words) => make("p", {}, words)));
+  byId("sentences").replaceChildren(...sentences, ...furtherWords(steps).map((words) => make("p", {}, words)));
   byId("ranks").replaceChildren(sumsTable(steps.map((timeline) => [timeline, sumsOf(timeline)]), longest, ""));
 }
 
@@ -69,14 +69,10 @@ function nextBestWords(timeline) {
 }
 
 /** How each further step, or part of a step, compares with the first of the same. */
-function comparedWords(steps) {
+function furtherWords(steps) {
   return steps.flatMap((other) => {
     const first = steps.find(({ part }) => part === other.part);
-    if (first === other) return [];
-    const ratio = other.makespan / first.makespan;
-    return Math.abs(ratio - 1) < 1e-3
-      ? `${capital(other.name)} takes as long as ${first.name}.`
-      : `${capital(other.name)} takes ${ratioWords(ratio)}${ratio < 2 && ratio > 0.5 ? " than" : " as"} ${first.name}.`;
+    return first === other ? [] : [`${capital(comparedWords(first, other))}.`];
   });
 }
 

@@ -26,10 +26,9 @@ function make(tag, { attributes = {}, ...properties } = {}, ...children) {
 }
 
 /** Index a timeline, so that lanes and cells are found without a search through all. */
-function prepare(timeline, number) {
+function prepare(timeline) {
   const ranks = timeline.peaks.map((_, r) => r);
   const firsts = (column) => [...ranks, ranks.length].map((r) => firstAbove(column, r - 0.5));
-  timeline.number = number;
   timeline.first = firsts(timeline.computes.rank);
   timeline.firstCollective = firsts(timeline.collectives.rank);
   timeline.firstMessage = firsts(timeline.messages.rank);
