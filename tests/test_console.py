@@ -7,8 +7,8 @@ import re
 import threading
 import time
 import warnings
+from collections import UserString
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 import tqdm
@@ -18,14 +18,6 @@ from rich.live import Live
 from rich.progress import Progress
 
 from pipec import console
-
-
-@dataclass(frozen=True)
-class Table:
-    rows: int
-
-    def __str__(self) -> str:
-        return f"a table of {self.rows} :smile:"
 
 
 @pytest.fixture(params=["0", "3"])
@@ -40,11 +32,6 @@ def test_log_prints_plain_text_on_rank_zero_only(rank: str, capsys: pytest.Captu
     text = "f32[b, 128] [red]stage 0[/red] " + "x" * 200
     console.log(text, 7)
     assert capsys.readouterr().out == (f"{text} 7\n" if rank == "0" else "")
-
-
-def test_log_prints_an_object_by_its_str(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
-    console.log(Table(4))
-    assert capsys.readouterr().out == ("a table of 4 :smile:\n" if rank == "0" else "")
 
 
 def test_rank_zero_only_calls_the_function_on_rank_zero_only(rank: str) -> None:
@@ -107,21 +94,6 @@ def test_a_warning_is_at_the_line_of_the_script_and_may_be_an_error() -> None:
             console.warn("not proved")
 
 
-def test_a_process_started_alone_is_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert console.is_rank_zero()
-
-
-@dataclass
-class Latest:
-    """Its text is the last of ``texts``."""
-
-    texts: list[str]
-
-    def __str__(self) -> str:
-        return self.texts[-1]
-
-
 def wait_until(is_true: Callable[[], object]) -> None:
     """Return as soon as the condition holds; the time limit of tests ends it where it never does."""
     while not is_true():
@@ -148,10 +120,10 @@ def test_a_notice_appears_once_patience_is_over(
     assert not out.getvalue()
     assert not said
     monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.0)
-    progress = ["search"]
-    with console.delayed_status("compiles, for a reason", Latest(progress)):
+    progress = UserString("search")
+    with console.delayed_status("compiles, for a reason", progress):
         wait_until(lambda: "compiles, for a reason: search" in told())
-        progress.append("generate code")
+        progress.data = "generate code"
         if in_terminal:
             wait_until(lambda: "generate code" in told())
     assert ("generate code" in told()) == in_terminal
@@ -183,18 +155,14 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> CountedConsole:
     return screen
 
 
-def wait_for(text: str, out: io.StringIO) -> None:
-    wait_until(lambda: text in out.getvalue())
-
-
 def test_the_terminal_has_one_line_whatever_is_in_progress(screen: CountedConsole) -> None:
     out = screen.file
     with console.status("loading torch"):
-        wait_for("pipec: loading torch ...", out)
+        wait_until(lambda: "pipec: loading torch ..." in out.getvalue())
         with console.delayed_status("compiling, for a reason"):
-            wait_for("pipec: compiling, for a reason", out)
+            wait_until(lambda: "pipec: compiling, for a reason" in out.getvalue())
         out.truncate(0)
-        wait_for("pipec: loading torch ...", out)
+        wait_until(lambda: "pipec: loading torch ..." in out.getvalue())
     assert (screen.most_live, screen.num_live) == (1, 0)
 
 

@@ -545,7 +545,7 @@ def microbatches_of(instruction: Instruction, rank: RankState) -> Sequence[int]:
     Where none of them has rows, the instruction is left out.
     """
     op, link = instruction.op, instruction.link
-    if not (op.traits.per_microbatch or op.traits.carries_link):
+    if not (op.traits.per_microbatch or op.traits.carries_link or link is not None):
         return ()  # also in a stream, where updates and reductions have the last of their microbatches
     if instruction.microbatch >= 0:
         return (instruction.microbatch,)
