@@ -8,7 +8,6 @@ batch. ``python tests/helpers/equality_rows.py 17`` does both for one row, in th
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import itertools
@@ -27,7 +26,7 @@ from random_graphs import RandomModel
 from torch import Tensor, nn, optim
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from unsplit_reference import relative_error, unsplit_step
+from unsplit_reference import Plain, microbatches, relative_error, unsplit_step
 
 import pipec
 from pipec.ir.batch_split import split_sizes
@@ -299,7 +298,7 @@ class Row:
                 self.shard is None or (self.replicas > 1 and self.updates),
                 self.recompute != "state offloaded" or self.updates,
                 not self.goes_by_microbatches or (is_plain and self.batch != "local" and not is_uneven),
-                self.precision is None or self.model not in ("norms", "dropout"),
+                self.precision is None or self.model not in ("norms", "dropout", "time first"),
                 self.batch != "local" or (not is_uneven and self.model not in ("dropout", "time first")),
                 self.batch != "local" or self.loss != "weights given",
                 self.loss != "mixing" or not is_uneven,
@@ -364,49 +363,25 @@ def model_of(row: Row) -> nn.Module:
     return model if row.precision else model.double()
 
 
-def _given(row: Row, x: Tensor, y: Tensor, with_loss: bool = True) -> dict[str, Any]:
-    """The arguments of the model, and the target of ``loss_fn``."""
-    x = x.transpose(0, 1).contiguous() if row.model == "time first" else x
-    if row.loss == "of the model":
-        return {"x": x, "y": y}
-    return {"args": x, "target": y} if with_loss else {"args": x}
+class Script:
+    """A training script, with a pipeline or with the unsplit model behind the same methods."""
 
-
-class Piped:
-    """The script with a pipeline."""
-
-    def __init__(self, row: Row, **changed: Any) -> None:
-        self.row, self.model = row, model_of(row)
-        factory, options = UPDATES[row.update]
-        options = {**options, **LAYOUTS[row.layout], **RECOMPUTES[row.recompute]}
-        if row.updates:
-            options |= {"optimizer": factory, "shard": row.shard}
-        if row.loss != "of the model":
-            options["loss_fn"] = LOSSES[row.loss]
-        if row.loss == "weights given":
-            options["microbatch_weight"] = lambda x, target: len(target)
-        if row.model == "time first":
-            options["batched"] = {"x" if row.loss == "of the model" else 0: 1}
-        options |= {"schedule": row.schedule, "precision": row.precision, "batch": row.batch}
-        options |= {"microbatches": row.microbatches, "check": "off", "timeout": 240.0, **changed}
-        self.pipe = pipec.compile(self.model, **options)
+    def __init__(self, row: Row, model: nn.Module, pipe: Any) -> None:
+        self.row, self.model, self.pipe = row, model, pipe
         self.own: optim.Optimizer | None = None
         if not row.updates:
-            source = self.model if row.update == "script of the model" else self.pipe
-            self.own = factory(source.parameters())
+            source = model if row.update == "script of the model" else pipe
+            self.own = UPDATES[row.update][0](source.parameters())
 
     def call(self, method: Callable[..., Any], x: Tensor, y: Tensor, with_loss: bool = True) -> Any:
         if self.row.batch == "local":
-            x, y = (self.part(each) for each in (x, y))
+            x, y = (each.split(parts_of(len(each), self.row.replicas))[self.pipe.replica] for each in (x, y))
         if self.row.batch == "rank0" and os.environ.get("RANK", "0") != "0":
             return method()
-        given = _given(self.row, x, y, with_loss)
-        args = (given.pop("args"),) if "args" in given else ()
-        return method(*args, **given)
-
-    def part(self, x: Tensor) -> Tensor:
-        """What this rank passes."""
-        return x.split(parts_of(len(x), self.row.replicas))[self.pipe.replica]
+        x = x.transpose(0, 1).contiguous() if self.row.model == "time first" else x
+        if self.row.loss == "of the model":
+            return method(x=x, y=y)
+        return method(x, target=y) if with_loss else method(x)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         with self.pipe.accumulate() if self.row.updates else contextlib.nullcontext():
@@ -420,6 +395,7 @@ class Piped:
         return {f"gradient of {name}": p.grad.clone() for name, p in named if p.grad is not None}
 
     def update(self) -> Tensors:
+        """Update by the script's own optimizer; the norm, if it clips."""
         found = Tensors()
         if self.own is not None:
             if self.row.update == "script of the model":
@@ -427,9 +403,6 @@ class Piped:
             self.own.step()
             self.own.zero_grad()
         return found
-
-    def logs(self) -> Tensors:
-        return dict(self.pipe.logs)
 
     def state(self) -> Tensors:
         return self.pipe.full_state_dict(all_ranks=True)
@@ -449,95 +422,80 @@ class Piped:
         return torch.cat(whole)
 
 
-class Eager:
-    """The same script in eager torch: on the whole batch, or on the microbatches where they matter."""
+def piped(row: Row, **changed: Any) -> Script:
+    """The script with a pipeline."""
+    model, (factory, options) = model_of(row), UPDATES[row.update]
+    options = {**options, **LAYOUTS[row.layout], **RECOMPUTES[row.recompute]}
+    if row.updates:
+        options |= {"optimizer": factory, "shard": row.shard}
+    if row.loss != "of the model":
+        options["loss_fn"] = LOSSES[row.loss]
+    if row.loss == "weights given":
+        options["microbatch_weight"] = lambda x, target: len(target)
+    if row.model == "time first":
+        options["batched"] = {"x" if row.loss == "of the model" else 0: 1}
+    options |= {"schedule": row.schedule, "precision": row.precision, "batch": row.batch}
+    options |= {"microbatches": row.microbatches, "check": "off", "timeout": 240.0, **changed}
+    return Script(row, model, pipec.compile(model, **options))
 
-    def __init__(self, row: Row) -> None:
-        self.row, self.model = row, model_of(row)
-        factory, options = UPDATES[row.update]
-        is_named = factory is _groups
-        self.optimizer = factory([*(self.model.named_parameters() if is_named else self.model.parameters())])
-        self.clip = options.get("clip_grad_norm")
-        self._logs = Tensors()
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+def eager(row: Row) -> Script:
+    """The script in eager torch: on the whole batch, or on the microbatches where they matter."""
+    model, (factory, options) = model_of(row), UPDATES[row.update]
+    given = {"optimizer": factory} if row.updates else {}
+    given |= {"clip_grad_norm": options.get("clip_grad_norm")}
+    if row.loss != "of the model":
+        given["loss_fn"] = LOSSES[row.loss]
+    kind = functools.partial(ByMicrobatches, row) if row.goes_by_microbatches else Plain
+    return Script(dataclasses.replace(row, batch="same"), model, kind(model, **given))
+
+
+class ByMicrobatches(Plain):
+    """Runs the microbatches one after another, under autocast, and averages statistics as replicas do."""
+
+    def __init__(self, row: Row, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.row = row
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.row.precision is not None):
-            given = _given(self.row, x, y)
-            if "target" not in given:
-                return self.model(**given)["loss"]
-            found = LOSSES[self.row.loss](self.model(given["args"]), y)
-        found, self._logs = found if isinstance(found, tuple) else (found, {})
-        return found
+            return super().__call__(*args, **kwargs)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        if not self.row.goes_by_microbatches:
-            loss = self.loss(x, y)
-            loss.backward()
-            return loss.detach()
-        sizes = split_sizes(len(x), self.row.microbatches)
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.row.precision is not None):
+            return super().loss(*args, **kwargs)
+
+    def add(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        inputs = {**kwargs, **({"first": args[0]} if args else {})}
+        sizes = split_sizes(len(next(iter(inputs.values()))), self.row.microbatches)
         before = {name: each.clone() for name, each in self.model.named_buffers()}
-        loss = unsplit_step(self.loss, {"x": x, "y": y}, [size for size in sizes if size], self.model)
+        loss = unsplit_step(self._microbatch, inputs, [size for size in sizes if size], self.model)
         if self.row.replicas > 1:
-            self._agree(before, x, y, sizes)
+            self._agree(before, [*microbatches(inputs, sizes)])
         return loss
 
+    def _microbatch(self, **given: Tensor) -> Tensor:
+        return self.loss(*[given.pop("first")] if "first" in given else (), **given)
+
     @torch.no_grad()
-    def _agree(self, before: Tensors, x: Tensor, y: Tensor, sizes: Sequence[int]) -> None:
+    def _agree(self, before: Tensors, parts: Sequence[dict[str, Tensor]]) -> None:
         """Running statistics of replicas, each of which ran its own microbatches, in proportion to them."""
-        count, parts = self.row.replicas, [*zip(x.split(sizes), y.split(sizes), strict=True)]
+        count, with_rows = self.row.replicas, [part for part in parts if len(next(iter(part.values())))]
         total = {name: torch.zeros_like(each) for name, each in before.items()}
         for k in range(count):
-            own = [part for part in parts[k::count] if len(part[0])]
-            alone = copy.deepcopy(self)
-            for name, each in alone.model.named_buffers():
+            own = [part for part in parts[k::count] if len(next(iter(part.values())))]
+            for name, each in self.model.named_buffers():
                 each.copy_(before[name])
             for part in own:
-                alone.loss(*part)
-            for name, each in alone.model.named_buffers():
+                self._microbatch(**part)
+            for name, each in self.model.named_buffers():
                 if each.is_floating_point():
-                    total[name] += each * len(own) / sum(map(bool, sizes))
+                    total[name] += each * len(own) / len(with_rows)
         for name, each in self.model.named_buffers():
             each.copy_(total[name] if each.is_floating_point() else before[name] + 1)
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.add(x, y)
-        if self.row.updates:
-            if self.clip is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return loss
 
-    def gradients(self) -> Tensors:
-        named = self.model.named_parameters()
-        return {f"gradient of {name}": p.grad.clone() for name, p in named if p.grad is not None}
-
-    def update(self) -> Tensors:
-        found = Tensors()
-        if not self.row.updates:
-            if self.row.update == "script of the model":
-                found["norm"] = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return found
-
-    def logs(self) -> Tensors:
-        return self._logs
-
-    def state(self) -> Tensors:
-        return dict(self.model.state_dict())
-
-    @torch.no_grad()
-    def evaluation(self, x: Tensor, y: Tensor) -> Tensor:
-        self.model.eval()
-        if self.row.evaluates == "loss":
-            return self.loss(x, y)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.row.precision is not None):
-            body = self.model.body if self.row.loss == "of the model" else self.model
-            return body(_given(self.row, x, y)["x" if self.row.loss == "of the model" else "args"])
-
-
-def trained(script: Piped | Eager, sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+def trained(script: Script, sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """Every value that the script sees, in order, of mini-batches of so many rows."""
     row = script.row
     torch.manual_seed(3)
@@ -547,7 +505,7 @@ def trained(script: Piped | Eager, sizes: Sequence[int]) -> Iterator[tuple[str, 
         yield f"loss {number}", script.step(*batch_of(row, number, rows))
         if not row.updates:
             yield from script.gradients().items()
-        yield from script.logs().items()
+        yield from script.pipe.logs.items()
         yield from script.update().items()
     yield from script.state().items()
     if row.evaluates != "nothing":
@@ -564,7 +522,7 @@ def parts_of(rows: int, replicas: int) -> list[int]:
 def difference(row: Row) -> str:
     """The first value that is not that of eager torch, or an error. Every rank goes on to the end."""
     try:
-        found = [*trained(Piped(row), sizes_of(row))]
+        found = [*trained(piped(row), sizes_of(row))]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     wanted: dict[str, list[Tensor]] = {}
@@ -582,12 +540,12 @@ def difference(row: Row) -> str:
     return ""
 
 
-def _reference(row: Row) -> "Piped | Eager":
+def _reference(row: Row) -> Script:
     """Eager torch. A model that draws numbers runs on one stage: where a microbatch runs changes none."""
     if row.model != "dropout":
-        return Eager(row)
+        return eager(row)
     unsplit = {"schedule": "gpipe", "layout": "1", "recompute": "saved", "shard": None, "batch": "same"}
-    return Piped(dataclasses.replace(row, **unsplit), microbatches=row.microbatches)
+    return piped(dataclasses.replace(row, **unsplit), microbatches=row.microbatches)
 
 
 def diagnosis(row: Row) -> str:
@@ -598,7 +556,7 @@ def diagnosis(row: Row) -> str:
         if simpler != row and simpler.is_valid(0) and not difference(simpler):
             lines.append(f"  none with {axis} {getattr(plain, axis)!r}: look in {FOLDERS[axis]}")
     try:
-        Piped(row, check="always").step(*batch_of(row, 0, sizes_of(row)[0]))
+        piped(row, check="always").step(*batch_of(row, 0, sizes_of(row)[0]))
     except pipec.PipecError as error:
         lines.append(f"  pipec's own check: {error}")
     return "\n".join(lines)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from split_optimizers import EVERY
 from torch import Tensor, nn, optim
+from unsplit_reference import Plain
 
 import pipec
 from pipec.runtime.absent_tensors import is_absent
@@ -84,48 +85,6 @@ class Net(nn.Module):
 def make_model() -> Net:
     torch.manual_seed(0)
     return Net().double()
-
-
-class Plain:
-    """The unsplit model behind the methods of a pipeline."""
-
-    def __init__(self, model: Net, optimizer: Any = None, clip_grad_norm: float | None = None) -> None:
-        self.model, self._clip, self._adds = model, clip_grad_norm, False
-        self.optimizer = None if optimizer is None else optimizer([*model.named_parameters()])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, *args: Any) -> Tensor:
-        return self.model(*args).detach()
-
-    def step(self, *args: Any) -> Tensor:
-        loss = self.model(*args)
-        loss.backward()
-        if self.optimizer is not None and not self._adds:
-            if self._clip is not None:
-                self.clip_grad_norm_(self._clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return loss.detach()
-
-    def stream(self, batches: Iterable[tuple[Any, ...]]) -> Iterator[Tensor]:
-        return (self.step(*batch) for batch in batches)
-
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        self._adds = True
-        yield
-        self._adds = False
-
-    def eval_step(self, *args: Any) -> Tensor:
-        return self.model(*args).detach()
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
-    def full_state_dict(self, all_ranks: bool) -> dict[str, Tensor]:
-        return dict(self.model.state_dict())
 
 
 @dataclass(frozen=True)
