@@ -293,6 +293,7 @@ class Row:
         return all(
             (
                 self.devices == num_ranks if num_ranks else self.batch == "same",
+                self.model != "dropout" or not num_ranks,  # whose reference is one stage
                 not is_uneven or (self.schedule == "1f1b" and self.shard is None),
                 self.devices // self.replicas > 1 or is_uneven or self.schedule in ("1f1b", "gpipe"),
                 self.shard is None or (self.replicas > 1 and self.updates),
@@ -521,13 +522,13 @@ def parts_of(rows: int, replicas: int) -> list[int]:
 
 def difference(row: Row) -> str:
     """The first value that is not that of eager torch, or an error. Every rank goes on to the end."""
+    wanted: dict[str, list[Tensor]] = {}
     try:
         found = [*trained(piped(row), sizes_of(row))]
+        for name, value in trained(_reference(row), sizes_of(row)):
+            wanted.setdefault(name, []).append(value)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    wanted: dict[str, list[Tensor]] = {}
-    for name, value in trained(_reference(row), sizes_of(row)):
-        wanted.setdefault(name, []).append(value)
     least = 2e-2 if row.precision else 1e-9
     for name, value in found:
         if not wanted.get(name):

@@ -128,8 +128,6 @@ class Script:
         self.model, options = make_model(), {}
         if case.updates:
             options = {"optimizer": EVERY[case.optimizer], "clip_grad_norm": case.clip}
-        else:
-            layout = {name: value for name, value in layout.items() if name not in ("shard", "offload")}
         self.pipe: Any = (
             Plain(self.model, **options)
             if self.is_plain

@@ -81,6 +81,7 @@ ANY_ROWS = (
     Row(schedule="1f1b", update="sgd", loss="ignored"),
     Row(schedule="zb-v", layout="2x2", update="clipped", shard="parameters"),
     Row(model="tied", schedule="gpipe", layout="2x2", update="sgd", recompute="recomputed"),
+    Row(model="norms", schedule="1f1b", layout="2x2", update="sgd"),
 )
 
 
@@ -93,6 +94,7 @@ def scripts(row: Row) -> tuple[Script, Script]:
 @settings(max_examples=25, deadline=None)
 @given(rows=st.integers(1, 13), number=st.integers(0, 5))
 @example(rows=1, number=0)
+@example(rows=3, number=0)
 def test_a_batch_of_any_number_of_rows_is_trained_on(row: Row, rows: int, number: int) -> None:
     """Also of fewer rows than microbatches or replicas, by the code that was compiled for the first batch."""
     loss, wanted = (script.step(*batch_of(row, number, rows)) for script in scripts(row))
