@@ -319,8 +319,17 @@ class Row:
         )
 
 
+FAILED_ONCE = (
+    Row(model="tied", layout="2x2", schedule="1f1b", update="sgd"),
+    Row(loss="mixing", layout="1x2", schedule="1f1b", batch="local"),
+)
+
+
 def covering(num_ranks: int = 0, seed: int = 0) -> list[Row]:
-    """Rows in which every two values meet that may; those that bring most new pairs come first."""
+    """Rows in which every two values meet that may; those that bring most new pairs come first.
+
+    Rows that have shown a fault of pipec stand before them.
+    """
     draws = random.Random(seed)
 
     def drawn() -> tuple[Row, frozenset[Any]]:
@@ -329,7 +338,10 @@ def covering(num_ranks: int = 0, seed: int = 0) -> list[Row]:
             if row.is_valid(num_ranks):
                 return row, frozenset(itertools.combinations(enumerate(dataclasses.astuple(row)), 2))
 
-    candidates, rows = [drawn() for _ in range(1500)], list[Row]()
+    candidates, rows = (
+        [drawn() for _ in range(1500)],
+        [each for each in FAILED_ONCE if each.is_valid(num_ranks)],
+    )
     wanted = set[Any]().union(*(pairs for _, pairs in candidates))
     while wanted:
         row, pairs = max(candidates, key=lambda each: len(wanted & each[1]))
@@ -344,7 +356,7 @@ def covering(num_ranks: int = 0, seed: int = 0) -> list[Row]:
 def sizes_of(row: Row) -> list[int]:
     """Rows of each mini-batch: any number, as few as one."""
     draws = random.Random(str(row))
-    return [row.microbatches + draws.randint(1, 4), draws.choice((1, 2, 3)), 2 * row.microbatches]
+    return [row.microbatches + draws.randint(1, 4), 1, draws.choice((2, 3)), 2 * row.microbatches]
 
 
 def batch_of(row: Row, number: int, rows: int) -> tuple[Tensor, Tensor]:

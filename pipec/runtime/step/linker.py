@@ -551,6 +551,8 @@ def microbatches_of(instruction: Instruction, rank: RankState) -> Sequence[int]:
         return (instruction.microbatch,)
     if link is None or link.payload is Payload.WEIGHT:
         return ()
+    if link.payload is Payload.RESULT and rank.step_results.is_of_tail(link.names):
+        return ()  # a tail has all rows, also on a rank whose microbatches have none
     maker = rank.number if op in (Op.SEND, Op.MOVE) else instruction.peer
     return rank.plan.microbatches_on(link.source, maker)
 
