@@ -51,7 +51,7 @@ endif
 demo: $(INSTALLED) ## train a byte-level GPT on four stages for a minute, and write a page of its steps
 	$(RUN) examples/train_gpt.py --output build/demo
 
-smoke: $(READY) ## every schedule on one tiny model, against eager torch, in half a minute
+smoke: $(READY) ## every schedule on one tiny model, against eager torch, in 15 s
 	$(RUN) -m pytest -q tests/test_smoke.py
 
 # Types are those of the pinned torch.

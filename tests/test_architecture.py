@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,70 +79,47 @@ RUNTIME = (
 )
 """The same for the parts of the runtime. Its other files, which users meet, import them all."""
 
-OUTSIDE = ("examples", "tests", "benchmarks")
 
-
-def within(name: str, prefixes: tuple[str, ...]) -> bool:
+def within(name: str, prefixes: Iterable[str]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """(line, full dotted name) of everything imported; ``package`` is where relative imports start."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            origin = ".".join([*parents, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
-
-
-def import_violations(module: str, package: str, source: str) -> list[str]:
-    """One message a line of ``source`` that imports against the order."""
-    position = {each.name: place for place, each in enumerate(ORDER)}
-    _, *parts = module.split(".")
-    own = ORDER[position[parts[0]]] if parts else None  # pipec/__init__.py imports lazily, from everywhere
-    lines, found = source.splitlines(), []
-    for line, name in imports(ast.parse(source), package):
-        top, *rest = name.split(".")
-        if top in OUTSIDE:
-            reason = "pipec imports nothing from the folders around it"
-        elif top != "pipec" or own is None or not rest or rest[0] not in position or rest[0] == own.name:
-            continue
-        elif own.only is not None and rest[0] not in own.only:
-            reason = f"{own.name} may import {', '.join(sorted(own.only))} alone"
-        elif position[rest[0]] > position[own.name]:
-            reason = f"{rest[0]} comes after {own.name} in the order of packages"
-        else:
-            continue
-        found.append(f"{module}:{line}: {lines[line - 1].strip()}\n    imports {name}, but {reason}")
-    return found
-
-
-def pipec_sources() -> Iterator[tuple[str, str, str]]:
-    """(module, package, source) of every file of pipec."""
+def imports() -> Iterator[tuple[str, int, str]]:
+    """(module, line, full dotted name) of everything that a file of pipec imports."""
     for path in sorted((ROOT / "pipec").rglob("*.py")):
-        yield module_name(path), module_name(path.parent), path.read_text(encoding="utf-8")
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from ((module, node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                parents = parts[: len(parts) - node.level] if node.level else ()
+                origin = ".".join([*parents, *([node.module] if node.module else [])])
+                yield from ((module, node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+
+IMPORTS = [*imports()]
 
 
 def test_imports_follow_the_order() -> None:
-    found = [message for source in pipec_sources() for message in import_violations(*source)]
-    assert not found, "\n".join(found)
-
-
-def test_imports_within_the_runtime_follow_its_order() -> None:
-    for module, package, source in pipec_sources():
+    position, found = {each.name: place for place, each in enumerate(ORDER)}, list[str]()
+    for module, line, name in IMPORTS:
+        top, *rest = name.split(".")
         _, *parts = module.split(".")
+        if top in ("examples", "tests", "benchmarks"):
+            found.append(f"{module}:{line}: {name} is outside of pipec")
+        elif (
+            top == "pipec" and parts and rest and rest[0] in position
+        ):  # pipec/__init__.py may import all, late
+            own = ORDER[position[parts[0]]]
+            allowed = {each.name for each in ORDER[: position[own.name] + 1]}
+            if rest[0] not in (allowed if own.only is None else own.only | {own.name}):
+                found.append(f"{module}:{line}: {own.name} may not import {name}")
         if parts[:1] == ["runtime"] and len(parts) > 1 and parts[1] in RUNTIME:
-            allowed = tuple(f"pipec.runtime.{each}" for each in RUNTIME[: RUNTIME.index(parts[1]) + 1])
-            for line, name in imports(ast.parse(source), package):
-                follows = not within(name, ("pipec.runtime",)) or within(name, allowed)
-                assert follows, f"{module}:{line}: {name}"
+            before = [f"pipec.runtime.{each}" for each in RUNTIME[: RUNTIME.index(parts[1]) + 1]]
+            if within(name, ["pipec.runtime"]) and not within(name, before):
+                found.append(f"{module}:{line}: {name} comes after {parts[1]} in the order of the runtime")
+    assert not found, "\n".join(found)
 
 
 def test_the_order_names_every_package() -> None:
@@ -150,25 +127,32 @@ def test_the_order_names_every_package() -> None:
     assert {each.name for each in ORDER} == there - {"__init__", "__pycache__"}
 
 
-def test_what_needs_no_torch_loads_none() -> None:
-    """Not even through another module: a subprocess imports all of it, then looks for torch."""
-    free = tuple(f"pipec.{each.name}" for each in ORDER if not each.torch)
-    modules = [module for module, _, source in pipec_sources() if within(module, free)]
-    modules = [module for module in modules if module not in NEED_TORCH]
-    loaded = imported_by(*modules)
-    assert "torch" not in loaded
+COMPILER = ("capture", "codegen", "compiler", "graph", "passes", "plan", "planner", "schedules", "timeline")
+OF_THE_RUNTIME = ("errors", "console", "torch_compat", "ir", "programs", "artifact", "runtime")
+
+
+@pytest.mark.parametrize(
+    ("imported", "absent"),
+    [
+        ([f"pipec.{each.name}" for each in ORDER if not each.torch], ["torch"]),
+        (["pipec.runtime"], [f"pipec.{each.name}" for each in ORDER if each.name not in OF_THE_RUNTIME]),
+        (["pipec.pipeline.load"], [f"pipec.{name}" for name in COMPILER]),
+        (["pipec.api", "pipec.pipeline"], ["torch._dynamo", "torch._functorch.aot_autograd"]),
+    ],
+    ids=["without torch", "runtime", "a loaded artifact", "a rank that captures nothing"],
+)
+def test_a_process_loads_no_more_than_it_needs(imported: list[str], absent: list[str]) -> None:
+    """Modules without torch load none, not even through others; a rank of an artifact loads no compiler."""
+    if absent == ["torch"]:
+        imported = [name for name in {module for module, *_ in IMPORTS} if within(name, imported)]
+        imported = [name for name in imported if name not in NEED_TORCH]
+    code = f"import sys, {', '.join(imported)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [name for name in done.stdout.split() if within(name, absent)] == []
 
 
 NEED_TORCH = ("pipec.cli.artifact_inputs", "pipec.__main__")
 """A command imports the first when it runs; the second runs the command line when it is imported."""
-
-
-def imported_by(*modules: str) -> set[str]:
-    """The names of what is loaded in a new process that imports these modules."""
-    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
@@ -198,52 +182,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     assert found == declared
 
 
-def test_the_runtime_loads_without_the_compiler() -> None:
-    """The claim behind the order: a rank that runs a saved artifact never loads the compiler."""
-    own = ("errors", "console", "torch_compat", "ir", "programs", "artifact", "runtime")
-    others = tuple(f"pipec.{each.name}" for each in ORDER if each.name not in own)
-    assert not [name for name in imported_by("pipec.runtime") if within(name, others)]
-
-
-def test_a_saved_artifact_loads_without_the_compiler() -> None:
-    """It trains, saves and resumes in a process that loads none of these."""
-    compiler = "capture codegen compiler graph passes plan planner schedules timeline"
-    others = tuple(f"pipec.{each}" for each in compiler.split())
-    assert not [name for name in imported_by("pipec.pipeline.load") if within(name, others)]
-
-
-def test_a_rank_that_captures_nothing_loads_no_dynamo() -> None:
-    """Rank 0 alone compiles, and loads it then: it takes seconds, and tens of MB."""
-    loaded = imported_by("pipec.api", "pipec.pipeline")
-    assert not [name for name in loaded if within(name, ("torch._dynamo", "torch._functorch.aot_autograd"))]
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "offence"),
-    [
-        ("pipec.ir.text_format", "from pipec import console", "pipec.console"),
-        ("pipec.schedules.named", "x = 1\nimport pipec.plan.build_plan", "pipec.plan.build_plan"),
-        ("pipec.planner.search", "def f():\n    from pipec.passes import Pass", "pipec.passes.Pass"),
-        ("pipec.runtime.processes.launch", "from ...passes import pass_dump", "pipec.passes.pass_dump"),
-        ("pipec.viz.svg", "import pipec.programs.lower", "pipec.programs.lower"),
-        ("pipec.capture.model_call", "import tests.conftest", "tests.conftest"),
-    ],
-)
-def test_an_import_in_the_wrong_direction_is_reported_with_its_line(
-    module: str, source: str, offence: str
-) -> None:
-    found = import_violations(module, module.rpartition(".")[0], source)
-    line = len(source.splitlines())
-    assert any(f"{module}:{line}: " in message and f"imports {offence}, but " in message for message in found)
-
-
-def test_every_public_name_can_be_imported() -> None:
-    import pipec
-
-    assert all(getattr(pipec, name) is not None for name in pipec.__all__)
-
-
-def test_what_is_imported_late_leaves_pythons_generator_as_it_was() -> None:
+def test_public_names_are_imported_late_and_leave_pythons_generator_as_it_was() -> None:
     """A script seeds it and then calls pipec, which imports libraries that draw a number."""
     code = (
         "import random, pipec\n"

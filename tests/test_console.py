@@ -7,19 +7,10 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 
 from pipec import console
-
-
-@dataclass(frozen=True)
-class Table:
-    rows: int
-
-    def __str__(self) -> str:
-        return f"a table of {self.rows} :smile:"
 
 
 @pytest.fixture(params=["0", "3"])
@@ -32,11 +23,6 @@ def test_log_prints_plain_text_on_rank_zero_only(rank: str, capsys: pytest.Captu
     text = "f32[b, 128] [red]stage 0[/red] " + "x" * 200
     console.log(text, 7)
     assert capsys.readouterr().out == (f"{text} 7\n" if rank == "0" else "")
-
-
-def test_log_prints_an_object_by_its_str(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
-    console.log(Table(4))
-    assert capsys.readouterr().out == ("a table of 4 :smile:\n" if rank == "0" else "")
 
 
 def test_rank_zero_only_calls_the_function_on_rank_zero_only(rank: str) -> None:
@@ -97,11 +83,6 @@ def test_a_warning_is_at_the_line_of_the_script_and_may_be_an_error() -> None:
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="not proved"):
             console.warn("not proved")
-
-
-def test_a_process_started_alone_is_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert console.is_rank_zero()
 
 
 def wait_until(is_true: Callable[[], object]) -> None:

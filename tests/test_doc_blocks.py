@@ -52,34 +52,6 @@ def test_blocks_that_do_not_run_are_counted() -> None:
     assert {need: needs[need] for need in NEEDS} == NOT_RUN
 
 
-def test_languages_say_how_a_block_is_checked() -> None:
-    languages = {block.language for found in BLOCKS.values() for block in found}
-    assert languages == {"python", "output", "console", "text", "toml", "diff", "{toctree}", "{eval-rst}"}
-
-
-@pytest.mark.parametrize(
-    ("shown", "is_right"),
-    [
-        ("a  1\nb\nc\n", True),
-        ("a 1\nb\nc\n", False),  # blanks count
-        ("a  1\nb\n", False),  # a line is left out
-        ("a  1\nb\nc\nd\n", False),
-        ("a 1\n...\n", True),
-        ("...\nc\n", True),
-        ("...\nb\n", False),  # the end is left out
-        ("a ...\nb\nc\n", True),
-        ("c\n...\n", False),
-        ("...\nc\nb\n", False),  # another order
-    ],
-)
-def test_what_is_shown_must_be_what_is_printed(shown: str, is_right: bool) -> None:
-    if is_right:
-        require_shown(shown, "a  1\nb\nc\n", "page")
-    else:
-        with pytest.raises(AssertionError, match="page"):
-            require_shown(shown, "a  1\nb\nc\n", "page")
-
-
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.slow
 def test_the_python_of_a_page_runs(

@@ -1,7 +1,10 @@
 """Every example runs unchanged; alone and under torchrun they print the same losses."""
 
 import re
+import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,8 @@ import worker_processes
 from doc_blocks import Block, blocks, pages, without_pipec
 from page_views import embedded
 from worker_processes import run_script
+
+import pipec
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -183,3 +188,42 @@ def test_train_gpt_leaves_the_same_losses_an_artifact_and_a_page(tmp_path: Path)
     for output in outputs.values():
         assert (output / "artifact" / "plan.json").is_file()
         assert "measured" in str(embedded((output / "page.html").read_text(encoding="utf-8")))
+
+
+def test_a_script_of_the_cluster_recipes_goes_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, printed = EXAMPLES / "restartable_digits.py", list[str]()
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def train(directory: str) -> None:
+        given = ["--steps", "6", "--every", "2", "--directory", str(tmp_path / directory)]
+        monkeypatch.setattr(sys, "argv", [str(script), *given])
+        runpy.run_path(str(script), run_name="__main__")
+
+    def log_until_step_4(line: str) -> None:
+        printed.append(line)
+        if line.startswith("step    4"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipec, "log", printed.append)
+    train("whole")
+    *whole, accuracy = printed
+    assert [line[:9] for line in whole] == ["step    2", "step    4", "step    6"]
+    printed.clear()
+    monkeypatch.setattr(pipec, "log", log_until_step_4)
+    with pytest.raises(KeyboardInterrupt):
+        train("stopped")
+    monkeypatch.setattr(pipec, "log", printed.append)
+    train("stopped")
+    assert printed == [*whole, accuracy]
+
+
+def test_ray_train_runs_the_training_on_workers_without_gpus(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train", reason='needs `pip install "ray[train]"`')
+    given = ["--workers", "2", "--steps", "6", "--every", "2", "--directory", str(tmp_path)]
+    script = EXAMPLES / "cluster" / "ray_train.py"
+    done = subprocess.run([sys.executable, script, *given], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step +6  loss \d", done.stdout + done.stderr)
+    assert (tmp_path / "step-00000006").is_dir()

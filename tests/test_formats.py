@@ -137,44 +137,19 @@ def test_every_version_has_every_file() -> None:
     assert size < 100_000 * len(VERSIONS)
 
 
-UNKNOWN: dict[str, tuple[str, tuple[str, str], type[PipecError], str]] = {
-    "artifact": (
-        "artifact/plan.json",
-        ('"pipec artifact 9"', '"pipec artifact 99"'),
-        ArtifactError,
-        "has format 'pipec artifact 99', this version reads 'pipec artifact 9'",
-    ),
-    "checkpoint": (
-        "checkpoint/checkpoint.pt",
-        ("pipec checkpoint 3", "pipec checkpoint 99"),
-        CheckpointError,
-        "has format 'pipec checkpoint 99', and this version of pipec reads 'pipec checkpoint 3'; load",
-    ),
-    "profile.json": (
-        "profile.json",
-        ('"version": 1', '"version": 99'),
-        InputError,
-        "is a profile of version 99, and this pipec reads version 1; make it again",
-    ),
-    "topology.toml": (
-        "topology.toml",
-        ("topology 1", "topology 99"),
-        PlanError,
-        "its format is 'pipec topology 99', and this version of pipec reads 'pipec topology 1'",
-    ),
-    "schedule.txt": (
-        "schedule.txt",
-        ("schedule 1", "schedule 99"),
-        InputError,
-        "line 1: the format is 'pipec schedule 99', and this version of pipec reads 'pipec schedule 1'",
-    ),
+UNKNOWN: dict[str, tuple[str, str, str, type[PipecError]]] = {
+    "artifact": ("artifact/plan.json", '"pipec artifact 9"', '"pipec artifact 99"', ArtifactError),
+    "checkpoint": ("checkpoint/checkpoint.pt", "pipec checkpoint 3", "pipec checkpoint 99", CheckpointError),
+    "profile.json": ("profile.json", '"version": 1', '"version": 99', InputError),
+    "topology.toml": ("topology.toml", "topology 1", "topology 99", PlanError),
+    "schedule.txt": ("schedule.txt", "schedule 1", "schedule 99", InputError),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_an_unknown_version_is_refused_and_named(name: str, tmp_path: Path) -> None:
-    edited, (old, new), error, message = UNKNOWN[name]
+    edited, old, new, error = UNKNOWN[name]
     last = FORMATS / VERSIONS[-1]
     shutil.copytree(last, tmp_path, dirs_exist_ok=True)
     path = tmp_path / edited
@@ -190,7 +165,7 @@ def test_an_unknown_version_is_refused_and_named(name: str, tmp_path: Path) -> N
     for folder in ("artifact", "checkpoint"):
         sums = tmp_path / folder / CHECKSUMS
         sums.write_text(sums.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=r"(?s)99.* reads "):
         READERS[name](tmp_path / name)
 
 

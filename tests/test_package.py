@@ -2,11 +2,9 @@
 
 import os
 import re
-import shutil
 import site
 import subprocess
 import sys
-import textwrap
 import tomllib
 import venv
 from pathlib import Path
@@ -63,11 +61,6 @@ MISTAKES = [
 ]
 
 
-def torch_requirement() -> Requirement:
-    requirements = map(Requirement, PROJECT["project"]["dependencies"])
-    return next(each for each in requirements if each.name == "torch")
-
-
 def test_the_version_is_that_of_the_package() -> None:
     assert PROJECT["project"]["dynamic"] == ["version"]
     assert PROJECT["tool"]["hatch"]["version"]["path"] == "pipec/__init__.py"
@@ -76,7 +69,8 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_the_package_asks_for_the_tested_versions_of_torch_of_any_build() -> None:
     (first, second), (last, next_minor) = versions.OLDEST, (versions.NEWEST[0], versions.NEWEST[1] + 1)
-    specifier = torch_requirement().specifier
+    requirements = map(Requirement, PROJECT["project"]["dependencies"])
+    specifier = next(each.specifier for each in requirements if each.name == "torch")
     assert str(specifier) == f"<{last}.{next_minor},>={first}.{second}"
     for build in (f"{first}.{second}.0", "2.12.1+cu130", "2.13.0+cpu", "2.13.0+rocm7", "2.15.0+cu132"):
         assert specifier.contains(build)
@@ -91,14 +85,11 @@ def test_rank_zero_says_once_that_a_version_of_torch_was_not_tested(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "9.0.1+cpu")
-    for _ in range(2):
+    for rank in "001":
+        monkeypatch.setenv("RANK", rank)
         pipec.compile(torch.nn.Linear(2, 2), devices=1)
-    said = "torch 9.0.1+cpu is newer than the versions that this pipec was tested with, 2.11 to 2.15"
-    assert [record.message for record in caplog.records] == [said]
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(torch, "__version__", "9.0.2+cpu")
-    pipec.compile(torch.nn.Linear(2, 2), devices=1)
-    assert len(caplog.records) == 1
+    (said,) = (record.message for record in caplog.records)
+    assert "9.0.1+cpu is newer than the versions" in said
 
 
 def test_every_extra_of_users_is_in_all() -> None:
@@ -113,18 +104,11 @@ def test_help_prints_an_option_a_line_with_readable_types() -> None:
     assert lines[-1] == ") -> Pipeline"
 
 
-def environment_of(installed: Path) -> dict[str, str]:
-    """Of a user: nothing leads to the repository."""
-    return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))},
-        "PATH": f"{installed / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-    }
-
-
 def run(*command: object, folder: Path, installed: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*map(str, command)], cwd=folder, env=environment_of(installed), capture_output=True, text=True
-    )
+    """As a user: nothing leads to the repository."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
+    given["PATH"] = f"{installed / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return subprocess.run([*map(str, command)], cwd=folder, env=given, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -163,62 +147,13 @@ def test_the_wheel_runs_the_quickstart_in_another_folder(installed: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_pip_leaves_the_torch_that_is_there(installed: Path, tmp_path: Path) -> None:
-    """Dependencies of the wheel are met by what the environment has, so that nothing is to be installed."""
-    (wheel,) = installed.parent.glob("*.whl")
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--python",
-        installed / "bin" / "python",
-    )
-    dry = (*pip, "install", "--dry-run", "--no-index", wheel)
-    done = run(*dry, "--force-reinstall", "--no-deps", folder=tmp_path, installed=installed)
-    assert "Would install pipec-" in done.stdout, done.stderr
-    done = run(*dry, folder=tmp_path, installed=installed)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"Requirement already satisfied: torch<2\.\d+,>=2\.11 in", done.stdout)
-    assert "Would install" not in done.stdout
-
-
-def lines_with_errors(output: str) -> list[int]:
-    return [
-        int(number) for number in re.findall(r"^.*script\.py:(\d+)(?::\d+)?.*\berror\b", output, re.MULTILINE)
-    ]
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_mypy_reads_a_user_script(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(USER_SCRIPT, encoding="utf-8")
     python = installed / "bin" / "python"
     options = ("--strict", "--python-executable", python, "--cache-dir", tmp_path / "cache")
     done = run(sys.executable, "-m", "mypy", *options, "script.py", folder=tmp_path, installed=installed)
-    assert lines_with_errors(done.stdout) == MISTAKES, done.stdout + done.stderr
-    assert 'Revealed type is "pipec.pipeline.pipeline.Pipeline"' in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_pyright_reads_a_user_script(installed: Path, tmp_path: Path) -> None:
-    npx = shutil.which("npx", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if npx is None:
-        pytest.skip("no `npx`: install node to check types with pyright")
-    (tmp_path / "script.py").write_text(USER_SCRIPT, encoding="utf-8")
-    python = installed / "bin" / "python"
-    arguments = (npx, "--yes", "--fetch-retries=1", "pyright@1.1.408", "--pythonpath", python)
-    environment = environment_of(installed)
-    environment["PATH"] = f"{Path(npx).parent}{os.pathsep}{environment['PATH']}"
-    command = [*map(str, arguments), "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    if "npm error" in done.stderr or "npm ERR" in done.stderr:
-        pytest.skip("npx cannot fetch pyright")
-    assert lines_with_errors(done.stdout) == MISTAKES, done.stdout + done.stderr
-    assert 'Type of "pipe" is "Pipeline"' in done.stdout
-
-
-def test_the_script_of_types_has_three_mistakes() -> None:
+    found = re.findall(r"^.*script\.py:(\d+)(?::\d+)?.*\berror\b", done.stdout, re.MULTILINE)
+    assert [*map(int, found)] == MISTAKES, done.stdout + done.stderr
     assert len(MISTAKES) == 3
-    assert textwrap.dedent(USER_SCRIPT) == USER_SCRIPT
+    assert 'Revealed type is "pipec.pipeline.pipeline.Pipeline"' in done.stdout

@@ -1,7 +1,8 @@
 """The oracle: what autograd computes when it runs the unsplit model over the same microbatches in turn."""
 
+import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,72 @@ def unsplit_step(
         total = total + loss.detach() * share
     assert isinstance(total, Tensor)
     return total
+
+
+class Plain:
+    """The unsplit model behind the methods of a pipeline, for scripts that are written once for both.
+
+    ``optimizer`` is a factory of ``(name, parameter)`` pairs, as that of ``pipec.compile``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[..., Any] | None = None,
+        clip_grad_norm: float | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        self.model, self._clip, self._loss_fn, self._adds = model, clip_grad_norm, loss_fn, False
+        self.optimizer = None if optimizer is None else optimizer([*model.named_parameters()])
+        self.logs: dict[str, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def loss(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        found = self.model(*args, **kwargs)
+        if self._loss_fn is not None:
+            found = self._loss_fn(found, target)
+        found, self.logs = found if isinstance(found, tuple) else (found, {})
+        return found["loss"] if isinstance(found, dict) else found
+
+    def add(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward, without an update."""
+        loss = self.loss(*args, **kwargs)
+        loss.backward()
+        return loss.detach()
+
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = self.add(*args, **kwargs)
+        if self.optimizer is not None and not self._adds:
+            if self._clip is not None:
+                self.clip_grad_norm_(self._clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return loss
+
+    def stream(self, batches: Iterable[tuple[Any, ...]]) -> Iterator[Tensor]:
+        return (self.step(*batch) for batch in batches)
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self._adds = True
+        yield
+        self._adds = False
+
+    @torch.no_grad()
+    def eval_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.loss(*args, **kwargs)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def full_state_dict(self, all_ranks: bool) -> dict[str, Tensor]:
+        return dict(self.model.state_dict())
 
 
 @torch.no_grad()

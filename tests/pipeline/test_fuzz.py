@@ -40,6 +40,19 @@ X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 often = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def write_sum(folder: Path, file: Path, before: bytes) -> None:
+    """As somebody who edits a file writes its sum anew."""
+    sums = folder / CHECKSUMS
+    old, new = (hashlib.sha256(data).hexdigest() for data in (before, file.read_bytes()))
+    sums.write_text(sums.read_text().replace(old, new))
+
+
+def copied(folder: Path) -> Path:
+    copy = folder.parent / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    return Path(shutil.copytree(folder, copy))
+
+
 def refused_or_fine(call: Callable[[], object]) -> None:
     """An error that is not of pipec's own fails the test, with its traceback."""
     with contextlib.suppress(PipecError):
@@ -98,27 +111,9 @@ def rewritten(
     return dumps(facts) if dumps is not None else json.dumps(facts, indent=1).encode()
 
 
-_VALUES = [
-    None,
-    True,
-    0,
-    1,
-    -1,
-    7,
-    0.5,
-    10**6,
-    10**30,
-    math.inf,
-    math.nan,
-    "",
-    "x",
-    "b",
-    "2*b",
-    "../x",
-    [],
-    {},
-]
-_VALUES += [[0], [1, 0], ["x"], {"x": 1}]
+_NUMBERS = (0, 1, -1, 7, 0.5, 10**6, 10**30, math.inf, math.nan)
+_VALUES: list[Any] = [None, True, *_NUMBERS, "", "x", "b", "2*b", "../x"]
+_VALUES += [[], {}, [0], [1, 0], ["x"], {"x": 1}]
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +128,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @often
 @given(data=st.data())
 def test_a_damaged_artifact_is_refused(saved: Path, data: st.DataObject) -> None:
-    copy = saved.parent / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(saved, copy)
+    copy = copied(saved)
     file = copy / data.draw(st.sampled_from(sorted(path.name for path in saved.iterdir())))
     before = file.read_bytes()
     file.write_bytes(data.draw(damaged(before)))
@@ -148,18 +141,14 @@ def test_a_damaged_artifact_is_refused(saved: Path, data: st.DataObject) -> None
 @given(data=st.data())
 def test_an_artifact_with_new_sums_is_refused_or_as_good(saved: Path, data: st.DataObject) -> None:
     """Edited by somebody who wrote the sums anew: it is refused before it runs, or it runs."""
-    copy = saved.parent / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(saved, copy)
+    copy = copied(saved)
     file = copy / data.draw(
         st.sampled_from(["plan.json", "plan.json", "plan.json", "rank_0.txt", "stage_0.py"])
     )
     before = file.read_bytes()
     kinds = [damaged, rewritten] if file.suffix == ".json" else [damaged]
     file.write_bytes(data.draw(data.draw(st.sampled_from(kinds))(before)))
-    sums = copy / "SHA256SUMS"
-    old, new = (hashlib.sha256(data).hexdigest() for data in (before, file.read_bytes()))
-    sums.write_text(sums.read_text().replace(old, new))
+    write_sum(copy, file, before)
     refused_or_fine(lambda: read_artifact(copy))
     if file.suffix != ".py":  # code that was changed at random is checked, and not run
         refused_or_fine(lambda: pipec.load(copy).step(X, target=Y))
@@ -175,17 +164,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @often
 @given(data=st.data())
 def test_a_checkpoint_with_new_sums_is_refused_or_as_good(
     trained: tuple[Run, Path], data: st.DataObject
 ) -> None:
     run, whole = trained
-    place, converted = whole.parent / "copy", whole.parent / "converted"
-    for left in (place, converted):
-        shutil.rmtree(left, ignore_errors=True)
-    shutil.copytree(whole, place)
+    place, converted = copied(whole), whole.parent / "converted"
+    shutil.rmtree(converted, ignore_errors=True)
     file = place / data.draw(st.sampled_from(["SHA256SUMS", "checkpoint.pt", "checkpoint.pt"]))
     text = file.read_bytes()
     changes = damaged(text)
@@ -193,9 +179,7 @@ def test_a_checkpoint_with_new_sums_is_refused_or_as_good(
         changes |= rewritten(text, plain_values.read, plain_values.written)
     file.write_bytes(data.draw(changes))
     if file.name != CHECKSUMS:
-        sums = place / CHECKSUMS
-        old, new = (hashlib.sha256(data).hexdigest() for data in (text, file.read_bytes()))
-        sums.write_text(sums.read_text().replace(old, new))
+        write_sum(place, file, text)
     refused_or_fine(lambda: open_checkpoint(place))
     refused_or_fine(lambda: run.load(place))
     refused_or_fine(lambda: convert(place, converted, None, None))
@@ -243,18 +227,18 @@ def test_a_damaged_file_of_orders(tmp_path: Path, data: st.DataObject) -> None:
     refused_or_fine(lambda: simulate_schedule(custom_schedule(path, 2, None), Workload.uniform(2)))
 
 
-_NUMBERS = st.sampled_from([0, 0, 0, 1, 1, 2, -1, 2**40, 0.5, "0", None, True])
-_CELLS = st.builds(Compute, st.sampled_from([*Phase, *Phase, "backward", None]), _NUMBERS, _NUMBERS)
+_PLACED = st.sampled_from([0, 0, 0, 1, 1, 2, -1, 2**40, 0.5, "0", None, True])
+_CELLS = st.builds(Compute, st.sampled_from([*Phase, *Phase, "backward", None]), _PLACED, _PLACED)
 
 
 @often
 @given(data=st.data())
 def test_any_schedule_of_a_function(data: st.DataObject) -> None:
     fine = make_schedule("1f1b", 2, 2)
-    places = st.lists(st.lists(_NUMBERS, max_size=2) | _NUMBERS, max_size=3)
-    orders = st.lists(st.lists(_CELLS | _NUMBERS, max_size=6) | st.none(), max_size=3)
+    places = st.lists(st.lists(_PLACED, max_size=2) | _PLACED, max_size=3)
+    orders = st.lists(st.lists(_CELLS | _PLACED, max_size=6) | st.none(), max_size=3)
     changes: dict[str, st.SearchStrategy[Any]] = {
-        "num_microbatches": _NUMBERS,
+        "num_microbatches": _PLACED,
         "placement": places | st.permutations([(0,), (1,)]).map(tuple),
         "orders": orders | st.permutations(fine.orders) | st.just([[*order][::-1] for order in fine.orders]),
         "stream": st.sampled_from([None, 3, "stream"]),
@@ -300,31 +284,15 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("folder.py").mkdir()
 
 
-_PLACES = [
-    "good.py",
-    "bad.py",
-    "folder.py",
-    "good",
-    "bad",
-    "math",
-    "os.path",
-    ".",
-    "..",
-    "/",
-    "",
-    "\0",
-    "é",
-    "a b",
-]
+_PLACES = ["good.py", "bad.py", "folder.py", "good", "bad", "math", "os.path"]
+_PLACES += [".", "..", "/", "", "\0", "é", "a b"]
 _NAMES = ["raises", "none", "number", "sqrt", "join", "__doc__", "__class__", "", "\0", "é", "a.b", "1"]
 
 
 @often
 @given(
     target=st.text(max_size=8)
-    | st.tuples(st.sampled_from(_PLACES), st.sampled_from([":", "", "::"]), st.sampled_from(_NAMES)).map(
-        "".join
-    )
+    | st.tuples(*map(st.sampled_from, (_PLACES, (":", "", "::"), _NAMES))).map("".join)
 )
 def test_any_target(somewhere: None, target: str) -> None:
     refused_or_fine(lambda: load_example(target))

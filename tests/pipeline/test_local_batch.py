@@ -125,56 +125,6 @@ def test_replicas_whose_data_end_early_train_as_plain_pytorch_does(num_ranks: in
 
 
 @pytest.mark.slow
-def test_parts_of_gpt2s_batch_have_the_loss_and_gradients_of_the_whole(tmp_path: Path) -> None:
-    """With ragged padding; outputs are of own rows, and stay there; evaluations need no optimizer."""
-    printed = told(
-        tmp_path,
-        """
-        from huggingface_models import gpt2
-        net, inputs = gpt2()
-        ids, labels = inputs["input_ids"], inputs["labels"].clone()
-        for row, padding in enumerate([0, 9, 3, 7, 1, 8, 5, 2]):
-            labels[row, 12 - padding :] = -100
-        whole = {"input_ids": ids, "labels": labels}
-        plain = copy.deepcopy(net)
-        expected = plain(**whole)
-        expected.loss.backward()
-        pipe = compiled(net, None)
-        rows = (5, 3)
-        own = {name: part(pipe, rows, value) for name, value in whole.items()}
-        loss, output = pipe.step(**own, outputs=True)
-        gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
-        worst = max(relative_error(g, plain.get_parameter(name).grad) for name, g in gradients.items())
-        print(relative_error(loss, expected.loss.detach()) < 1e-6, worst < 1e-6)
-        logits = part(pipe, rows, expected.logits.detach())
-        print(output.logits.shape == logits.shape, relative_error(output.logits, logits) < 1e-6)
-        from pipec.runtime.messages.cpu import CpuConnections
-        send, sent = CpuConnections.send, []
-        def counted(connections, tensors, peer, tag, *payload):
-            sent.append((peer % 2 == pipe.replica, sum(x.numel() for x in tensors)))
-            send(connections, tensors, peer, tag, *payload)
-        CpuConnections.send = counted
-        found = pipe(**own).logits
-        CpuConnections.send = send
-        print(torch.allclose(found, logits, atol=1e-6), [n for within, n in sent if not within and n > 32])
-        if pipe.replica:
-            print(pipe.join())
-        else:
-            alone = plain(**own).loss.detach()
-            print(relative_error(pipe.eval_step(**own), alone) < 1e-6)
-            print(pipe.join())
-        print(float(loss).hex())
-        """,
-        4,
-    )
-    lines = [each.splitlines() for each in printed]
-    for rank, each in enumerate(lines):
-        assert each[:3] == ["True True"] * 2 + ["True []"]
-        assert each[3:-1] == (["0"] if rank % 2 else ["True", "0"])
-        assert each[-1] == lines[0][-1]
-
-
-@pytest.mark.slow
 def test_the_loop_of_the_docs_trains_on_what_all_replicas_sample(tmp_path: Path) -> None:
     """Of 13 rows each epoch has a last batch of fewer; the sampler gives one of them to both replicas."""
     (loop,) = re.findall('```python\n(pipe = .*?batch="local".*?)```', DOCS, re.DOTALL)
@@ -204,34 +154,6 @@ def test_the_loop_of_the_docs_trains_on_what_all_replicas_sample(tmp_path: Path)
         2,
     )
     assert printed == ["True\n" * 2] * 2
-
-
-@pytest.mark.slow
-def test_a_replica_may_pass_no_rows(tmp_path: Path) -> None:
-    """Of any schedule, with an optimizer outside; it gets the loss and the gradients, and returns no rows."""
-    printed = told(
-        tmp_path,
-        """
-        x, y = batch(8)
-        for schedule in ("zb-v", "auto"):
-            pipe, plain = compiled(model(), schedule=schedule, microbatches=None), model()
-            expected = cross_entropy(plain(x), y)
-            expected.backward()
-            for rows in ((8, 0), (0, 8), (1, 7)):
-                pipe.zero_grad()
-                own, target = part(pipe, rows, x), part(pipe, rows, y)
-                loss, output = pipe.step(own, target=target, outputs=True)
-                pairs = [(p.grad, plain.get_parameter(name).grad) for name, p in pipe.named_parameters()]
-                pairs += [(loss, expected.detach()), (pipe(own), output)]
-                pairs += [(pipe.eval_step(own, target=target), loss)]
-                print(len(output) == len(own), max(relative_error(*pair) for pair in pairs) < 1e-12)
-        with pipe.trace() as trace:
-            pipe.step(own, target=target)
-        print("measured" in pipe.visualize(trace=trace))
-        """,
-        2,
-    )
-    assert [each.split() for each in printed] == [["True"] * 13] * 2
 
 
 @pytest.mark.slow

@@ -99,8 +99,13 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("as_module", [False, True], ids=["pipeline", "module"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("change", "as_module"),
+    [
+        *((change, False) for change in CHANGES),
+        *((change, True) for change in (freeze_norms, assign_attribute, replace_submodule)),
+    ],
+)
 def test_a_loop_over_modules_acts_on_the_model(change: Callable[[nn.Module], None], as_module: bool) -> None:
     torch.manual_seed(0)
     model = Net().double()

@@ -1,15 +1,15 @@
-"""Evaluation and plain forward equal the unsplit model's; dropout is the same wherever the model is cut."""
+"""Plain forward returns what the unsplit model returns, in its class; each step drops other values."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-from compile_variants import SIZES, TrainingRun, Variant, captured, compiled, pipeline, tied_parameters
+from compile_variants import SIZES, TrainingRun, Variant, captured, compiled, pipeline
 from huggingface_models import Factory, bert, each, gpt2, gpt2_with_dropout, resnet
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_output
+from unsplit_reference import Inputs, unsplit_output
 
 pytestmark = pytest.mark.slow
 
@@ -29,17 +29,6 @@ def assert_same_buffers(one: nn.Module, other: nn.Module) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("factory", each(gpt2, resnet))
-def test_evaluation_has_the_loss_of_the_unsplit_model(factory: Factory, training: bool) -> None:
-    """BatchNorm too: it normalises by, and moves, the statistics of a batch in training mode only."""
-    pipe, trained, unsplit, inputs = switched(factory, training)
-    pipe.zero_grad()
-    assert torch.equal(pipe.eval_step(**inputs), unsplit_output(unsplit, inputs, SIZES).loss)
-    assert_same_buffers(trained, unsplit)
-    assert all(parameter.grad is None for parameter in trained.parameters())
-
-
-@MODES
 @pytest.mark.parametrize("factory", each(gpt2, resnet, bert))
 def test_plain_forward_returns_what_the_unsplit_model_returns(factory: Factory, training: bool) -> None:
     pipe, trained, unsplit, inputs = switched(factory, training)
@@ -50,32 +39,10 @@ def test_plain_forward_returns_what_the_unsplit_model_returns(factory: Factory, 
     assert_same_buffers(trained, unsplit)
 
 
-# dropout
-
-
-def run_steps(combination: Variant) -> list[StepResult]:
-    """What each of two steps leaves."""
-    model = captured(gpt2_with_dropout)
-    run, outcomes = TrainingRun(compiled(model, combination), model.model), []
-    for _ in range(2):
-        outcomes.append(StepResult.of(run.step(model.inputs), run.model))
-        run.model.zero_grad()
-    return outcomes
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_dropout_does_not_depend_on_the_cut(num_stages: int, recompute: str) -> None:
-    combination = Variant(num_stages, "1f1b", recompute)
-    tied = tied_parameters(compiled(captured(gpt2_with_dropout), combination))
-    whole = run_steps(Variant(1, "gpipe", "none"))
-    for found, expected in zip(run_steps(combination), whole, strict=True):
-        assert_equal(found, expected, tied)
-
-
 def test_every_step_drops_something_else() -> None:
-    first, second = run_steps(Variant(2, "1f1b", "none"))
-    assert first.loss != second.loss
+    model = captured(gpt2_with_dropout)
+    run = TrainingRun(compiled(model, Variant(2, "1f1b", "none")), model.model)
+    assert run.step(model.inputs) != run.step(model.inputs)
 
 
 def test_what_inference_mode_places_can_be_trained() -> None:

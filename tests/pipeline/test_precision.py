@@ -124,7 +124,6 @@ def difference(pipe: Pipeline, eager: Eager) -> float:
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
-        ("bf16-mixed", {}),
         ("bf16-mixed", {"schedule": "interleaved-1f1b", "recompute": "full"}),
         ("fp16-mixed", {"schedule": "zb-h1"}),
     ],

@@ -62,9 +62,10 @@ def checkpointed(use_reentrant: bool) -> Callable[[Net, Tensor, Tensor], Tensor]
     return loss
 
 
-@pytest.mark.parametrize("requires_grad", [True, False], ids=["required", "not required"])
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    ("use_reentrant", "frozen", "requires_grad"),
+    [(True, True, True), (True, True, False), (True, False, False), (False, True, True)],
+)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_a_checkpoint_trains_what_it_trains_in_eager_torch(
     use_reentrant: bool, frozen: bool, requires_grad: bool
@@ -87,11 +88,6 @@ def nested(net: Net, x: Tensor, y: Tensor) -> Tensor:
 def of_a_parameter(net: Net, x: Tensor, y: Tensor) -> Tensor:
     hidden = checkpoint(F.linear, x, net.first.weight, net.first.bias, use_reentrant=True)
     return F.cross_entropy(net.last(hidden), y)
-
-
-@pytest.mark.parametrize("loss", [nested, of_a_parameter], ids=["nested", "of a parameter"])
-def test_other_reentrant_checkpoints(loss: Callable[[Net, Tensor, Tensor], Tensor]) -> None:
-    check_step(model_of(loss), batch())
 
 
 # custom functions that return a view of a parameter
@@ -149,16 +145,6 @@ def itself_on_two_stages(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net.last(F.linear(hidden, weight).tanh()), y)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize(
-    "loss", [on_two_stages, in_halves, itself, itself_on_two_stages], ids=lambda loss: loss.__name__
-)
-def test_a_custom_function_may_return_a_view_of_a_parameter(
-    loss: Callable[[Net, Tensor, Tensor], Tensor], schedule: str
-) -> None:
-    check_step(model_of(loss), batch(), schedule=schedule)
-
-
 # covariance
 
 
@@ -181,10 +167,16 @@ def corrcoef(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net.last(net.first(x)), y) + net.first.weight.corrcoef().square().sum()
 
 
-@pytest.mark.parametrize("loss", [of_rows, of_weights, weighted, corrcoef], ids=lambda loss: loss.__name__)
+UNUSUAL = (
+    *(nested, of_a_parameter, on_two_stages, in_halves, itself, itself_on_two_stages),
+    *(of_rows, of_weights, weighted, corrcoef),
+)
+
+
+@pytest.mark.parametrize("loss", UNUSUAL, ids=lambda loss: loss.__name__)
 @pytest.mark.filterwarnings("ignore:the losses of microbatches:pipec.PipecWarning")
-def test_covariances(loss: Callable[[Net, Tensor, Tensor], Tensor]) -> None:
-    check_step(model_of(loss), batch())
+def test_an_unusual_loss_trains_as_in_eager_torch(loss: Callable[[Net, Tensor, Tensor], Tensor]) -> None:
+    check_step(model_of(loss), batch(), schedule="zb-h1")
 
 
 # refused by name
@@ -269,14 +261,13 @@ def speech() -> tuple[Tensor, Tensor, list[int], list[int]]:
     return x, torch.randint(1, 5, (16, 4)), lengths.tolist(), label_lengths.tolist()
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_lengths_may_be_lists(kind: type) -> None:
+def test_lengths_may_be_lists_or_tuples() -> None:
     x, labels, lengths, label_lengths = speech()
     model = Speech().double()
     eager = copy.deepcopy(model)
     batched = {"labels": 0, "lengths": 0, "label_lengths": 0}
     pipe = pipec.compile(model, devices=2, microbatches=4, batched=batched)
-    for order in (1, -1):
+    for kind, order in ((list, 1), (tuple, -1)):
         args = x, labels, kind(lengths[::order]), kind(label_lengths[::order])
         pipe.zero_grad()
         eager.zero_grad()

@@ -4,7 +4,6 @@ import copy
 import functools
 import re
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,12 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return (found.detach() - expected.detach()).abs().max().item() / max(largest, 1e-12)
 
 
-def worst_of_training(net: nn.Module, pipe: pipec.Pipeline, rows: int = ROWS, steps: int = 2) -> float:
+def worst_of_training(net: nn.Module, pipe: pipec.Pipeline, rows: int = ROWS) -> float:
     """The largest distance of losses, parameters and buffers to those of the model on one device."""
     reference, distances = copy.deepcopy(net), list[float]()
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    for _ in range(steps):
+    for _ in range(2):
         inputs = batch(rows)
         loss = pipe.step(*inputs)
         whole = reference(*inputs)
@@ -68,47 +67,6 @@ def test_training_equals_the_whole_batch(loss: str) -> None:
     """Twelve rows in five microbatches: of three and of two."""
     net = made(loss)
     assert worst_of_training(net, compiled(net, microbatches=5)) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    {"schedule": "gpipe", "microbatches": 2},
-    {"schedule": "zb-h1", "microbatches": 8, "devices": 3},
-    {"schedule": "interleaved-1f1b", "microbatches": 4},
-    {"schedule": "zb-v"},
-    {"schedule": "auto", "microbatches": None},
-    {"replicas": 2, "devices": 4},
-    {"replicas": 2, "devices": 4, "schedule": "zb-h1", "microbatches": 8},
-    {"stages": 1, "devices": 2, "microbatches": 6},
-    {"recompute": "full"},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("loss", ["info_nce", "siglip", "vicreg", "centered"])
-def test_every_way_to_run_equals_the_whole_batch(loss: str, options: dict[str, Any]) -> None:
-    net = made(loss)
-    assert worst_of_training(net, compiled(net, **options), steps=20) < 1e-6
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"shard": "optimizer"}, {"shard": "parameters", "clip_grad_norm": 0.1}, {"on_nan": "skip"}],
-    ids=str,
-)
-def test_programs_that_update_equal_the_whole_batch(options: dict[str, Any]) -> None:
-    net = made("siglip")
-    reference, optimizer = copy.deepcopy(net), functools.partial(torch.optim.AdamW, lr=1e-2)
-    pipe = compiled(net, devices=4, replicas=2, optimizer=optimizer, **options)
-    expected = optimizer(reference.parameters())
-    for _ in range(3):
-        inputs = batch()
-        loss, whole = pipe.step(*inputs), reference(*inputs)
-        whole.backward()
-        if "clip_grad_norm" in options:
-            nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        expected.step()
-        expected.zero_grad()
-        assert distance(loss, whole) < 1e-6
-    for name, parameter in pipe.full_state_dict().items():
-        assert distance(parameter, reference.state_dict()[name]) < 1e-6
 
 
 def test_rows_elsewhere_than_in_front_and_rows_of_one() -> None:
@@ -282,50 +240,6 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(pipec.load(tmp_path / "artifact").step(*inputs), loss)
 
 
-def towers_with_dropout(loss: str) -> nn.Module:
-    torch.manual_seed(0)
-    net = Towers(LOSSES[loss], width=16).double()
-    net.a.insert(2, nn.Dropout(0.3))
-    net.b.insert(1, nn.Dropout(0.2))
-    return net
-
-
-def step_of(net: nn.Module, rows: int, **options: Any) -> list[Tensor]:
-    """Loss and gradients of a step."""
-    net = copy.deepcopy(net)
-    pipe = compiled(net, **options)
-    torch.manual_seed(1)
-    inputs = batch(rows)
-    torch.manual_seed(2)
-    loss = pipe.step(*inputs)
-    return [loss, *(each.grad for each in net.parameters() if each.grad is not None)]
-
-
-CASES = [
-    (loss, schedule, microbatches, replicas)
-    for loss in ("info_nce", "siglip", "vicreg", "dice")
-    for schedule in ("1f1b", "interleaved-1f1b", "zb-h1", "v-half")
-    for microbatches in (2, 4, 8)
-    for replicas in (1, 2)
-]
-
-
-@pytest.mark.parametrize("given", slow_but(CASES, ("dice", "1f1b", 4, 1)), ids=str)
-def test_recomputing_forwards_have_the_same_bits(given: tuple[str, str, int, int]) -> None:
-    """Dropout included: both forwards of a microbatch draw the same numbers. Microbatches are uneven."""
-    loss, schedule, microbatches, replicas = given
-    options = {
-        "schedule": schedule,
-        "devices": (3 if schedule == "zb-h1" else 2) * replicas,
-        "microbatches": microbatches * replicas,
-        "replicas": replicas,
-    }
-    net, rows = towers_with_dropout(loss), 13 * replicas + replicas - 1
-    first, second = (step_of(net, rows, recompute=which, **options) for which in ("none", "full"))
-    assert len(first) == len(second)
-    assert all(map(torch.equal, first, second))
-
-
 class DeepTower(nn.Module):
     """A tower that saves much more than the rows that its loss compares."""
 
@@ -364,7 +278,7 @@ def test_a_step_recomputes_where_all_forwards_first_do_not_fit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "v-half"])
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
 def test_recomputing_forwards_take_the_predicted_bytes_and_fewer(schedule: str) -> None:
     peaks = []
     for recompute in ("none", "full"):
@@ -375,49 +289,6 @@ def test_recomputing_forwards_take_the_predicted_bytes_and_fewer(schedule: str) 
         peaks.append(highest(measured))
     assert peaks[1] < 0.9 * peaks[0]
 
-
-class AfterTheTail(nn.Module):
-    """Rows that the tail reads come from the first layers, and the last layers add a loss of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())]
-        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 8), nn.Sequential(*layers)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        u = self.a(x)
-        return F.cross_entropy(u @ self.b(y).T, torch.arange(len(x))) + self.c(u).square().mean()
-
-
-RANKS = """
-import contextlib, copy, os, sys
-sys.path[:0] = {paths!r}
-import torch, pipec
-from test_whole_batch_losses import compiled, distance
-from whole_batch_losses import LOSSES, Towers
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-for loss in ("info_nce", "siglip", "vicreg", "centered"):
-    torch.manual_seed(0)
-    net = Towers(LOSSES[loss]).double()
-    reference = copy.deepcopy(net)
-    pipe = compiled(net, size, timeout=240.0, **{options!r})
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    for step in range({steps}):
-        torch.manual_seed(step)
-        x, y = torch.randn(13, 6).double(), torch.randn(13, 6).double()
-        given = (x, y) if {rows} is None else [each.split({rows})[pipe.replica] for each in (x, y)]
-        found, whole = pipe.step(*given), reference(x, y)
-        whole.backward()
-        assert distance(found, whole) < 1e-6, (loss, step, found, whole)
-        for each in (optimizer, expected):
-            each.step()
-            each.zero_grad()
-    for name, value in pipe.full_state_dict().items():
-        assert distance(value, reference.state_dict()[name]) < 1e-6, (loss, name)
-print("equal")
-"""
 
 PLACED = """
 import copy, sys
@@ -451,32 +322,8 @@ print("equal")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "options", "rows"),
-    [
-        (2, {}, None),
-        (2, {"schedule": "v-half", "microbatches": 8, "recompute": "full"}, None),
-        (4, {"replicas": 2}, None),
-        (2, {"stages": 1, "microbatches": 5}, None),
-        (2, {"stages": 1, "batch": "local"}, [6, 7]),
-        (4, {"replicas": 2, "batch": "local"}, [10, 3]),
-        (2, {"stages": 1, "batch": "local"}, [13, 0]),
-    ],
-    ids=str,
-)
-def test_ranks_equal_the_whole_batch(
-    tmp_path: Path, num_ranks: int, options: dict[str, Any], rows: list[int] | None
-) -> None:
-    run_script(tmp_path, num_ranks, RANKS, options=options, rows=rows, steps=20)
-
-
-@pytest.mark.slow
 def test_what_only_the_tail_reads_is_on_its_rank(tmp_path: Path) -> None:
-    run_script(tmp_path, 2, PLACED)
-
-
-def run_script(tmp_path: Path, num_ranks: int, text: str, **given: Any) -> None:
     script = tmp_path / "script.py"
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
-    script.write_text(textwrap.dedent(text).format(paths=paths, **given))
-    assert all("equal" in printed for printed in run_ranks(script, num_ranks, tmp_path))
+    script.write_text(PLACED.format(paths=paths))
+    assert all("equal" in printed for printed in run_ranks(script, 2, tmp_path))

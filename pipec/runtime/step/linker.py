@@ -561,12 +561,14 @@ def microbatches_of(instruction: Instruction, rank: RankState) -> Sequence[int]:
     Where none of them has rows, the instruction is left out.
     """
     op, link = instruction.op, instruction.link
-    if not (op.traits.per_microbatch or op.traits.carries_link):
+    if not (op.traits.per_microbatch or op.traits.carries_link or link is not None):
         return ()  # also in a stream, where updates and reductions have the last of their microbatches
     if instruction.microbatch >= 0:
         return (instruction.microbatch,)
     if link is None or link.payload is Payload.WEIGHT:
         return ()
+    if link.payload is Payload.RESULT and rank.step_results.is_of_tail(link.names):
+        return ()  # a tail has all rows, also on a rank whose microbatches have none
     maker = rank.number if op in (Op.SEND, Op.MOVE) else instruction.peer
     return rank.plan.microbatches_on(link.source, maker)
 

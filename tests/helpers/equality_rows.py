@@ -1,0 +1,590 @@
+"""One table of trainings: models, losses, schedules, layouts and options. Each equals eager torch.
+
+``covering`` draws rows until every two values that go together meet in one of them. ``difference`` trains a
+row by a pipeline and in eager torch, and returns the first value that differs. ``diagnosis`` says where to
+look: which choices make the difference go away, and the operator at which microbatches stop making up the
+batch. ``python tests/helpers/equality_rows.py 17`` does both for one row, in this process. Under
+``torchrun``, ``equality_rows.py 3 8 17`` prints the differences that each rank finds, as JSON.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from random_graphs import RandomModel
+from torch import Tensor, nn, optim
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from unsplit_reference import Plain, microbatches, relative_error, unsplit_step
+
+import pipec
+from pipec.ir.batch_split import split_sizes
+from pipec.runtime.absent_tensors import is_absent
+from pipec.schedules import SCHEDULES, SEARCHED_SCHEDULES
+
+TOKENS, WIDTH, CLASSES = 3, 4, 4
+Loss = Callable[[Any, Tensor], Any]
+Tensors = dict[str, Tensor]
+
+
+# models: rows of TOKENS by WIDTH numbers become rows of CLASSES logits
+
+
+def _dense(*extra: nn.Module) -> nn.Sequential:
+    wide = TOKENS * WIDTH
+    layers = [nn.Linear(wide, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh()]
+    return nn.Sequential(nn.Flatten(), *layers, *extra, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+class Tied(nn.Module):
+    """Words, whose table is the head, too: the first stage and the last one use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(WIDTH, 8), nn.Sequential(*_dense()[3:8])
+        self.head = nn.Linear(8, CLASSES)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.words(x.argmax(-1)))).mean(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(WIDTH, 8, 2, batch_first=True), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+class Unusual(nn.Module):
+    """Shared, frozen and unused layers, a computed weight, a checkpoint, writes in place, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 8).requires_grad_(False)
+        self.shared, self.unused = nn.Linear(8, 8), nn.Linear(2, 2)
+        self.computed = parametrizations.weight_norm(nn.Linear(8, 8))
+        self.scale, self.head = nn.Parameter(torch.tensor(0.7)), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = self.shared(self.first(x)).tanh()
+        hidden = checkpoint(lambda h: self.computed(h).relu(), skipped, use_reentrant=False).clone()
+        hidden[:, 0] = 2 * hidden[:, 1]
+        return self.head(self.shared(hidden).mul_(self.scale) + skipped).mean(1)
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = _dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.transpose(0, 1))
+
+
+class Norms(nn.Module):
+    """Its statistics are those of each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Conv1d(WIDTH, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6), nn.Tanh()]
+        layers += [nn.Conv1d(6, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten()]
+        self.body = nn.Sequential(*layers, nn.Linear(6 * TOKENS, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.transpose(1, 2))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(1))
+
+
+class Graph(nn.Module):
+    """A random graph of layers, branches and skips."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.widen, self.body, self.head = nn.Linear(WIDTH, 8), RandomModel(seed), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.widen(x)).tanh()).mean(1)
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "dense": _dense,
+    "tied": Tied,
+    "recurrent": Recurrent,
+    "unusual": Unusual,
+    "time first": TimeFirst,
+    "norms": Norms,
+    "attention": Attention,
+    "dropout": lambda: _dense(nn.Dropout(0.3)),
+    "graph 1": lambda: Graph(1),
+    "graph 3": lambda: Graph(3),
+}
+
+
+def _mixing(logits: Tensor, target: Tensor) -> Tensor:
+    """A contrastive loss, which needs all rows at once."""
+    return F.cross_entropy(logits @ logits.T, torch.arange(len(logits))) + logits.square().mean()
+
+
+def _logged(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensors]:
+    return F.cross_entropy(logits, target), {"right": (logits.argmax(1) == target).double().mean()}
+
+
+LOSSES: Mapping[str, Loss] = {
+    "mean": F.cross_entropy,
+    "sum": functools.partial(F.cross_entropy, reduction="sum"),
+    "ignored": functools.partial(F.cross_entropy, ignore_index=2),
+    "weighted": lambda logits, y: F.cross_entropy(logits, y, torch.tensor([0.1, 0.7, 1.3, 0.4]).to(logits)),
+    "mixing": _mixing,
+    "logged": _logged,
+    "weights given": F.cross_entropy,
+    "of the model": F.cross_entropy,
+}
+
+
+class WithLoss(nn.Module):
+    """Returns its loss among its results."""
+
+    def __init__(self, body: nn.Module, loss_fn: Loss) -> None:
+        super().__init__()
+        self.body, self.loss_fn = body, loss_fn
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.body(x)
+        return {"logits": logits, "loss": self.loss_fn(logits, y)}
+
+
+# updates: the factory of the optimizer, and the options that go with it; "script" ones are the script's
+
+SGD = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = functools.partial(optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
+def _groups(named: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
+    matrices, others = ([p for _, p in named if (p.ndim > 1) is wanted] for wanted in (True, False))
+    return optim.SGD([{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.05}], lr=0.1)
+
+
+UPDATES: Mapping[str, tuple[Callable[..., optim.Optimizer], dict[str, Any]]] = {
+    "script": (SGD, {}),
+    "script of the model": (ADAMW, {}),
+    "sgd": (SGD, {}),
+    "clipped": (ADAMW, {"clip_grad_norm": 0.1}),
+    "groups": (_groups, {"on_nan": "skip"}),
+    "accumulated": (SGD, {}),
+}
+LAYOUTS: Mapping[str, dict[str, Any]] = {
+    "1": {"devices": 1},
+    "2": {"devices": 2},
+    "3": {"devices": 3},
+    "1x2": {"devices": 2, "stages": 1},
+    "1x4": {"devices": 4, "stages": 1},
+    "2x2": {"devices": 4, "replicas": 2},
+    "2-1": {"devices": 3, "replicas": (2, 1)},
+    "1-3": {"devices": 4, "replicas": (1, 3)},
+    "3-2-1": {"devices": 6, "replicas": (3, 2, 1)},
+}
+RECOMPUTES: Mapping[str, dict[str, Any]] = {
+    "saved": {"recompute": "none"},
+    "recomputed": {"recompute": "full"},
+    "state offloaded": {"offload": "optimizer"},
+}
+
+AXES: dict[str, Sequence[Any]] = {
+    "model": [*MODELS],
+    "loss": [*LOSSES],
+    "schedule": [*SCHEDULES, *SEARCHED_SCHEDULES, "looped-bfs-v3", "auto", "pipedream-2bw"],
+    "layout": [*LAYOUTS],
+    "recompute": [*RECOMPUTES],
+    "update": [*UPDATES],
+    "shard": [None, "optimizer", "gradients", "parameters"],
+    "precision": [None, "bf16-mixed"],
+    "batch": ["same", "rank0", "local"],
+    "evaluates": ["nothing", "loss", "outputs"],
+}
+
+FOLDERS = {
+    **{
+        "model": "pipec/capture",
+        "loss": "pipec/capture/batch",
+        "schedule": "pipec/schedules, pipec/programs",
+    },
+    **{"layout": "pipec/plan, pipec/runtime/messages", "recompute": "pipec/passes"},
+    **{"update": "pipec/runtime/optimizers", "shard": "pipec/plan, pipec/runtime/optimizers"},
+    **{"precision": "pipec/passes", "batch": "pipec/runtime/messages", "evaluates": "pipec/pipeline"},
+}
+"""Where to look first if the difference goes away with the axis's plainest value."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training: a value of each axis."""
+
+    model: str = "dense"
+    loss: str = "mean"
+    schedule: str = "gpipe"
+    layout: str = "2"
+    recompute: str = "saved"
+    update: str = "script"
+    shard: str | None = None
+    precision: str | None = None
+    batch: str = "same"
+    evaluates: str = "nothing"
+
+    def __str__(self) -> str:
+        return ", ".join(str(value) for value in dataclasses.astuple(self) if value not in (None, "same"))
+
+    @property
+    def devices(self) -> int:
+        return int(LAYOUTS[self.layout]["devices"])
+
+    @property
+    def replicas(self) -> int:
+        """Of one stage, the most."""
+        layout = LAYOUTS[self.layout]
+        given = layout.get("replicas", layout["devices"] // layout.get("stages", layout["devices"]))
+        return max(given) if isinstance(given, tuple) else given
+
+    @property
+    def updates(self) -> bool:
+        """Whether the pipeline has the optimizer."""
+        return not self.update.startswith("script")
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.schedule.startswith("pipedream")
+
+    @property
+    def goes_by_microbatches(self) -> bool:
+        """Whether eager torch has to run the same microbatches: their statistics and casts count."""
+        return self.model == "norms" or self.precision is not None
+
+    @property
+    def microbatches(self) -> int:
+        stages = self.devices // self.replicas
+        unit = {"interleaved-1f1b": stages, "dualpipe-v": 2 * stages}.get(self.schedule, 1)
+        return unit * self.replicas * max(1, 4 // (unit * self.replicas))
+
+    def is_valid(self, num_ranks: int) -> bool:
+        """Whether pipec takes these together, on processes if there are ``num_ranks`` of them."""
+        is_uneven, is_plain = "-" in self.layout, self.loss in ("mean", "of the model")
+        return all(
+            (
+                self.devices == num_ranks if num_ranks else self.batch == "same",
+                self.model != "dropout" or not num_ranks,  # whose reference is one stage
+                not is_uneven or (self.schedule == "1f1b" and self.shard is None),
+                self.devices // self.replicas > 1 or is_uneven or self.schedule in ("1f1b", "gpipe"),
+                self.shard is None or (self.replicas > 1 and self.updates),
+                self.recompute != "state offloaded" or self.updates,
+                not self.goes_by_microbatches or (is_plain and self.batch != "local" and not is_uneven),
+                self.precision is None or self.model not in ("norms", "dropout", "time first"),
+                self.batch != "local" or (not is_uneven and self.model not in ("dropout", "time first")),
+                self.batch != "local" or self.loss != "weights given",
+                self.loss != "mixing" or not is_uneven,
+                not self.is_asynchronous or self._may_be_asynchronous(),
+            )
+        )
+
+    def _may_be_asynchronous(self) -> bool:
+        """Stages clip and accumulate by themselves, and a tied weight has two versions."""
+        taken = (
+            self.update in ("sgd", "groups") and self.shard is None and self.recompute != "state offloaded"
+        )
+        return (
+            taken
+            and self.loss != "mixing"
+            and self.model in ("dense", "recurrent", "attention", "time first", "dropout")
+        )
+
+
+FAILED_ONCE = (
+    Row(model="tied", layout="2x2", schedule="1f1b", update="sgd"),
+    Row(loss="mixing", layout="1x2", schedule="1f1b", batch="local"),
+)
+
+
+def covering(num_ranks: int = 0, seed: int = 0) -> list[Row]:
+    """Rows in which every two values meet that may; those that bring most new pairs come first.
+
+    Rows that have shown a fault of pipec stand before them.
+    """
+    draws = random.Random(seed)
+
+    def drawn() -> tuple[Row, frozenset[Any]]:
+        while True:
+            row = Row(*(draws.choice(values) for values in AXES.values()))
+            if row.is_valid(num_ranks):
+                return row, frozenset(itertools.combinations(enumerate(dataclasses.astuple(row)), 2))
+
+    candidates, rows = (
+        [drawn() for _ in range(1500)],
+        [each for each in FAILED_ONCE if each.is_valid(num_ranks)],
+    )
+    wanted = set[Any]().union(*(pairs for _, pairs in candidates))
+    while wanted:
+        row, pairs = max(candidates, key=lambda each: len(wanted & each[1]))
+        rows.append(row)
+        wanted -= pairs
+    return rows
+
+
+# the two that train
+
+
+def sizes_of(row: Row) -> list[int]:
+    """Rows of each mini-batch: any number, as few as one."""
+    draws = random.Random(str(row))
+    return [row.microbatches + draws.randint(1, 4), 1, draws.choice((2, 3)), 2 * row.microbatches]
+
+
+def batch_of(row: Row, number: int, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    dtype = torch.float32 if row.precision else torch.float64
+    x = torch.randn(rows, TOKENS, WIDTH, generator=generator, dtype=dtype)
+    y = torch.randint(CLASSES, (rows,), generator=generator)
+    y[0] = 0  # not all may be left out
+    return x, y
+
+
+def model_of(row: Row) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[row.model]()
+    if row.loss == "of the model":
+        model = WithLoss(model, LOSSES[row.loss])
+    return model if row.precision else model.double()
+
+
+class Script:
+    """A training script, with a pipeline or with the unsplit model behind the same methods."""
+
+    def __init__(self, row: Row, model: nn.Module, pipe: Any) -> None:
+        self.row, self.model, self.pipe = row, model, pipe
+        self.own: optim.Optimizer | None = None
+        if not row.updates:
+            source = model if row.update == "script of the model" else pipe
+            self.own = UPDATES[row.update][0](source.parameters())
+
+    def call(self, method: Callable[..., Any], x: Tensor, y: Tensor, with_loss: bool = True) -> Any:
+        if self.row.batch == "local":
+            x, y = (each.split(parts_of(len(each), self.row.replicas))[self.pipe.replica] for each in (x, y))
+        if self.row.batch == "rank0" and os.environ.get("RANK", "0") != "0":
+            return method()
+        x = x.transpose(0, 1).contiguous() if self.row.model == "time first" else x
+        if self.row.loss == "of the model":
+            return method(x=x, y=y)
+        return method(x, target=y) if with_loss else method(x)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        with self.pipe.accumulate() if self.row.updates else contextlib.nullcontext():
+            return self.call(self.pipe.step, x, y)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.call(self.pipe.step, x, y)
+
+    def gradients(self) -> Tensors:
+        named = [(name, p) for name, p in self.model.named_parameters() if not is_absent(p)]
+        return {f"gradient of {name}": p.grad.clone() for name, p in named if p.grad is not None}
+
+    def update(self) -> Tensors:
+        """Update by the script's own optimizer; the norm, if it clips."""
+        found = Tensors()
+        if self.own is not None:
+            if self.row.update == "script of the model":
+                found["norm"] = self.pipe.clip_grad_norm_(0.5)
+            self.own.step()
+            self.own.zero_grad()
+        return found
+
+    def state(self) -> Tensors:
+        return self.pipe.full_state_dict(all_ranks=True)
+
+    def evaluation(self, x: Tensor, y: Tensor) -> Tensor:
+        self.pipe.eval()
+        if self.row.evaluates == "loss":
+            return self.call(self.pipe.eval_step, x, y)
+        found = self.call(self.pipe, x, y, with_loss=False)
+        found = found["logits"] if self.row.loss == "of the model" else found
+        if self.row.batch != "local":
+            return found
+        whole = [x.new_zeros(rows, CLASSES) for rows in parts_of(len(x), self.row.replicas)]
+        whole[self.pipe.replica] = found
+        for k, own in enumerate(whole):  # rank k has the first stage of replica k
+            dist.broadcast(own, k)
+        return torch.cat(whole)
+
+
+def piped(row: Row, **changed: Any) -> Script:
+    """The script with a pipeline."""
+    model, (factory, options) = model_of(row), UPDATES[row.update]
+    options = {**options, **LAYOUTS[row.layout], **RECOMPUTES[row.recompute]}
+    if row.updates:
+        options |= {"optimizer": factory, "shard": row.shard}
+    if row.loss != "of the model":
+        options["loss_fn"] = LOSSES[row.loss]
+    if row.loss == "weights given":
+        options["microbatch_weight"] = lambda x, target: len(target)
+    if row.model == "time first":
+        options["batched"] = {"x" if row.loss == "of the model" else 0: 1}
+    options |= {"schedule": row.schedule, "precision": row.precision, "batch": row.batch}
+    options |= {"microbatches": row.microbatches, "check": "off", "timeout": 240.0, **changed}
+    return Script(row, model, pipec.compile(model, **options))
+
+
+def eager(row: Row) -> Script:
+    """The script in eager torch: on the whole batch, or on the microbatches where they matter."""
+    model, (factory, options) = model_of(row), UPDATES[row.update]
+    given = {"optimizer": factory} if row.updates else {}
+    given |= {"clip_grad_norm": options.get("clip_grad_norm")}
+    if row.loss != "of the model":
+        given["loss_fn"] = LOSSES[row.loss]
+    kind = functools.partial(ByMicrobatches, row) if row.goes_by_microbatches else Plain
+    return Script(dataclasses.replace(row, batch="same"), model, kind(model, **given))
+
+
+class ByMicrobatches(Plain):
+    """Runs the microbatches one after another, under autocast, and averages statistics as replicas do."""
+
+    def __init__(self, row: Row, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.row = row
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.row.precision is not None):
+            return super().__call__(*args, **kwargs)
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.row.precision is not None):
+            return super().loss(*args, **kwargs)
+
+    def add(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        inputs = {**kwargs, **({"first": args[0]} if args else {})}
+        sizes = split_sizes(len(next(iter(inputs.values()))), self.row.microbatches)
+        before = {name: each.clone() for name, each in self.model.named_buffers()}
+        loss = unsplit_step(self._microbatch, inputs, [size for size in sizes if size], self.model)
+        if self.row.replicas > 1:
+            self._agree(before, [*microbatches(inputs, sizes)])
+        return loss
+
+    def _microbatch(self, **given: Tensor) -> Tensor:
+        return self.loss(*[given.pop("first")] if "first" in given else (), **given)
+
+    @torch.no_grad()
+    def _agree(self, before: Tensors, parts: Sequence[dict[str, Tensor]]) -> None:
+        """Running statistics of replicas, each of which ran its own microbatches, in proportion to them."""
+        count, with_rows = self.row.replicas, [part for part in parts if len(next(iter(part.values())))]
+        total = {name: torch.zeros_like(each) for name, each in before.items()}
+        for k in range(count):
+            own = [part for part in parts[k::count] if len(next(iter(part.values())))]
+            for name, each in self.model.named_buffers():
+                each.copy_(before[name])
+            for part in own:
+                self._microbatch(**part)
+            for name, each in self.model.named_buffers():
+                if each.is_floating_point():
+                    total[name] += each * len(own) / len(with_rows)
+        for name, each in self.model.named_buffers():
+            each.copy_(total[name] if each.is_floating_point() else before[name] + 1)
+
+
+def trained(script: Script, sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Every value that the script sees, in order, of mini-batches of so many rows."""
+    row = script.row
+    torch.manual_seed(3)
+    for number, rows in enumerate(sizes):
+        if row.update in ("accumulated", "script"):
+            yield f"loss {number}, first half", script.add(*batch_of(row, 50 + number, rows))
+        yield f"loss {number}", script.step(*batch_of(row, number, rows))
+        if not row.updates:
+            yield from script.gradients().items()
+        yield from script.pipe.logs.items()
+        yield from script.update().items()
+    yield from script.state().items()
+    if row.evaluates != "nothing":
+        yield row.evaluates, script.evaluation(*batch_of(row, 100, 5))
+
+
+def parts_of(rows: int, replicas: int) -> list[int]:
+    """How many rows each replica passes: all but the first, or the last, have equally many, or none."""
+    own = rows // (replicas + 1)
+    parts = [rows - own * (replicas - 1), *[own] * (replicas - 1)]
+    return parts[::-1] if rows % 2 else parts
+
+
+def difference(row: Row) -> str:
+    """The first value that is not that of eager torch, or an error. Every rank goes on to the end."""
+    wanted: dict[str, list[Tensor]] = {}
+    try:
+        found = [*trained(piped(row), sizes_of(row))]
+        for name, value in trained(_reference(row), sizes_of(row)):
+            wanted.setdefault(name, []).append(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    least = 2e-2 if row.precision else 1e-9
+    for name, value in found:
+        if not wanted.get(name):
+            return f"{name} is there, and not in eager torch"
+        expected = wanted[name].pop(0)
+        off = relative_error(value, expected) if value.shape == expected.shape else float("inf")
+        if not (off < least or (value - expected).abs().max() < 1e-3 * least):
+            first, other = (each.flatten()[:3].tolist() for each in (value, expected))
+            return f"{name} is off by {off:.1e}: {first}, not {other}"
+    return ""
+
+
+def _reference(row: Row) -> Script:
+    """Eager torch. A model that draws numbers runs on one stage: where a microbatch runs changes none."""
+    if row.model != "dropout":
+        return eager(row)
+    unsplit = {"schedule": "gpipe", "layout": "1", "recompute": "saved", "shard": None, "batch": "same"}
+    return piped(dataclasses.replace(row, **unsplit), microbatches=row.microbatches)
+
+
+def diagnosis(row: Row) -> str:
+    """Where to look for a difference of a row, in this process."""
+    lines, plain = [f"{row}: {difference(row)}"], Row()
+    for axis in AXES:
+        simpler = dataclasses.replace(row, **{axis: getattr(plain, axis)})
+        if simpler != row and simpler.is_valid(0) and not difference(simpler):
+            lines.append(f"  none with {axis} {getattr(plain, axis)!r}: look in {FOLDERS[axis]}")
+    try:
+        piped(row, check="always").step(*batch_of(row, 0, sizes_of(row)[0]))
+    except pipec.PipecError as error:
+        lines.append(f"  pipec's own check: {error}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    numbers, num_ranks = [*map(int, sys.argv[1:])], int(os.environ.get("WORLD_SIZE", "0"))
+    rows = covering(num_ranks)
+    torch.set_num_threads(1)
+    if num_ranks:
+        dist.init_process_group("gloo")
+        print(json.dumps({number: difference(rows[number]) for number in numbers}))
+    else:
+        print(*(diagnosis(rows[number]) for number in numbers), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
