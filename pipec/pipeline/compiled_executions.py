@@ -380,11 +380,8 @@ class CompiledExecutions(Executions):
         self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint, rows: Sequence[int]
     ) -> tuple[_Decision, CaptureSignature]:
         """What runs a call, if it was compiled, and the call's signature. Rank 0 calls this."""
-        key: CaptureKey | None = call.cache.get((request, fingerprint))
-        if key is None:
-            variables = self.variables.of(call, request.mode)
-            key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
-            call.cache[request, fingerprint] = key
+        variables = self.variables.of(call, request.mode)
+        key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
         whole = call if self.batch != "local" else None
         signature = CaptureSignature(key, self.compiler.cache.version(key, whole))
         values = variable_values(key.variables, call.leaves)
