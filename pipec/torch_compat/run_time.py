@@ -19,16 +19,6 @@ def memory_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own buffers that are in its ``state_dict``."""
-    others = module._non_persistent_buffers_set
-    return {
-        name: buffer
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if name not in others
-    }
-
-
 def register_buffer(module: nn.Module, name: str, buffer: Tensor, persistent: bool) -> None:
     """As ``nn.Module.register_buffer``, also where the module has another attribute of this name."""
     module._buffers[name] = buffer

@@ -56,6 +56,7 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
                 assert any(piece.size < shapes[piece.name] for piece in run.pipe._steps.updates.shards())
             run.save(here / layout, asynchronous=True)
             losses[layout] += run.train(6, 8)
+            run.pipe.finish_saving()
         for layout, run in runs.items():
             for saved in layouts:
                 run.load(here / saved)
