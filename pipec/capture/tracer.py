@@ -77,6 +77,7 @@ from pipec.torch_compat.module_state import (
     DryRun,
     dry_run,
     has_partial_backward_hook,
+    quiet_loggers,
     quiet_logging,
     replace_with_fake_tensors,
     restore_module,
@@ -453,7 +454,7 @@ class _Tracer:
     def reads(self) -> ReadValues:
         """The values that the code of the model and of the loss function read for the last graph."""
         noted = self.captured.dynamo_output if self.captured else None
-        with quiet_logging():
+        with quiet_loggers():  # guards may compare the filters of warnings
             guards = Guards(noted, self._step) if noted else None
         constants = [fqn.removeprefix("constant.") for fqn in self._constants]
         return ReadValues.of(self._step, guards, constants, readable_values)

@@ -37,16 +37,22 @@ LOGGERS = (
 
 @contextlib.contextmanager
 def quiet_logging() -> Iterator[None]:
-    """Keep torch's advice about tracing off the terminal, but for loggers that TORCH_LOGS turned up."""
+    """Keep torch's advice about tracing off the terminal, and its warnings."""
+    with quiet_loggers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def quiet_loggers() -> Iterator[None]:
+    """Keep torch's loggers off the terminal, except those that TORCH_LOGS turned up."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         if logger.level not in (logging.DEBUG, logging.INFO):
             logger.setLevel(logging.CRITICAL + 1)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
