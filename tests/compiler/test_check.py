@@ -105,6 +105,9 @@ RIGHT: dict[str, Case] = {
         lambda: [nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True)],
     ),
     "a tail": case(loss=lambda y, target: (y @ y.T).logsumexp(1).mean() + target.sum() * 0),
+    "a tail of three rows for each": case(
+        loss=lambda y, target: (y.reshape(-1, 2) @ y.reshape(-1, 2).T).logsumexp(1).mean() + target.sum() * 0
+    ),
     "a tail of selected rows": case(loss=lambda y, target: y.square().mean(1).topk(4).values.mean()),
     "a gradient of zero": case(lambda h, last: last(h) * 0 + h),
     "tables": case(
@@ -236,6 +239,11 @@ def test_draws_are_the_same_each_time(name: str) -> None:
         one, other = DRAWS[name](), DRAWS[name]()
     assert torch.equal(one, other)
     assert bool(draws.unknown) == (name == "rrelu")
+
+
+def test_numbers_below_a_bound_are_the_largest() -> None:
+    with FixedDraws():
+        assert torch.randint(7, (3,)).tolist() == [6] * 3
 
 
 def test_later_steps_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
