@@ -8,10 +8,12 @@ it which call is made.
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from pipec.artifact.artifact import Artifact, MicrobatchGroups
@@ -119,6 +121,7 @@ class CompiledExecutions(Executions):
         self.known_splits: dict[str, bool] = {}
         self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
+        self._last_checked: dict[Mode, tuple[list[Any], ModelCall]] = {}
         self._batch_axis_is_known = self._refuses_mixed_rows = False
         self._takes_lists: bool | None = None
         self._made: dict[int, Artifact] = {}
@@ -616,10 +619,26 @@ class CompiledExecutions(Executions):
         return description | (self.agreement.describe_updates() if request.method == "step" else {})
 
     def check_call(self, mode: Mode, arguments: CallArguments) -> ModelCall:
-        """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
+        """The arguments of a call, batch first. Raises InputError if the model cannot take them.
+
+        A call like the last one of its mode, but for the values of tensors, is taken as that was.
+        """
         args, kwargs, target = arguments.args, dict(arguments.kwargs), arguments.target
         check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
         refuse_active_mode()
+        leaves, structure = pytree.tree_flatten((args, kwargs, target))
+        forward = self.compiler.model.forward
+        kinds = [getattr(forward, "__func__", forward), structure, *map(_kind, leaves)]
+        checked = [*kinds, repeated_tensors(leaves), self.batched, {**self.known_splits}]
+        last, call = self._last_checked.get(mode, (None, None))
+        if call is not None and last == checked and None not in kinds:
+            return replace(call, args=args, kwargs=kwargs, target=target)
+        call = self._new_call(mode, args, kwargs, target)
+        if call.args is args:
+            self._last_checked[mode] = checked, replace(call, args=(), kwargs={}, target=None)
+        return call
+
+    def _new_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
         given = ModelCall(args, kwargs, target)
@@ -634,6 +653,17 @@ class CompiledExecutions(Executions):
 
     def _divided(self, call: ModelCall) -> ModelCall:
         return with_batch_axes(call, self.batched, positional_names(self.compiler.model), self.known_splits)
+
+
+def _kind(leaf: object) -> Hashable:
+    """What a check reads of an argument; None if it may read more."""
+    if type(leaf) in (int, float, bool, str, NoneType):
+        return type(leaf), leaf
+    if type(leaf) is not Tensor or leaf.layout is not torch.strided or vars(leaf):
+        return None
+    if leaf.is_nested or leaf.is_conj() or leaf.is_neg():
+        return None
+    return leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad
 
 
 def _form(call: ModelCall) -> tuple[Any, ...]:
