@@ -503,6 +503,8 @@ class _BatchAnalysis:
         """Let the users of a node read its value of the whole batch, if it follows from the arguments."""
         if not isinstance(result, Tensor) or node in self._leading or node.target is BATCH_COUNT:
             return
+        if any(user.target is BATCH_COUNT for user in node.users):
+            return  # as the count of a cross entropy
         known = self.tracker.fact(result)
         seen = fake_value(node)
         fixed = seen is None or not any(map(unbacked_symbols, seen.shape))
@@ -528,7 +530,7 @@ class _BatchAnalysis:
         return memory_id(result) in map(memory_id, shown) and node in self._written
 
     def _make_count(self, node: fx.Node) -> bool:
-        """Write a mean over targets that count as their sum divided by their number.
+        """Write a mean over targets that count as their sum divided by their number in the whole batch.
 
         Returns whether it was done; the inserted nodes are visited next.
         """
@@ -541,6 +543,10 @@ class _BatchAnalysis:
         read = [self.tracker.fact(self.values[x]) for x in (target, weight) if isinstance(x, fx.Node)]
         if reduction_of(arguments) != "mean" or not all(known.from_arguments for known in read):
             return False
+        if not isinstance(read[0].value, PerRow | SelectedRows) or not all(
+            is_whole(x.value) for x in read[1:]
+        ):
+            return False
         chain = NodeInserter(node)
         counted = valid = chain("valid", torch.ne, target, arguments["ignore_index"])
         if weight is not None:
@@ -548,7 +554,7 @@ class _BatchAnalysis:
             index = chain("index", torch.flatten, chain("index", torch.masked_fill, target, invalid, 0))
             weights = chain("weights", torch.gather, weight, 0, index)
             counted = chain("weights", torch.masked_fill, weights, chain("flat", torch.flatten, invalid), 0)
-        count = chain("count", torch.sum, counted)
+        count = chain("count", BATCH_COUNT, chain("count", torch.sum, counted), True)
         total = chain.repeat_call(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
         mean = chain(node.name, operator.truediv, total, count)
         total.meta["example_value"] = mean.meta["example_value"] = fake_value(node)
