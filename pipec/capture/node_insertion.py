@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from pipec.capture.graph_calls import named_arguments
+from pipec.capture.markers import BATCH_FRACTION
 
 INHERITED_META = ("custom", "nn_module_stack", "partitioner_tag", "stack_trace")
 """What a node that is put in has of the meta of the node it belongs to."""
@@ -44,6 +46,11 @@ class NodeInserter:
     def __call__(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         self.last = insert_after(self.last, name, function, *args, **kwargs)
         return self.last
+
+    def scale_by_batch_fraction(self, whole: fx.Node, like: fx.Node) -> fx.Node:
+        """The microbatch's fraction of a value of the whole batch, in the dtype of ``like``."""
+        share = self("share", torch.mul, whole, self("share", BATCH_FRACTION, fake_value(like).device))
+        return self("share", torch.ops.aten._to_copy.default, share, dtype=fake_value(like).dtype)
 
     def repeat_call(self, node: fx.Node, **changed: Any) -> fx.Node:
         """The same call with other arguments."""

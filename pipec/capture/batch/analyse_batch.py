@@ -503,6 +503,8 @@ class _BatchAnalysis:
         """Let the users of a node read its value of the whole batch, if it follows from the arguments."""
         if not isinstance(result, Tensor) or node in self._leading or node.target is BATCH_COUNT:
             return
+        if any(user.target is BATCH_COUNT for user in node.users):
+            return  # as the count of a cross entropy
         known = self.tracker.fact(result)
         seen = fake_value(node)
         fixed = seen is None or not any(map(unbacked_symbols, seen.shape))
@@ -528,7 +530,7 @@ class _BatchAnalysis:
         return memory_id(result) in map(memory_id, shown) and node in self._written
 
     def _make_count(self, node: fx.Node) -> bool:
-        """Write a mean over targets that count as their sum divided by their number.
+        """Replace a mean over counted targets by their sum divided by the count of the whole batch.
 
         Returns whether it was done; the inserted nodes are visited next.
         """
@@ -538,20 +540,29 @@ class _BatchAnalysis:
         target, weight = arguments.get("target"), arguments.get("weight")
         if not isinstance(target, fx.Node) or fake_value(target).is_floating_point():
             return False
-        read = [self.tracker.fact(self.values[x]) for x in (target, weight) if isinstance(x, fx.Node)]
-        if reduction_of(arguments) != "mean" or not all(known.from_arguments for known in read):
+        if reduction_of(arguments) != "mean" or not isinstance(
+            self.dependence_of(target), PerRow | SelectedRows
+        ):
+            return False
+        tensors = [self.values[x] for x in (target, weight) if isinstance(x, fx.Node)]
+        if not all(self.tracker.fact(x).from_arguments for x in tensors):
+            return False
+        if isinstance(weight, fx.Node) and not is_whole(self.dependence_of(weight)):
             return False
         chain = NodeInserter(node)
-        counted = valid = chain("valid", torch.ne, target, arguments["ignore_index"])
+        valid = chain("valid", torch.ne, target, arguments["ignore_index"])
+        counted = valid
         if weight is not None:
             invalid = chain("invalid", torch.logical_not, valid)
             index = chain("index", torch.flatten, chain("index", torch.masked_fill, target, invalid, 0))
             weights = chain("weights", torch.gather, weight, 0, index)
             counted = chain("weights", torch.masked_fill, weights, chain("flat", torch.flatten, invalid), 0)
         count = chain("count", torch.sum, counted)
+        # Of scores of which nothing is proved, too: they are no sum that another rule would divide.
+        share = chain.scale_by_batch_fraction(chain("count", BATCH_COUNT, count, True), node)
         total = chain.repeat_call(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
-        mean = chain(node.name, operator.truediv, total, count)
-        total.meta["example_value"] = mean.meta["example_value"] = fake_value(node)
+        mean = chain(node.name, operator.truediv, total, share)
+        mean.meta["example_value"] = fake_value(node)
         node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
         return True
 
