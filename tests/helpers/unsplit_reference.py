@@ -34,6 +34,11 @@ STEP_BUFFERS = ("num_batches_tracked", ".weight.0._u", ".weight.0._v")
 """The ends of the names of buffers that every microbatch changes alike."""
 
 
+def _step_buffers(model: nn.Module) -> dict[Tensor, Tensor]:
+    """Each of these buffers with a copy of its value."""
+    return {x: x.clone() for fqn, x in model.named_buffers() if fqn.endswith(STEP_BUFFERS)}
+
+
 def unsplit_step(
     model: Callable[..., Any], inputs: Inputs, sizes: Sequence[int], owner: nn.Module | None = None
 ) -> Tensor:
@@ -45,8 +50,7 @@ def unsplit_step(
     """
     total: Tensor | float = 0.0
     owner = model if isinstance(model, nn.Module) else owner
-    buffers = owner.named_buffers() if owner is not None else ()
-    before = {x: x.clone() for fqn, x in buffers if fqn.endswith(STEP_BUFFERS)}
+    before = _step_buffers(owner) if owner is not None else {}
     for rows, size in zip(microbatches(inputs, sizes), sizes, strict=True):
         for buffer, value in before.items():
             buffer.copy_(value)
@@ -136,7 +140,12 @@ def unsplit_output(model: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> An
             return parts[0]
         return torch.cat(parts) if parts[0].ndim else sum(map(operator.mul, parts, shares))
 
-    return pytree.tree_map(join, *[model(**rows) for rows in microbatches(inputs, sizes)])
+    before, outputs = _step_buffers(model), []
+    for rows in microbatches(inputs, sizes):
+        for buffer, value in before.items():
+            buffer.copy_(value)
+        outputs.append(model(**rows))
+    return pytree.tree_map(join, *outputs)
 
 
 @dataclass(frozen=True)

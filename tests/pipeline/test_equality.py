@@ -79,7 +79,7 @@ def test_rows_over_processes_train_as_eager_torch(
 
 ANY_ROWS = (
     Row(schedule="1f1b", update="sgd", loss="ignored"),
-    Row(schedule="zb-v", layout="2x2", update="clipped", shard="parameters"),
+    Row(schedule="zb-v", layout="2x2", update="clipped", shard="parameters", loss="ignored"),
     Row(model="tied", schedule="gpipe", layout="2x2", update="sgd", recompute="recomputed"),
     Row(model="norms", schedule="1f1b", layout="2x2", update="sgd"),
 )

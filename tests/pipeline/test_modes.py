@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from unsplit_reference import Inputs, unsplit_output
 
+import pipec
+
 pytestmark = pytest.mark.slow
 
 MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -55,3 +57,9 @@ def test_what_inference_mode_places_can_be_trained() -> None:
     pipe.train()
     assert pipe.step(**inputs).item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert not any(each.is_inference() for each in pipe.parameters())
+
+
+def test_microbatches_drop_other_values() -> None:
+    pipe = pipec.compile(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), devices=2, microbatches=2)
+    first, second = pipe(torch.ones(8, 8)).chunk(2)
+    assert not torch.equal(first == 0, second == 0)

@@ -87,10 +87,10 @@ reported = []
 handler = logging.Handler()
 handler.emit = lambda record: reported.append(record.getMessage())
 logging.getLogger("pipec").addHandler(handler)
-pipe = compiled(model(), timeout=2.0)
+pipe = compiled(model(), timeout=10.0)
 
 def save():
-    time.sleep(4)
+    time.sleep(15)
 
 def train(fails):
     for i in range(3):
@@ -127,11 +127,11 @@ def test_a_rank_that_saves_between_losses_of_a_stream_is_waited_for(
     import functools, time
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     ranks = int(os.environ["WORLD_SIZE"])
-    options = {"devices": ranks, "microbatches": 4, "optimizer": sgd, "timeout": 2.0}
+    options = {"devices": ranks, "microbatches": 4, "optimizer": sgd, "timeout": 10.0}
     pipe = compiled(model(), schedule="pipedream-2bw", **options)
     for number, loss in enumerate(pipe.stream(((x,), y) for _ in range(6))):
         if rank == ranks - 1 and number == 2:
-            time.sleep(5)
+            time.sleep(15)
     print(number, pipe.num_steps)
     """
     expected = ["5 6\n"] * num_ranks
@@ -145,7 +145,7 @@ def test_a_rank_that_caught_an_exception_out_of_its_loop_is_waited_for(tmp_path:
         try:
             train(fails=True)
         except OSError:
-            time.sleep(4)
+            time.sleep(15)
         pipe.step(x, target=y)
     else:
         train(fails=False)
@@ -163,12 +163,12 @@ def test_a_step_on_one_rank_only_is_named(tmp_path: Path) -> None:
         tmp_path,
         """
         import time
-        pipe = compiled(model(), timeout=2.0)
+        pipe = compiled(model(), timeout=10.0)
         pipe.step(x, target=y)
         if rank == 0:
             attempt(lambda: pipe.step(x, target=y))
         else:
-            time.sleep(4)
+            time.sleep(15)
         """,
     )
     assert "another rank failed while this one was calling step, after 1 steps, together with rank 1" in first

@@ -283,7 +283,7 @@ def test_recomputing_forwards_take_the_predicted_bytes_and_fewer(schedule: str) 
     peaks = []
     for recompute in ("none", "full"):
         pipe = compiled(DeepTower(), schedule=schedule, microbatches=8, recompute=recompute)
-        measured, predicted = pipe.measure_memory(*deep_batch()), pipe.memory()
+        measured, predicted = measure_memory(pipe, *deep_batch()), pipe.memory()
         for found, expected in zip(measured, predicted, strict=True):
             assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.03)
         peaks.append(highest(measured))
