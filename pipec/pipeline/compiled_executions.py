@@ -597,10 +597,6 @@ class CompiledExecutions(Executions):
         (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
         return ModelCall(args, kwargs, target, *form)
 
-    def _capture_key(self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint) -> CaptureKey:
-        variables = self.variables.of(call, request.mode)
-        return CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
-
     def _fingerprint(self, mode: Mode) -> Fingerprint:
         """The values of the model and of torch; the same object as last time if nothing has changed."""
         with autocast(self.compiler.settings.precision, self.compiler.settings.device):
