@@ -191,8 +191,8 @@ UPDATES: Mapping[str, tuple[Callable[..., optim.Optimizer], dict[str, Any]]] = {
     "script": (SGD, {}),
     "script of the model": (ADAMW, {}),
     "sgd": (SGD, {}),
-    "clipped": (ADAMW, {"clip_grad_norm": 0.1}),
-    "groups": (_groups, {"on_nan": "skip"}),
+    "clipped": (ADAMW, {"clip_grad_norm": 0.1, "on_nan": "skip"}),
+    "groups": (_groups, {}),
     "accumulated": (SGD, {}),
 }
 LAYOUTS: Mapping[str, dict[str, Any]] = {
