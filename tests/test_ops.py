@@ -90,14 +90,8 @@ def through_first(x: Tensor, y: Tensor) -> Tensor:
     return (x * ops.broadcast(torch.ones(3, dtype=x.dtype))).square().mean() + F.cross_entropy(x, y)
 
 
-def numbered(x: Tensor, y: Tensor) -> Tensor:
-    """A row's own number is the one that it has in the batch."""
-    return F.cross_entropy(x @ ops.all_gather(x).T, torch.arange(len(x)))
-
-
 LOSSES: dict[str, Loss] = {
-    loss.__name__: loss
-    for loss in (contrastive, supervised, two_views, masked, standardised, through_first, numbered)
+    loss.__name__: loss for loss in (contrastive, supervised, two_views, masked, standardised, through_first)
 }
 
 
@@ -144,6 +138,14 @@ def test_a_plain_script_gets_a_copy(collective: Callable[[Tensor], Tensor]) -> N
 def test_replicas_join_their_microbatches_to_the_loss_of_the_batch(name: str) -> None:
     """Unless told otherwise, a step is one round."""
     check(step(LOSSES[name], linear, devices=2, stages=1), reference(LOSSES[name], make=linear))
+
+
+def test_the_numbers_of_rows_in_the_batch_are_an_argument() -> None:
+    def numbered(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x @ ops.all_gather(x).T, torch.arange(len(x)))
+
+    with pytest.raises(MixedRowsError, match=r"numbers of rows.* as an argument"):
+        step(numbered, linear, devices=2, stages=1)
 
 
 @pytest.mark.slow

@@ -624,10 +624,13 @@ class CompiledExecutions(Executions):
         refuse_active_mode()
         leaves, structure = pytree.tree_flatten((args, kwargs, target))
         forward = self.compiler.model.forward
-        kinds = [getattr(forward, "__func__", forward), structure, *map(_kind, leaves)]
-        checked = [*kinds, repeated_tensors(leaves), self.batched, {**self.known_splits}]
+        kinds = [*map(_kind, leaves)]
+        if None in kinds:
+            return self._new_call(mode, args, kwargs, target)
+        repeated, splits = repeated_tensors(leaves), {**self.known_splits}
+        checked = [getattr(forward, "__func__", forward), structure, kinds, repeated, self.batched, splits]
         last, call = self._last_checked.get(mode, (None, None))
-        if call is not None and last == checked and None not in kinds:
+        if call is not None and last == checked:
             return replace(call, args=args, kwargs=kwargs, target=target)
         call = self._new_call(mode, args, kwargs, target)
         if call.args is args:

@@ -209,7 +209,7 @@ def test_an_evaluation_leaves_what_the_tail_reads_where_it_is() -> None:
     pipe.step(x)
     pipe.eval().eval_step(x)
     stages = [
-        [stage.parameters for stage in compiled.artifact.plan.stages]
+        [stage.parameters for stage in compiled.plan.stages]
         for compiled in pipe._executions.compiler.cache.compiled
     ]
     heads, body = ("heads.0.weight", "heads.0.bias"), ("body.weight", "body.bias")

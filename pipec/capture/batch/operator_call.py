@@ -127,7 +127,10 @@ class OperatorCall:
         return any(isinstance(value, PerRow) and value.is_row_number for value in self.values)
 
     def with_row_numbers(self) -> MixedRows:
-        return self.mixed("computes with the numbers of rows, counted from the first one of the microbatch")
+        return self.mixed(
+            "computes with the numbers of rows, which a microbatch counts from its own first one; pass them "
+            "to step as an argument, one for each row"
+        )
 
 
 def degree_of(number: Any, rows: int, degrees: Mapping[float, int], symbolic: bool) -> int | None:

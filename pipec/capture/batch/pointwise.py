@@ -21,6 +21,8 @@ KEEPING = {
 
 def pointwise(call: OperatorCall) -> Dependence:
     """Each element of the result depends on the elements of the arguments at the same position."""
+    if call.has_row_numbers and call.name == "ne" and call.numbers and max(call.numbers) < 0:
+        return replace(per_row_among(call.values)[0], is_row_number=False)  # no row has such a number
     if call.has_row_numbers and not _keeps(call):
         return call.with_row_numbers()
     if any(isinstance(value, SelectedRows) for value in call.values):

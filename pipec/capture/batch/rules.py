@@ -127,7 +127,7 @@ KEEP_ROW_NUMBERS = {
     *_MOVES,
     *_CREATES,
     *KEEPING,
-    *("cat", "expand", "index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl"),
+    *("cat", "expand", "index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "ne"),
     *("pipec::batch_counts", "pipec::output_merge"),
 }
 """Operators whose rule knows what becomes of the numbers of rows."""
