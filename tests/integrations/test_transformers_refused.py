@@ -43,7 +43,7 @@ def trainer(folder: Path, kind: Any = None, model: Any = None, **given: Any) -> 
     [
         ({"fsdp": "full_shard"}, "fsdp is set, which a pipeline does otherwise; leave it out: stages"),
         ({"neftune_noise_alpha": 5.0}, "by a forward hook of its embedding"),
-        ({"torch_compile_backend": "eager"}, 'pass kernels="inductor"'),
+        ({"torch_compile_backend": "eager"}, "torch_compile=True"),
         ({"replicas": "auto"}, "so that their number must be known"),
         ({"microbatches": 0}, "microbatches is 0"),
     ],

@@ -35,7 +35,7 @@ _REFUSED = {
     "parallelism_config": "leave it out: stages and replicas divide the work",
     "use_liger_kernel": "leave it out: its kernels would replace operators that pipec cuts and proves",
     **dict.fromkeys(
-        ("torch_compile", "torch_compile_backend", "torch_compile_mode"), 'pass kernels="inductor"'
+        ("torch_compile_backend", "torch_compile_mode"), "torch_compile=True compiles by inductor's defaults"
     ),
     "auto_find_batch_size": "leave it out: microbatches and memory_limit make a step fit",
     "save_on_each_node": "leave it out: output_dir is one folder, which all nodes see",
@@ -69,12 +69,15 @@ _Options: Any = make_dataclass("_Options", _option_fields())
 class PipelineArguments(_Options):  # type: ignore[misc]
     """Mixed into the arguments of a Trainer: the options, and that each process is alone."""
 
+    torch_compile: Any
     activation_checkpointing: Any
     recompute: Any
     _n_gpu: Any
 
     def __post_init__(self) -> None:
         self._refuse()
+        if self.torch_compile:
+            self.torch_compile, self.kernels = False, "inductor"
         super().__post_init__()
         self._take_recompute()
         self.num_replicas = self._num_replicas()
@@ -161,8 +164,8 @@ class PipecArguments(PipelineArguments, TrainingArguments):  # type: ignore[misc
 
     ``per_device_train_batch_size`` is the rows of a replica: with one pipeline, those of the batch. ``bf16``
     and ``fp16`` set ``precision``, ``activation_checkpointing`` (``gradient_checkpointing``) sets
-    ``recompute="full"``; ``max_grad_norm`` clips. Every process reads all rows of a batch. ``output_dir`` is
-    one folder for all, which rank 0 writes.
+    ``recompute="full"``, ``torch_compile`` sets ``kernels="inductor"``; ``max_grad_norm`` clips. Every
+    process reads all rows of a batch. ``output_dir`` is one folder for all, which rank 0 writes.
 
     Raises InputError for what a pipeline takes the place of, such as ``fsdp`` and ``deepspeed``.
     """
