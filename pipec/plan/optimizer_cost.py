@@ -81,13 +81,13 @@ def with_update_costs(plan: Plan, optimizer: OptimizerProperties, device: Device
         for number, bucket in enumerate(plan.sync_spec.buckets if plan.sync_spec.shard else ())
     }
     buckets = list(plan.sync_spec.buckets)
-    copies = 2 if device.name == "cpu" else 1  # gloo receives into memory beside what it sends
     for number, share in shards.items():
+        received = share.padded - share.own if device.name == "cpu" else 0  # beside what gloo sends
         buckets[number] = replace(
             buckets[number],
             shard_bytes=share.own,
             unsharded_bytes=share.padded,
-            in_transit_bytes=share.padded * copies,
+            in_transit_bytes=share.padded + received,
         )
     plan = replace(plan, sync_spec=replace(plan.sync_spec, buckets=tuple(buckets)))
     return replace(

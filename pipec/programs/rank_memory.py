@@ -324,9 +324,12 @@ class _Account:
                 gathered, freed = (self._at(op, stage, number) for op in (Op.UNSHARD, Op.RESHARD))
                 self._hold("in_transit", gathered, freed, bucket.unsharded_bytes)
             reduces, ends = (self._at(op, stage, number) for op in (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD))
-            self._hold("in_transit", reduces, ends, bucket.in_transit_bytes)
+            received = bucket.in_transit_bytes - bucket.unsharded_bytes
+            self._grow("in_transit", reduces, bucket.unsharded_bytes, received)  # once gradients are copied
+            self._grow("in_transit", ends, 0.0, -bucket.in_transit_bytes)
+            self._grow("gradients", reduces, 0.0, bucket.shard_bytes)
             until = np.append(ends[1:], self._at(Op.UPDATE, stage)[: bool(reduces.size)])
-            self._hold("gradients", reduces, until, bucket.shard_bytes)
+            self._grow("gradients", until, 0.0, -bucket.shard_bytes)
 
     def _precomputed(self, stage: int, memory: StageMemory) -> None:
         """Values precomputed from weights, until these are freed where they are gathered for use.
