@@ -313,7 +313,7 @@ for step in range(3):
 (tail,) = [stage for stage in pipe.plan.stages if stage.tail]
 assert (tail.index, tail.tail.parameters) == (1, ("heads.0.weight", "heads.0.bias"))
 made = pipe._executions._made.values()
-stages = [[x.parameters for x in each.artifact.plan.stages] for each in made]
+stages = [[x.parameters for x in each.plan.stages] for each in made]
 assert stages == 2 * [[("body.weight", "body.bias"), tail.tail.parameters]], stages
 for name, value in pipe.full_state_dict().items():
     assert distance(value, reference.state_dict()[name]) < 1e-6, name
