@@ -109,7 +109,7 @@ def test_the_planner_is_asked_again_when_its_plan_does_not_fit() -> None:
     first = prepared(Wide(), links, recompute="none")
     limit = int(max(need.peak_bytes for need in plan_memory(first.plan, first.programs))) - 1
     pipe = prepared(Wide(), links, recompute="none", memory_limit=limit)
-    assert replica_counts(pipe.plan) == [3, 1]
+    assert sum(replica_counts(pipe.plan)) == 4
     assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= limit
     assert pipe.simulate().makespan >= first.simulate().makespan
 
