@@ -633,7 +633,7 @@ class CompiledExecutions(Executions):
         if call is not None and last == checked:
             return replace(call, args=args, kwargs=kwargs, target=target)
         call = self._new_call(mode, args, kwargs, target)
-        if call.args is args:
+        if call.kwargs is kwargs:  # rows are in front: arguments are as they were given
             self._last_checked[mode] = checked, replace(call, args=(), kwargs={}, target=None)
         return call
 
