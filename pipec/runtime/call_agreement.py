@@ -98,6 +98,8 @@ def _mismatch_message(every: Sequence[CallDescription]) -> str:
     if failed and all(each["call"] == call and "batches" not in each for each in every):
         why = every[failed[0]]["refused"]
         return f"{method} cannot use the arguments of {format_ranks(failed)}:\n{why}"
+    if any("batches" in each for each in every):
+        every = [{"batches": "another one", **each} for each in every]
     for is_meant, what, advice in _MISMATCHES:
         own = [{name: value for name, value in each.items() if is_meant(name)} for each in every]
         if (found := describe_differences(own)) or (what, advice) == _MISMATCHES[-1][1:]:

@@ -44,6 +44,7 @@ RIGHT: dict[str, Reading] = {
     "as many places as rows": lambda h, places: h + places(torch.arange(2)).sum(0),
     "a multiple of the rows": lambda h, places: h + places(torch.arange(0, 12)).mean(0),
     "a constant of their size": lambda h, places: h * torch.full((2, 2), 0.5).sum(),
+    "a branch on places": branch,
 }
 WRONG: dict[str, Reading] = {
     "at least four": lambda h, places: h + places(torch.arange(max(h.shape[0], 4))).sum(0),
@@ -54,7 +55,6 @@ WRONG: dict[str, Reading] = {
     "another computation": lambda h, places: h * 3 if h.shape[0] == 2 else h + 1 + h,
     "a number of each row": lambda h, places: h * torch.arange(h.shape[0])[:, None],
     "a place of each row": lambda h, places: h + places(torch.arange(h.shape[0])),
-    "a branch on places": branch,
 }
 
 

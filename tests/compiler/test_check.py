@@ -157,6 +157,33 @@ def test_a_right_step_passes(name: str) -> None:
     assert "agree to" in pipe.plan.checked
 
 
+class Sorted(nn.Module):
+    """As experts do, it sorts rows, and puts them back, which no rule proves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        h = self.first(x)
+        order = torch.sort((h[:, 0] * 9).long()).indices
+        h = self.last(h[order])[torch.argsort(order)]
+        return {"rows": h, "mean": h.square().mean(), "sum": h.square().sum(), "most": h.max()}[kind]
+
+
+@pytest.mark.parametrize("kind", ["rows", "mean", "sum", "most"])
+def test_outputs_of_which_nothing_is_proved_are_those_of_the_model(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Sorted().double().eval(), torch.randn(16, WIDTH, dtype=torch.float64)
+    pipe = pipec.compile(model, devices=2, microbatches=4)
+    if kind in ("rows", "mean"):
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x, kind), model(x, kind))
+    else:
+        with pytest.raises(UnequalStepError, match="microbatches"):
+            pipe(x, kind)
+
+
 def test_without_microbatches_the_step_has_one() -> None:
     pipe, loss, before = step(UNEQUAL["rows as a factor"], microbatches=None)
     with torch.no_grad():

@@ -680,9 +680,11 @@ class _BatchAnalysis:
         if isinstance(value, PerRow) and not value.degree and not value.is_row_number:
             axis = BatchAxis(value.dim, value.outer, value.inner)
             return node if axis.is_leading else mark_output_merge(node, axis=axis)
-        if isinstance(value, Unproven) and (dim := self._dim_of_rows(tensor)) is not None:
-            self._assumed.append(f"{self._placed(value, node)}, and that dimension {dim} has the rows")
-            axis = BatchAxis(dim)
+        if isinstance(value, Unproven) and tensor.ndim == 0 and tensor.is_floating_point():
+            self._assumed.append(f"{self._placed(value, node)}, and that {node.name} is a mean over rows")
+            return node
+        if isinstance(value, Unproven) and (axis := self._axis_of_rows(tensor)) is not None:
+            self._assumed.append(f"{self._placed(value, node)}, and that dimension {axis.dim} has the rows")
             return node if axis.is_leading else mark_output_merge(node, axis=axis)
         reason = (
             ""
@@ -693,11 +695,13 @@ class _BatchAnalysis:
         )
         return mark_output_merge(node, reason)
 
-    def _dim_of_rows(self, tensor: Tensor) -> int | None:
-        """The one dimension that is as long as the batch; None if there is none, or another that grows."""
+    def _axis_of_rows(self, tensor: Tensor) -> BatchAxis | None:
+        """The one dimension that grows with the batch, whose rows are taken to come one after the other."""
         sizes = tuple[Any, ...](tensor.shape)
         dims = [dim for dim, size in enumerate(sizes) if self._symbol is not None and self._has_rows(size)]
-        return dims[0] if len(dims) == 1 and formula(sizes[dims[0]]) == self._symbol else None
+        if len(dims) != 1:
+            return None
+        return BatchAxis(dims[0], inner=1 if formula(sizes[dims[0]]) == self._symbol else 0)
 
 
 class _Inner(fx.Interpreter):
