@@ -179,7 +179,8 @@ class _Check:
         if len(self.own_sizes) < 2 <= len(self.sizes):
             return "microbatches of other sizes have other graphs"
         tensors = named_tensors(self.step).values()
-        num_bytes = 2 * sum(each.nbytes for each in tensors if each.requires_grad)
+        # gradients of both runs, and weights that are rounded to see how much rounding matters
+        num_bytes = 3 * sum(each.nbytes for each in tensors if each.requires_grad)
         num_bytes += sum(each.nbytes for each in tensors if each.device.type != device.type)
         free = _free_bytes(device)
         if num_bytes > free:
