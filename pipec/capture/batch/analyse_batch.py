@@ -683,9 +683,9 @@ class _BatchAnalysis:
         if isinstance(value, Unproven) and tensor.ndim == 0 and tensor.is_floating_point():
             self._assumed.append(f"{self._placed(value, node)}, and that {node.name} is a mean over rows")
             return node
-        if isinstance(value, Unproven) and (axis := self._axis_of_rows(tensor)) is not None:
-            self._assumed.append(f"{self._placed(value, node)}, and that dimension {axis.dim} has the rows")
-            return node if axis.is_leading else mark_output_merge(node, axis=axis)
+        if isinstance(value, Unproven) and (taken := self._axis_of_rows(tensor)) is not None:
+            self._assumed.append(f"{self._placed(value, node)}, and that dimension {taken.dim} has the rows")
+            return node if taken.is_leading else mark_output_merge(node, axis=taken)
         reason = (
             ""
             if value == SumOverRows()
