@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pipec.torch_compat import pytree
 from pipec.torch_compat.foreign_classes import is_fake
-from pipec.torch_compat.lost_effects import refuse_lost_hook
+from pipec.torch_compat.lost_effects import refuse_lost_call
 from pipec.torch_compat.operators import TorchDispatchMode, schema
 from pipec.torch_compat.symbolic_numbers import formula
 
@@ -114,7 +114,8 @@ def decide_branches(
         return handle
 
     def watched_call(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        refuse_lost_hook(name, is_leaf=getattr(self, "source", None) is not None)
+        is_leaf = getattr(self, "source", None) is not None
+        refuse_lost_call(name, is_leaf, tx.f_code.co_filename, tx.lineno)
         value = None
         if name == "item":
             is_check = self.as_proxy().node.target == CHECK_METHOD and tx.output.current_tracer.parent is None

@@ -25,8 +25,6 @@ LOST_HOOK = "the hook that forward() registers on the gradient of a parameter wo
 
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
-_HOOK_NAMES = {each.__name__ for each in _HOOKS}
-
 _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 _properties: Any = Tensor  # whose attributes, read of the class, are descriptors
@@ -39,6 +37,14 @@ _DATA, _SET_DATA = _properties.data.__get__, _properties.data.__set__
 
 _GRAD_FN = _properties.grad_fn.__get__
 
+_MEMORY = (
+    *(Tensor.storage_offset, Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.is_set_to),
+    Tensor.untyped_storage,
+)
+"""Methods of tensors that tell of their memory, which is another in stages."""
+
+_HOOK_NAMES, _MEMORY_NAMES = ({each.__name__ for each in methods} for methods in (_HOOKS, _MEMORY))
+
 _TORCH, _PIPEC = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
@@ -50,10 +56,18 @@ class OwnBackwardError(Exception):
     """The backward of a model is more than that of its operators: it must be traced, too."""
 
 
-def refuse_lost_hook(name: str, is_leaf: bool) -> None:
-    """Raise LostEffectError for a hook on a leaf, which Dynamo would register after the graph."""
+def refuse_lost_call(name: str, is_leaf: bool, file: str, line: int) -> None:
+    """Raise LostEffectError for a method of a tensor, called on a line, that a graph would lose.
+
+    Dynamo would register a hook on a leaf after the graph, and make a constant of a place in memory. The
+    check of the first step does not see that: its rows are copies.
+    """
     if is_leaf and name in _HOOK_NAMES:
         raise LostEffectError(LOST_HOOK)
+    if name in _MEMORY_NAMES and not file.startswith((_TORCH, _PIPEC)):
+        raise LostEffectError(
+            f"forward() calls {name}() at {Path(file).name}:{line}, which differs in stages"
+        )
 
 
 class ForwardWatch(TorchFunctionMode):
@@ -95,7 +109,7 @@ class ForwardWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
-            refuse_lost_hook(func.__name__, args[0].is_leaf)
+            refuse_lost_call(func.__name__, args[0].is_leaf, "", 0)
             self._require_plain_backward(True)
         elif func in _FLAGS:
             value = args[1] if len(args) > 1 else True
@@ -109,6 +123,9 @@ class ForwardWatch(TorchFunctionMode):
                 raise LostEffectError(LOST_PARAMETER)
         elif func == _DATA:
             return args[0].detach()  # the same values, by an operator that a tracer sees
+        elif func in _MEMORY:
+            caller = _caller()
+            refuse_lost_call(func.__name__, False, caller.f_code.co_filename, caller.f_lineno)
         else:
             self._require_plain_backward(self._takes_gradients(func))
         return func(*args, **(kwargs or {}))
@@ -178,10 +195,15 @@ def _asks_for_gradient() -> bool:
 
 
 def _called_by_library(*passed_over: str) -> bool:
-    """Whether the innermost caller is torch or pipec, but for this file, contextlib and these of torch."""
+    """Whether code of torch or pipec is the innermost caller, but for these files of torch."""
+    return bool(_caller(*passed_over).f_code.co_filename.startswith((_TORCH, _PIPEC)))
+
+
+def _caller(*passed_over: str) -> Any:
+    """The innermost frame that is not of this file, of contextlib, or of these files of torch."""
     frame: Any = sys._getframe(1)
     files = "overrides.py", "_tensor.py", *passed_over
     own = {__file__, contextlib.__file__, *(f"{_TORCH}/{file}" for file in files)}
     while frame.f_code.co_filename in own:
         frame = frame.f_back
-    return bool(frame.f_code.co_filename.startswith((_TORCH, _PIPEC)))
+    return frame
