@@ -136,6 +136,7 @@ CELLS: Mapping[str, tuple[str, str, str]] = {
     "rows": ("stage", "gather wait read", "gather"),
     "tail": ("stage", "run read*", "run"),
     "tail_gradients": ("stage", "run read*", "run"),
+    "loss": ("", "make* pause read*", "pause"),
     "averaged": ("stage", "average read*", "average"),
     "buffers": ("stage", "average wait", "average"),
     "sum": ("stage", "add* close*", ""),
@@ -165,7 +166,8 @@ after the last, and adds after each. What a move reads is of the source of its l
 
 A ``message`` is received or moved, then read; one that brings gradients of a tied weight is ``returned``, and
 accumulated. ``forwards`` are all forwards of a stage, and ``sum`` all its gradients: what reads them comes
-after the last. A ``version`` of the weights that is read after the next update is ``stashed`` before. A
+after the last. The ``loss`` is one that the script computes of the results: what makes them comes before the
+pause, and what reads their gradients behind it. A ``version`` of the weights that is read after the next update is ``stashed`` before. A
 ``round`` has the gradients of one update of a stream; what it does not need is left out of its life. A
 compute makes ``gradients`` that are ``unadded`` until they are accumulated, before the rank goes on. An
 instruction that changes no cell of the plan is refused.
@@ -175,7 +177,7 @@ _READS = "message.read counts.read gathered.read precomputed.read version.read s
 _SEGMENTS = "collective.make collective.read"
 _SAVED = "forward.read recomputed.read offloaded.read tail_gradients.read"
 _MAKES = "gradients.make unadded.make"
-_BACKWARD = f"{_READS} {_SEGMENTS} {_SAVED} input_gradient.make {_MAKES}"
+_BACKWARD = f"{_READS} {_SEGMENTS} {_SAVED} loss.read input_gradient.make {_MAKES}"
 _TRAINS = "weight_gradient.make round.add"
 _READS_SENT = (
     "forward.read:activation/microbatch_result input_gradient.read:gradient sum.close:weight_gradient "
@@ -204,12 +206,12 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.RECV: OpTraits(
         OpKind.RECEIVE,
         "stage microbatch? link peer slot?",
-        "message.recv returned.recv slot.fill unadded.use:weight_gradient",
+        "message.recv returned.recv slot.fill unadded.use:weight_gradient loss.read:gradient/weight_gradient",
     ),
     Op.SEND: OpTraits(
         OpKind.SEND,
         "stage microbatch? link peer",
-        f"{_READS_SENT} forwards.close:result tail.read:result sent.send",
+        f"{_READS_SENT} forwards.close:result tail.read:result loss.make:result sent.send",
         timed=True,
     ),
     Op.MOVE: OpTraits(
@@ -220,7 +222,7 @@ _STARTS: Mapping[Op, OpTraits] = {
     ),
     Op.FORWARD: _compute(
         Phase.FORWARD,
-        f"{_READS} {_SEGMENTS} forward.make forwards.make results.have request.read unadded.use",
+        f"{_READS} {_SEGMENTS} forward.make forwards.make loss.make results.have request.read unadded.use",
     ),
     Op.RECOMPUTE: _compute(
         Phase.RECOMPUTE, f"{_READS} forward.read offloaded.read recomputed.make unadded.use"
@@ -241,7 +243,7 @@ _STARTS: Mapping[Op, OpTraits] = {
     ),
     Op.FREE: OpTraits(OpKind.RELEASE, "stage microbatch", "forward.free input_gradient.free microbatch.free"),
     Op.OFFLOAD: _copy("forward.read offloaded.offload"),
-    Op.PREFETCH: _copy("offloaded.prefetch"),
+    Op.PREFETCH: _copy("offloaded.prefetch loss.read"),
     Op.SUM_COUNTS: _once(OpKind.COLLECTIVE, "counts.sum"),
     Op.GATHER_ROWS: _once(OpKind.COLLECTIVE, "forwards.close rows.gather"),
     Op.TAIL: _once(
@@ -270,20 +272,24 @@ _STARTS: Mapping[Op, OpTraits] = {
         "round.update round.open version.make version.replace request.read unadded.use",
         f"{_ROUND} version?",
     ),
-    Op.PAUSE: OpTraits(OpKind.LOCAL, "microbatch?", "results.close request.pause request.read"),
+    Op.PAUSE: OpTraits(
+        OpKind.LOCAL, "microbatch?", "loss.pause results.close request.pause request.read"
+    ),
     Op.UNSHARD: _once(OpKind.COLLECTIVE, "updated.read:late gathered.unshard shards.unshard", "stage bucket"),
     Op.RESHARD: OpTraits(OpKind.RELEASE, "stage bucket", "gathered.reshard"),
     **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), _MODEL_COLLECTIVE),
 }
 
 _WAITS: Mapping[Op, str] = {
-    Op.RECV: "message.wait returned.wait results.have request.read unadded.use:weight_gradient",
-    Op.OFFLOAD: "offloaded.away",
+    Op.RECV: (
+        "message.wait returned.wait loss.make:result/weight results.have request.read unadded.use:weight_gradient"
+    ),
+    Op.OFFLOAD: "offloaded.away loss.make",
     Op.PREFETCH: "offloaded.back",
-    Op.SUM_COUNTS: "counts.wait",
+    Op.SUM_COUNTS: "counts.wait loss.make",
     Op.GATHER_ROWS: "rows.wait",
     Op.REDUCE_GRAD: "reduction.wait round.wait",
-    Op.AVERAGE_BUFFERS: "buffers.wait",
+    Op.AVERAGE_BUFFERS: "buffers.wait loss.make",
     Op.UNSHARD: "gathered.wait shards.wait",
     **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), "collective.wait"),
 }
@@ -332,7 +338,8 @@ class Instruction:
     check           skip the next updates if a loss or a gradient was found that is not finite
     stash           keep the weights of ``stage`` as ``version``, before an update changes them
     update          run the optimizer on this rank's share of ``stage``, once its gradients are complete
-    pause           wait until the script has requested the mini-batch of ``microbatch``
+    pause           wait for the script: until it has requested the mini-batch of ``microbatch``, or has computed
+                    the loss of the results
     unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``
     reshard         free the gathered parameters of ``bucket``
     all_reduce      start to sum the value of ``model_collective`` over the microbatches of a round

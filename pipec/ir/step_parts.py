@@ -11,6 +11,15 @@ what a whole step runs::
     unshard                                     unshard
 
 If steps can be skipped, each part looks for values that are not finite, with ``grad_norm`` and ``check``.
+
+A step whose loss the script computes is divided at its ``pause``: what accumulates has two halves::
+
+    whole                 forwards              backwards             update
+    forward mb 3          forward mb 3
+    send logits           send logits
+    pause
+    backward mb 0                               backward mb 0
+    update                                                            update
 """
 
 from collections.abc import Sequence
@@ -40,11 +49,14 @@ def program_part(program: Program, sync_spec: SyncSpec, part: StepPart) -> Progr
 
 def instructions_of_part(program: Program, sync_spec: SyncSpec, part: StepPart) -> Sequence[int]:
     """Their numbers in the program of the whole step."""
-    return [
-        number
-        for number, instruction in enumerate(program.instructions)
-        if part in _parts_with(instruction, sync_spec)
-    ]
+    instructions, is_half = program.instructions, part in (StepPart.FORWARDS, StepPart.BACKWARDS)
+    paused = next((n for n, x in enumerate(instructions) if x.op is Op.PAUSE), None) if is_half else None
+    if paused is None:
+        numbers = [] if is_half else [*range(len(instructions))]
+    else:
+        first, last = (0, paused) if part is StepPart.FORWARDS else (paused + 1, len(instructions))
+        numbers, part = [*range(first, last)], StepPart.ACCUMULATE
+    return [each for each in numbers if part in _parts_with(instructions[each], sync_spec)]
 
 
 def _parts_with(instruction: Instruction, sync_spec: SyncSpec) -> Sequence[StepPart]:

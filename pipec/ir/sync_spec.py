@@ -20,10 +20,12 @@ class ShardingLevel(StrEnum):
 
 
 class StepPart(StrEnum):
-    """What a program runs of a step that ends with an update; see ``pipec.ir.step_parts``."""
+    """What a program runs of a step; see ``pipec.ir.step_parts``."""
 
     WHOLE = "whole"
     ACCUMULATE = "accumulate"
+    FORWARDS = "forwards"
+    BACKWARDS = "backwards"
     UPDATE = "update"
 
 

@@ -46,11 +46,26 @@ def function_names(phase: Phase, num_segments: int) -> tuple[str, ...]:
 
 
 class Mode(StrEnum):
-    """What a program computes: a training step, the loss alone, or the model's output."""
+    """What a program computes: a training step, the loss alone, or the model's output.
+
+    With ``OUTPUTS`` a program computes the output, and later the gradients of parameters from those of the
+    output: the script computes the loss in between.
+    """
 
     TRAIN = "train"
+    OUTPUTS = "outputs"
     LOSS = "loss"
     FORWARD = "forward"
+
+    @property
+    def trains(self) -> bool:
+        """Whether a program computes gradients of parameters."""
+        return self in (Mode.TRAIN, Mode.OUTPUTS)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is the first result."""
+        return self in (Mode.TRAIN, Mode.LOSS)
 
 
 class Precision(StrEnum):

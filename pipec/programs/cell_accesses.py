@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipec.ir import Op, OpKind, Payload, Stream, SyncSpec, replica_counts, stages_on
+from pipec.ir import Mode, Op, OpKind, Payload, Stream, SyncSpec, replica_counts, stages_on
 from pipec.ir.columns import OP_CODE, InstructionColumns, Ints, constant, taken
 from pipec.ir.program import CELLS
 from pipec.ir.text_format import format_link
@@ -480,6 +480,7 @@ WHERE: Mapping[str, Callable[[RankCells, int], bool]] = {
     "rows": lambda cells, stage: _has_tail(cells, stage) and len(cells.step.plan.placement[stage]) > 1,
     "tail": _has_tail,
     "tail_gradients": _tail_returns,
+    "loss": lambda cells, _: cells.step.plan.mode is Mode.OUTPUTS and cells.sync_spec.runs_microbatches,
     "averaged": _averages,
     "buffers": _averages,
     "sum": lambda cells, _: not cells.stream,

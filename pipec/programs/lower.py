@@ -14,7 +14,7 @@ may block it. On each directed channel between two ranks, receives are posted in
 After a backward, gradients are sent to the previous stage first, then accumulated: the other rank is waiting.
 At one position stand::
 
-    recv    collectives, updates    recompute    compute    send    accumulate    free    copies
+    recv    collectives, updates    recompute    compute    send    accumulate    free    pause    copies
 
 ``due`` adds the waits and whatever else these instructions demand, from the table of cells.
 
@@ -58,6 +58,7 @@ from pipec.ir.columns import (
     concatenate_instructions,
     constant,
     entries,
+    one_of,
     read_versions,
     stable_order,
     taken,
@@ -72,7 +73,7 @@ from pipec.programs.program_index import ProgramIndex
 from pipec.programs.schedule_index import ScheduleIndex
 from pipec.programs.shared_receives import holding_stages
 from pipec.programs.sync_order import SyncOp, SyncOrder
-from pipec.programs.tail_order import tail_reads
+from pipec.programs.tail_order import loss_reads, num_forwards
 from pipec.programs.task_times import Deadlock, TaskInputs, run_tasks
 
 
@@ -117,9 +118,10 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     """
     links, sync_spec, model_collectives = plan.links, plan.sync_spec, plan.model_collectives
     recompute, offload = plan.recomputing_stages, plan.offloading_stages
+    pauses = plan.mode is Mode.OUTPUTS
     index = ScheduleIndex(schedule, plan)
     rounds = update_boundaries.update_boundaries(index)
-    traffic = _Traffic.of(index, links)
+    traffic = _Traffic.of(index, links, pauses)
     order = _unit_order(index, traffic, rounds, plan)
     arriving, leaving = traffic.by_rank(traffic.messages.targets), traffic.by_rank(traffic.messages.sources)
     depends = traffic.depend_on_compute_before_reader(order.dependence)
@@ -147,9 +149,12 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
             [_copies(copies, Op.WAIT_OFFLOAD, copies.offloads + 1)],
             _frees(index, rank),
             [_sync_ops(collectives, rank, OpKind.RELEASE)],
+            [_pause(num_forwards(index, rank))] if pauses else [],
             [_copies(copies, Op.PREFETCH, copies.prefetches)],
             [_copies(copies, Op.OFFLOAD, copies.offloads)],
         ]
+        if pauses:
+            blocks = _around_pause(blocks, num_forwards(index, rank), links)
         programs.append(Program(rank, InstructionColumns(_in_order(blocks), links)))
     step = ProgramIndex(
         replace(plan, placement=schedule.placement, num_microbatches=schedule.num_microbatches), programs
@@ -176,7 +181,8 @@ class _Traffic:
     readers: Ints
 
     @classmethod
-    def of(cls, index: ScheduleIndex, links: Sequence[Link]) -> Self:
+    def of(cls, index: ScheduleIndex, links: Sequence[Link], pauses: bool) -> Self:
+        """The messages of a schedule. If it ``pauses``, results are sent after the last forward."""
         schedule, lengths = index.schedule, np.array([len(each) for each in index.computes], np.int32)
         found = messages(links, schedule.placement, schedule.num_microbatches)
         made, read = lengths[found.sources] + 1, lengths[found.targets] + 1
@@ -195,6 +201,9 @@ class _Traffic:
                 made[own] = 0
                 targets, ranks = found.targets[own].tolist(), index.ranks[link.target]
                 read[own] = [positions[ranks == target].min() for target in targets]
+            elif payload is Payload.RESULT and pauses:
+                forwards = np.array([num_forwards(index, rank) for rank in range(schedule.num_ranks)])
+                made[own], read[own] = forwards[found.sources[own]], forwards[found.targets[own]] + 2
             else:
                 read[own] += _AFTER_UNSHARD if payload.is_result else 1
         return cls(index, links, found, made, read)
@@ -244,7 +253,7 @@ def _unit_order(
     own = np.flatnonzero(traffic.feeds)
     readers = [traffic.tasks(traffic.messages.targets, traffic.readers, own)]
     producers = [traffic.tasks(traffic.messages.sources, traffic.producers, own)]
-    for later, earlier in (update_boundaries.version_reads(index, rounds), tail_reads(index, plan)):
+    for later, earlier in (update_boundaries.version_reads(index, rounds), loss_reads(index, plan)):
         readers.append(later)
         producers.append(earlier)
     reads = TaskInputs(np.concatenate(readers), np.concatenate(producers))
@@ -313,6 +322,33 @@ def _in_order(kinds: Sequence[Iterable[_Block]]) -> list[Ints]:
     positions, joined = _joined(blocks)
     order = np.argsort(positions, kind="stable")
     return [taken(compact(column), order) for column in joined.columns]
+
+
+_AT_PAUSE, _BEFORE_PAUSE = one_of(Op.PAUSE, Op.AVERAGE_BUFFERS), one_of(Op.WAIT_OFFLOAD)
+_BEHIND_PAUSE = one_of(Op.PREFETCH)
+
+
+def _pause(forwards: int) -> _Block:
+    """The pause of a rank, behind its forwards."""
+    return _block(np.array([forwards], np.int32), OP_CODE[Op.PAUSE])
+
+
+def _around_pause(
+    kinds: Sequence[Iterable[_Block]], forwards: int, links: Sequence[Link]
+) -> list[Iterable[_Block]]:
+    """The kinds of blocks with a position for the pause between that of the last forward and the next one.
+
+    Results, and whatever else forwards have started, are complete before the pause.
+    """
+    pause, is_result = 2 * forwards + 1, np.array([*(x.payload is Payload.RESULT for x in links), False])
+
+    def moved(positions: Ints, columns: InstructionColumns) -> Ints:
+        ops, twice = columns.ops, 2 * positions.astype(np.int64)
+        twice = np.where(_BEFORE_PAUSE[ops], np.minimum(twice, pause), twice)
+        twice = np.where(_BEHIND_PAUSE[ops], np.maximum(twice, pause), twice)
+        return np.where(_AT_PAUSE[ops] | is_result[columns.link_numbers], pause, twice)
+
+    return [[(moved(*block), block[1]) for block in kind] for kind in kinds]
 
 
 def _receives(

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.ir import GRADIENT_PHASES, Bucket, Op, Payload, Phase, Plan, SyncSpec
+from pipec.ir import GRADIENT_PHASES, Bucket, Mode, Op, Payload, Phase, Plan, SyncSpec
 from pipec.ir.columns import PHASES, Floats, Ints
 from pipec.programs.schedule_index import ScheduleIndex
+from pipec.programs.tail_order import num_forwards
 
 _GRADIENTS = [PHASES.index(phase) for phase in GRADIENT_PHASES]
 _BACKWARDS = [PHASES.index(phase) for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)]
@@ -133,7 +134,15 @@ class SyncOrder:
         """Gather a bucket one compute ahead of its first use, and free it after the last one."""
         for firsts, lasts in self._uses(bucket.stage):
             time = self._ahead_of(firsts)
-            yield time, self._at(time, Op.UNSHARD, firsts, bucket.stage, number)
+            positions = self._at(time, Op.UNSHARD, firsts).positions
+            if self.plan.mode is Mode.OUTPUTS:  # no collective runs during the pause
+                forwards = {rank: num_forwards(self.index, rank) for rank in firsts}
+                positions |= {
+                    rank: max(positions[rank], count + 1)
+                    for rank, count in forwards.items()
+                    if firsts[rank] > count
+                }
+            yield time, SyncOp(Op.UNSHARD, positions, bucket.stage, number)
             for rank, last in lasts.items():
                 yield self._time(lasts), SyncOp(Op.RESHARD, {rank: last}, bucket.stage, number)
 
@@ -146,6 +155,8 @@ class SyncOrder:
             return [(forwards[0], {rank: last + has_tail for rank, last in forwards[1].items()})]
         backwards = self._first(stage, _BACKWARDS), self._last(stage, [*_BACKWARDS, *_GRADIENTS])
         again = self._at(self._ahead_of(backwards[0]), Op.UNSHARD, backwards[0]).positions
+        if self.plan.mode is Mode.OUTPUTS:
+            return [forwards, backwards]
         if not has_tail and all(again[rank] > last for rank, last in forwards[1].items()):
             return [forwards, backwards]
         return [(forwards[0], backwards[1])]
