@@ -45,7 +45,7 @@ def check_autocast(precision: Precision | None, device: torch.device, mode: Mode
         InputError: it names the option to pass.
     """
     entered = _entered(device)
-    if precision is not None or (mode is Mode.TRAIN and entered not in (None, torch.bfloat16)):
+    if precision is not None or (mode.trains and entered not in (None, torch.bfloat16)):
         require_matching_autocast(precision, device, "this call")
 
 

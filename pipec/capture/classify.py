@@ -10,6 +10,7 @@ from torch import fx
 from pipec.capture.number_operators import BACKWARD, OPERATOR_ID
 from pipec.graph import (
     LossGradient,
+    OutputGradient,
     depends_on_strides,
     is_check,
     is_collective,
@@ -71,7 +72,7 @@ def _keep_with_memory(reader: fx.Node) -> None:
 
 def _is_backward(node: fx.Node) -> bool:
     if node.op == "placeholder":
-        return isinstance(node.meta["role"], LossGradient)
+        return isinstance(node.meta["role"], LossGradient | OutputGradient)
     if _noted(node).get(BACKWARD) or node.meta.get("partitioner_tag") in (
         "is_backward",
         "must_be_in_backward",

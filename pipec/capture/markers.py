@@ -1,9 +1,10 @@
 """Placeholder operators for values that a microbatch cannot compute by itself.
 
-They are inserted before differentiation, and ``extract_batch_counts`` removes them after it. They never run.
+They are inserted before differentiation, and removed after it. Stages never run them.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +16,8 @@ _library.define("output_merge(Tensor result, str unproven, int[] axis=[]) -> Ten
 _library.define("require(Tensor condition, str what) -> ()")
 _library.define("tail_input(Tensor rows) -> Tensor")
 _library.define("tail_gradient(Tensor gradient) -> Tensor")
+_library.define("loss_outside(Tensor output, int position) -> Tensor")
+_library.define("output_gradient(Tensor gradient, Tensor output, int position) -> Tensor")
 
 BATCH_COUNT = torch.ops.pipec.batch_counts.default
 """What the operators before it would compute from the whole mini-batch.
@@ -49,6 +52,36 @@ _library.impl("tail_input", torch.clone, "CompositeExplicitAutograd")
 _library.impl("tail_gradient", torch.clone, "CompositeExplicitAutograd")
 
 
+LOSS_OUTSIDE = torch.ops.pipec.loss_outside.default
+"""The term of an output in the loss that the script computes.
+
+It stands for any function of all rows, whose gradient is an ``OUTPUT_GRADIENT``. Where it runs, as in the
+check of a first step, it is one whose gradient has another value for each element.
+"""
+
+OUTPUT_GRADIENT = torch.ops.pipec.output_gradient.default
+"""The gradient of the output at ``position`` among the results, which the script gives."""
+
+
+def _weights(output: Tensor) -> Tensor:
+    numbers = torch.arange(output.numel(), device=output.device, dtype=torch.float64)
+    return numbers.cos().to(output.dtype).view(output.shape) / max(output.numel(), 1)
+
+
+def _loss_outside(output: Tensor, position: int) -> Tensor:
+    finite = output.nan_to_num(0.0, 0.0, 0.0)
+    return (_weights(output) * (finite + finite * finite / 2)).sum()
+
+
+def _output_gradient(gradient: Tensor, output: Tensor, position: int) -> Tensor:
+    finite = output.nan_to_num(0.0, 0.0, 0.0)
+    return gradient * _weights(output) * (1 + finite) * output.isfinite()
+
+
+_library.impl("loss_outside", _loss_outside, "CompositeExplicitAutograd")
+_library.impl("output_gradient", _output_gradient, "CompositeExplicitAutograd")
+
+
 @torch.library.register_fake("pipec::batch_counts", lib=_library)  # type: ignore[untyped-decorator]
 def _like(value: Tensor, is_sum: bool) -> Tensor:
     return torch.empty_like(value)
@@ -76,3 +109,26 @@ torch.library.register_autograd("pipec::tail_input", lambda ctx, grad: TAIL_GRAD
 @torch.library.register_fake("pipec::require", lib=_library)  # type: ignore[untyped-decorator]
 def _expect(condition: Tensor, what: str) -> None:
     pass
+
+
+@torch.library.register_fake("pipec::loss_outside", lib=_library)  # type: ignore[untyped-decorator]
+def _term(output: Tensor, position: int) -> Tensor:
+    return output.new_empty(())
+
+
+@torch.library.register_fake("pipec::output_gradient", lib=_library)  # type: ignore[untyped-decorator]
+def _like_output(gradient: Tensor, output: Tensor, position: int) -> Tensor:
+    return output.new_empty(output.shape)
+
+
+def _save_output(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.position = inputs[1]
+
+
+torch.library.register_autograd(
+    "pipec::loss_outside",
+    lambda ctx, gradient: (OUTPUT_GRADIENT(gradient, *ctx.saved_tensors, ctx.position), None),
+    setup_context=_save_output,
+    lib=_library,
+)

@@ -15,7 +15,7 @@ from pipec.capture.data_dependent_sizes import lift_data_dependent_sizes
 from pipec.capture.extract_batch_counts import extract_batch_counts, input_branches
 from pipec.capture.graph_calls import at_line
 from pipec.capture.graph_symbols import batch_symbol, check_evaluable, number_symbols, variable_symbols
-from pipec.capture.markers import OUTPUT_MERGE, REQUIRE
+from pipec.capture.markers import OUTPUT_GRADIENT, OUTPUT_MERGE, REQUIRE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.output_merge import batch_first_output
 from pipec.errors import CaptureError, InputError
@@ -29,6 +29,7 @@ from pipec.graph import (
     ModelInput,
     Operator,
     Output,
+    OutputGradient,
     Parameter,
     ResultRole,
     TrainingGraph,
@@ -120,6 +121,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     batch = batch_symbol(arguments, traced.joint.specialized_by) if traced.symbolic else None
     symbols = variable_symbols(arguments, batch, request.variables, traced.numbers, traced.joint)
     results = _read_results(graph, traced)
+    _take_output_gradients(graph)
     _merge_tied_arguments(graph)
     changed = {role.fqn for role in results.roles if isinstance(role, UpdatedBuffer)}
     for node in graph.find_nodes(op="placeholder"):
@@ -226,12 +228,25 @@ class _Results:
     first_value: str
 
 
+def _take_output_gradients(graph: fx.Graph) -> None:
+    """Let the graph take the gradients of outputs as arguments, in place of those of what stands for a loss."""
+    for node in graph.find_nodes(op="call_function", target=OUTPUT_GRADIENT):
+        position: Any = node.args[2]
+        with graph.inserting_before(next(iter(graph.nodes))):
+            argument = graph.placeholder(f"output_gradient_{position}")
+        argument.meta.update(val=node.meta["val"], role=OutputGradient(position))
+        node.replace_all_uses_with(argument)
+        graph.erase_node(node)
+
+
 def _copy_loss_gradient(graph: fx.Graph, loss: int) -> None:
     """Let a copy be the gradient of a parameter that is added to the loss, as a learned weight of a task is.
 
-    The copy belongs to the operator that makes the ``loss``, whose stage has the loss's own gradient.
+    The copy belongs to the operator that makes the ``loss``, whose stage has the loss's own gradient. So it
+    is with a parameter that is an output.
     """
-    given = [x for x in graph.find_nodes(op="placeholder") if isinstance(x.meta["role"], LossGradient)]
+    roles = LossGradient | OutputGradient
+    given = [x for x in graph.find_nodes(op="placeholder") if isinstance(x.meta["role"], roles)]
     for gradient, reader in [(each, user) for each in given for user in each.users]:
         if reader.op == "output" or is_gradient_sum(reader):
             with graph.inserting_before(reader):
@@ -263,6 +278,8 @@ def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:
             _refuse_alias(fqn, value, owners)
             owners[storage_owner(value)] = fqn
             kept.append((value, UpdatedBuffer(fqn)))
+        elif kind == "output" and what == 0 and traced.request.mode is Mode.OUTPUTS:
+            continue  # stands for a loss
         elif kind == "output" and not _is_tensor_node(value):
             fixed[int(what)] = value
         elif isinstance(value, fx.Node) and kind != "ignored":
@@ -493,7 +510,7 @@ def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
         attribute = str(node.target)
         if attribute not in lifted:
             value: Tensor = getattr(module, attribute)
-            if value.requires_grad and mode is Mode.TRAIN:
+            if value.requires_grad and mode.trains:
                 place = at_line(next(iter(node.users)))
                 raise InputError(
                     f"a tensor of shape {tuple(value.shape)} requires a gradient but is no parameter of the "
@@ -546,7 +563,7 @@ def _described(value: Tensor, symbols: SymbolNames) -> str:
 
 
 def _check_loss(graph: TrainingGraph, first_result: str) -> None:
-    if graph.mode is Mode.FORWARD:
+    if not graph.mode.has_loss:
         return
     losses = [n for role, n in graph.outputs if isinstance(role, Output) and role.position == 0]
     value = losses[0].meta["val"] if len(losses) == 1 else None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipec.capture.capture_request import CaptureRequest
+from pipec.capture.markers import LOSS_OUTSIDE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import UNKNOWN_LOSS, LossPath, find_loss, result_at
 from pipec.capture.variable_history import equal_dimensions
@@ -88,13 +89,18 @@ class TracedStep(nn.Module):
         return output, {name: _detached(new) for name, old, new in named if new is not old}
 
     def result(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-        """The output; or the loss, and if there is more, a tuple of loss, logs and output."""
+        """The output; or the loss, and if there is more, a tuple of loss, logs and output.
+
+        Where the script computes the loss, something stands for it.
+        """
         if self.keyword_order:
             ordered = {name: kwargs[name] for name in self.keyword_order}
             kwargs = {**{name: x for name, x in kwargs.items() if name not in ordered}, **ordered}
         output = self.model(*args, **kwargs)
         if self.mode is Mode.FORWARD:
             return output
+        if self.mode is Mode.OUTPUTS:
+            return _loss_outside(output), {}, _detached(output)
         if self.is_dry_run and self.loss_fn is None:
             self._find_loss(output, args, kwargs)
         loss, logs = self.loss_and_logs(output, target)
@@ -136,6 +142,17 @@ def make_traced_step(request: CaptureRequest) -> TracedStep:
         strided=call.strided,
         loss_path=request.loss_path,
     )
+
+
+def _loss_outside(output: Any) -> Tensor:
+    """What stands for a loss that the script computes of the outputs. Raises InputError if none is trained."""
+    leaves = enumerate(pytree.tree_leaves(output), 1)  # the loss is the first of the results
+    terms = [
+        LOSS_OUTSIDE(x, k) for k, x in leaves if isinstance(x, Tensor) and x.is_floating_point()
+    ]
+    if not terms:
+        raise InputError("no loss can be computed of what the model returns: no tensor in it has numbers")
+    return sum(terms[1:], terms[0])
 
 
 def _one_number(loss: Any) -> Any:
@@ -184,7 +201,7 @@ def model_names(step: TracedStep, canonical: Mapping[str, str]) -> tuple[dict[st
         fqns.setdefault(name, of_model.get(id(tensor), f"constant.{name}"))
     constants = {fqns[name]: tensor for name, tensor in tensors.items() if id(tensor) not in of_model}
     for fqn, tensor in constants.items():
-        if tensor.requires_grad and step.mode is Mode.TRAIN:
+        if tensor.requires_grad and step.mode.trains:
             raise InputError(
                 f"{fqn.removeprefix('constant.')} would be trained, but belongs to no stage: pipec trains "
                 "the parameters of the model. Make the loss a part of the model, which then returns it, or "

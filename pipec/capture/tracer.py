@@ -114,7 +114,7 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         SpecializedVariableError: the variables cannot be symbolic, all of them.
         UnsupportedTorchError: torch is not as pipec knows it.
     """
-    model, call, is_training = request.model, request.call, request.mode is Mode.TRAIN
+    model, call, is_training = request.model, request.call, request.mode.trains
     refuse_kv_cache(call)
     refuse_foreign_model(model)
     _refuse_other_splits(call)
@@ -185,7 +185,7 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(_without_fused_attention(step))
         stack.enter_context(local_sync_batch_norms())
         stack.enter_context(ops.tracing_with_replicas(request.num_replicas or 1))
-        stack.enter_context(torch.set_grad_enabled(request.mode is Mode.TRAIN))
+        stack.enter_context(torch.set_grad_enabled(request.mode.trains))
         yield
 
 
@@ -399,7 +399,7 @@ class _Tracer:
         read: Callable[[JointGraph], TrainingGraph],
     ) -> TrainingGraph:
         """What ``read`` makes of the joint graph, in which the middle blocks of runs are copies."""
-        training = self._request.mode is Mode.TRAIN
+        training = self._request.mode.trains
         if runs:
             with replaced_graph(captured, without_middle(captured.module.graph, runs)):
                 joint = differentiate(captured, training)

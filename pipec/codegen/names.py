@@ -19,6 +19,7 @@ from pipec.graph import (
     BatchFraction,
     LossGradient,
     ModelInput,
+    OutputGradient,
     TailGradient,
     TailInput,
     TrainingGraph,
@@ -89,7 +90,7 @@ def safe_comment(text: str) -> str:
 def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     """Unique names for all nodes of the graph, in order. A message has the name of the value it carries."""
     names: dict[fx.Node, str] = {}
-    has_loss = graph.mode is not Mode.FORWARD
+    has_loss = graph.mode.has_loss
     losses = {node for role, node in graph.returned if role.position == 0 and has_loss}
     tail_inputs = {node for role, node in graph.outputs if isinstance(role, TailInput)}
     taken = reserved_names(graph)
@@ -167,6 +168,8 @@ def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Nod
             return f"batch_{_operator_name(_source_of_batch(graph, role))}"
         if isinstance(role, TailGradient):
             return "grad_rows"
+        if isinstance(role, OutputGradient):
+            return f"grad_{_output_name(graph, role, results)}"
         return _input_name(role.path) if isinstance(role, ModelInput) else "buffer"
     cause: int = node.meta["operator"]
     if results.get(cause) is node:
@@ -184,6 +187,12 @@ def _result_name(graph: TrainingGraph, operator: int, results: Mapping[int, fx.N
     if name.startswith("getitem") and operator in results:
         return _operator_name(results[operator])
     return identifier(name)
+
+
+def _output_name(graph: TrainingGraph, gradient: OutputGradient, results: Mapping[int, fx.Node]) -> str:
+    """The user's name for the output whose gradient an argument is."""
+    output = next(node for role, node in graph.returned if role.position == gradient.position)
+    return _result_name(graph, output.meta["operator"], results) if "operator" in output.meta else "output"
 
 
 def _source_of_batch(graph: TrainingGraph, role: BatchCount) -> fx.Node:

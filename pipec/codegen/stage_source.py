@@ -23,6 +23,7 @@ from pipec.graph import (
     BatchCount,
     BatchFraction,
     ModelInput,
+    OutputGradient,
     TailGradient,
     TailInput,
     TrainingGraph,
@@ -62,7 +63,7 @@ RETURN_VALUES = {
 }
 """The values that the function of each phase returns, as the interpreter unpacks them."""
 
-OF_THE_BATCH = ModelInput | BatchFraction | BatchCount
+OF_THE_BATCH = ModelInput | OutputGradient | BatchFraction | BatchCount
 """The roles of what a step brings, and no function makes."""
 
 
@@ -301,7 +302,7 @@ class _FunctionSource:
             is_handed_on = self.module.names[node] in {*self.module.sent}.difference(self._sent())
             return not is_handed_on
         readers = [each for each in self.module.stage.functions if node in each.inputs]
-        is_made = isinstance(node.meta["role"], TailInput | TailGradient)
+        is_made = isinstance(node.meta["role"], TailInput | TailGradient | OutputGradient)
         return is_made and (not readers or readers[-1] is self.function)
 
     def _tensor_lists(self) -> dict[str, Sequence[fx.Node]]:

@@ -33,6 +33,7 @@ from pipec.compiler.infeasible import require_memory
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.errors import CaptureError, FailingModelError, InputError, MixedRowsError
+from pipec.ir import Mode
 from pipec.ir.batch_split import require_equal_rows, split_sizes
 
 log = logging.getLogger("pipec")
@@ -72,6 +73,11 @@ def compile_call(request: CompileRequest) -> CompiledCall:
 
 
 def _compile(request: CompileRequest, candidate: Candidate) -> CompiledCall:
+    if request.key.mode is Mode.OUTPUTS and candidate.policy.is_asynchronous:
+        raise InputError(
+            "the schedule is asynchronous: a step begins before the script has the loss of the one before. "
+            'Compute the loss in the model or in loss_fn=..., or pass a synchronous schedule such as "1f1b"'
+        )
     step, candidate, counts = _capture_first(request, candidate)
     return _generate(request, *_choose(request, candidate, step, counts))
 
@@ -114,8 +120,10 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
         compiler.canonical,
         settings.device,
         batch=request.call,
-        rewrite_loss=not settings.microbatch_weight,
-        may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
+        rewrite_loss=not request.has_own_batches,
+        may_have_tail=candidate.num_microbatches != 1
+        and not candidate.policy.is_asynchronous
+        and request.key.mode is not Mode.OUTPUTS,
         loss_path=settings.loss_path,
         outputs=request.key.outputs,
         num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,

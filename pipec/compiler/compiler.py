@@ -182,7 +182,12 @@ class CompileRequest:
 
     @property
     def trains(self) -> bool:
-        return self.key.mode is Mode.TRAIN
+        return self.key.mode.trains
+
+    @property
+    def has_own_batches(self) -> bool:
+        """Whether each microbatch is a batch of its own, whose loss the user has weighted."""
+        return bool(self.compiler.settings.microbatch_weight) and self.key.mode is not Mode.OUTPUTS
 
     @functools.cached_property
     def values(self) -> Sizes:
@@ -195,8 +200,7 @@ class CompileRequest:
 
     def findings(self, graph: TrainingGraph) -> BatchFindings:
         """The findings about the batch; with a microbatch weight, each microbatch is a batch of its own."""
-        weighted = self.compiler.settings.microbatch_weight
-        return graph.findings if weighted else graph.findings_for(self.batch, self.values)
+        return graph.findings if self.has_own_batches else graph.findings_for(self.batch, self.values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from pipec.errors import PipecError
 from pipec.graph import TailGradient, TrainingGraph
 from pipec.graph.phase_functions import StageFunctions, stage_functions
 from pipec.ir import (
+    Mode,
     Payload,
     Phase,
     Plan,
@@ -270,8 +271,9 @@ class StagedGraph:
         return known
 
     def ordered(self, schedule: Schedule) -> Schedule:
-        """The schedule as it runs: in the order that the tail demands, on the ranks of the graph's stages."""
-        if any(isinstance(role, TailGradient) for role in self.graph.tail_results):
+        """The schedule as it runs: in the order that the loss demands, on the ranks of the graph's stages."""
+        has_tail_gradients = any(isinstance(role, TailGradient) for role in self.graph.tail_results)
+        if has_tail_gradients or self.graph.mode is Mode.OUTPUTS:
             schedule = with_forwards_first(schedule)
         ranks = self.graph.assignment.ranks
         return remap_ranks(schedule, ranks) if ranks else schedule

@@ -28,6 +28,7 @@ from pipec.graph.nodes import (
     LossGradient,
     ModelInput,
     Output,
+    OutputGradient,
     Parameter,
     Precomputed,
     ResultRole,

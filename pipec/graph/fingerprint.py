@@ -158,7 +158,7 @@ class ModelSnapshot:
 
     def fingerprint(self, mode: Mode, of_torch: tuple[tuple[str, Any], ...]) -> Fingerprint:
         """The values that decide a capture. ``of_torch`` are those of ``torch_values`` for the call."""
-        trains = mode is Mode.TRAIN
+        trains = mode.trains
         if (trains, of_torch) not in self._fingerprints:
             found = Fingerprint(dict(of_torch) | dict(self._by_name()))
             self._fingerprints[trains, of_torch] = found if trains else found.without("requires_grad")

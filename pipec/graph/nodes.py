@@ -125,6 +125,13 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputGradient:
+    """The gradient of the ``Output`` at ``position``, which the script gives, for the microbatch's rows."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class UpdatedBuffer:
     """The new value of a buffer that the forward changes."""
 
@@ -138,7 +145,9 @@ class Gradient:
     fqn: str
 
 
-InputRole = ModelInput | LossGradient | BatchFraction | BatchCount | TailInput | TailGradient
+InputRole = (
+    ModelInput | LossGradient | OutputGradient | BatchFraction | BatchCount | TailInput | TailGradient
+)
 """The arguments of a graph that a step brings, or that another function of it makes."""
 
 ArgumentRole = Parameter | Precomputed | Buffer | InputRole

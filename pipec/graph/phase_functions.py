@@ -197,7 +197,7 @@ def stage_functions(
 
 def _phases(graph: TrainingGraph, nodes: Sequence[fx.Node], split_backward: bool) -> list[Phase]:
     phases = [Phase.FORWARD]
-    if graph.mode is not Mode.TRAIN:
+    if not graph.mode.trains:
         return phases
     if any(node.meta.get("recompute") is Phase.RECOMPUTE for node in nodes):
         phases.append(Phase.RECOMPUTE)

@@ -11,7 +11,7 @@ repeat. ``step_parts`` takes a step apart into its microbatches and its update.
 """
 
 from pipec.ir.memory_figures import MMAP_THRESHOLD_BYTES, RankMemory, SegmentMemory, StageMemory
-from pipec.ir.plan import Alternative, HostCost, Plan, ShardingCost, Stage, StageCost, Tail
+from pipec.ir.plan import Alternative, HostCost, Plan, ShardingCost, Stage, StageCost, Tail, TrainedOutput
 from pipec.ir.program import (
     WAIT_OF,
     Instruction,

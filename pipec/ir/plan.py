@@ -105,6 +105,18 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedOutput:
+    """A result of which the script gives the gradient, for that of ``parameters``.
+
+    Backwards read the rows of their microbatch as ``gradient``.
+    """
+
+    name: str
+    gradient: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HostCost:
     """Time of a rank's host outside stage functions and messages, in which its device is idle.
 
@@ -157,8 +169,9 @@ class ShardingCost:
 class Plan:
     """Everything decided before code is generated. ``placement`` has the ranks of each stage.
 
-    ``outputs`` names the results in the order of the leaves of the model's output; ``summed_outputs`` are
-    those that add up over microbatches; ``log_names`` are the names that the loss function gave to those
+    ``outputs`` names the results in the order of the leaves of the model's output; ``trained_outputs``
+    are those of which a script that computes the loss gives gradients; ``summed_outputs`` are those that add
+    up over microbatches; ``log_names`` are the names that the loss function gave to those
     after the loss. ``arguments`` names all leaves of ``step``'s arguments; ``inputs`` are the leaves that a
     stage reads, with their rows first, and ``batch_axes`` has the user's batch axes of those that are split.
     ``training`` is the mode in which the model was captured. ``variables`` are the sizes and numbers that may
@@ -197,6 +210,7 @@ class Plan:
     buffers: tuple[Value, ...] = ()
     inputs: tuple[InputLeaf, ...] = ()
     outputs: tuple[str, ...] = ()
+    trained_outputs: tuple[TrainedOutput, ...] = ()
     summed_outputs: tuple[str, ...] = ()
     log_names: tuple[str, ...] = ()
     dynamic_batch: bool = True

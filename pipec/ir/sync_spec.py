@@ -102,7 +102,7 @@ class SyncSpec:
     @property
     def runs_update(self) -> bool:
         """Whether weights are updated in this part of the step."""
-        return self.updates and self.part is not StepPart.ACCUMULATE
+        return self.updates and self.part in (StepPart.WHOLE, StepPart.UPDATE)
 
     @property
     def runs_microbatches(self) -> bool:
@@ -127,7 +127,7 @@ class SyncSpec:
     @property
     def has_grad_norm(self) -> bool:
         """Whether all ranks exchange the norm of their gradients before updates."""
-        clips = self.clips and self.part is not StepPart.ACCUMULATE
+        clips = self.clips and self.part in (StepPart.WHOLE, StepPart.UPDATE)
         return (clips or self.may_skip_step) and self.stream is None
 
     @property

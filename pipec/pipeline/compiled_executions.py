@@ -411,7 +411,7 @@ class CompiledExecutions(Executions):
         elif decision.is_checked:
             self._check_again(call, signature, numbers[0][1])
         groups = [(self._made[number], sizes) for number, sizes in numbers]
-        if request.mode is Mode.TRAIN:
+        if request.mode.trains:
             self.trained = groups[0][0]
         if decision.groups is None or self.tensors.needs_placement:
             self.tensors.place(groups[0][0].plan)
@@ -439,7 +439,7 @@ class CompiledExecutions(Executions):
         Without a proof that is done more and more seldom: before the steps 2, 3, 5, 9, 17 and so on.
         """
         settings, number = self.compiler.settings, self.steps.num_steps
-        if request.mode is not Mode.TRAIN or not settings.checks:
+        if not request.mode.trains or not settings.checks:
             return False
         if settings.check_every and not number % settings.check_every:
             return True
@@ -609,7 +609,7 @@ class CompiledExecutions(Executions):
         changed = (read.difference(self.compiler.traced(mode)) if read else "") or "none"
         replaced = ", ".join(self._replaced_names()) or "none"
         description = fingerprint.digest | {"replaced": replaced, "changed values": changed}
-        if mode is Mode.TRAIN:
+        if mode.trains:
             frozen = ", ".join(self.tensors.names.frozen()) or "none"
             description["frozen parameters"] = describe_argument(frozen)
         return description | (self.agreement.describe_updates() if request.method == "step" else {})
@@ -641,12 +641,12 @@ class CompiledExecutions(Executions):
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
         given = ModelCall(args, kwargs, target)
-        if mode is Mode.TRAIN:
+        if mode.trains:
             refuse_input_gradients(given)
         call = replace(given, repeated=repeated_tensors(given.leaves))
         call.check(self.compiler.model)
         call = self._divided(call.in_order_for(self.compiler.model))
-        if mode is not Mode.FORWARD:
+        if mode.has_loss:
             call.check_target(needed=self.compiler.settings.loss_fn is not None)
         return call
 

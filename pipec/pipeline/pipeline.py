@@ -216,6 +216,14 @@ class Pipeline(ConvertedModule):
         return pytree.tree_map(lambda x: x.as_subclass(ForwardOutput) if _is_real(x) else x, output)
 
     @exclusive_call
+    def _outputs_to_train(self, args: Any, kwargs: Any, anchor: Tensor) -> Any:
+        """The model's output for the batch, with a graph whose backward is that of the pipeline."""
+        request = CallRequest("forward", Mode.OUTPUTS, True)
+        call = self._executions.agree(request, CallArguments(args, kwargs))
+        self._stream.leave_last()
+        return self._executions.outputs_to_train(call, anchor)
+
+    @exclusive_call
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
         request = CallRequest("prepare", Mode.TRAIN, outputs)

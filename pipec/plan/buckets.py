@@ -28,7 +28,7 @@ def segment_backwards(
 
     Gradients of parameters that several stages use, and sparse ones, come last.
     """
-    if graph.mode is not Mode.TRAIN:
+    if not graph.mode.trains:
         return list(stages)
     uses = Counter(node.meta["role"].fqn for stage in stages for node in stage.parameters)
     found = []

@@ -12,7 +12,9 @@ from pipec import ops
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbolic_sizes import evaluate_cost
 from pipec.graph import (
+    Gradient,
     ModelInput,
+    OutputGradient,
     TailGradient,
     TailInput,
     TrainingGraph,
@@ -48,6 +50,7 @@ from pipec.ir import (
     StageMemory,
     SyncSpec,
     Tail,
+    TrainedOutput,
     Value,
 )
 from pipec.ir.batch_axis import LEADING, BatchAxis
@@ -113,6 +116,7 @@ class _PlanBuilder:
             buffers=self.model_tensors(node for stage in self.stages for node in stage.buffers),
             inputs=tuple(self.inputs()),
             outputs=tuple(names[node] for _, node in graph.returned),
+            trained_outputs=tuple(self.trained_outputs()),
             summed_outputs=tuple(names[node] for role, node in graph.returned if role.is_sum),
             log_names=graph.logs,
             dynamic_batch=graph.batch is not None,
@@ -174,6 +178,23 @@ class _PlanBuilder:
                 if role.batched:  # dimension 0 may be a number in the graph
                     value = replace(value, shape=("b", *value.shape[1:]))
                 yield InputLeaf(role.position, role.path, role.batched, value)
+
+    def trained_outputs(self) -> Iterator[TrainedOutput]:
+        """The outputs of which the script gives gradients, each with the parameters that it trains."""
+        given = {
+            node: node.meta["role"].position
+            for node in self.graph.arguments
+            if isinstance(node.meta["role"], OutputGradient)
+        }
+        needed: dict[fx.Node, frozenset[int]] = {}
+        for node in self.graph.module.graph.nodes if given else ():
+            sources = (needed[each] for each in node.all_input_nodes)
+            needed[node] = frozenset({given[node]} if node in given else ()).union(*sources)
+        trained = [(role.fqn, needed[x]) for role, x in self.graph.outputs if isinstance(role, Gradient)]
+        outputs = {role.position: self.names[node] for role, node in self.graph.returned}
+        for node, position in given.items():
+            parameters = dict.fromkeys(fqn for fqn, read in trained if position in read)
+            yield TrainedOutput(outputs[position], self.names[node], tuple(parameters))
 
     # stages
 

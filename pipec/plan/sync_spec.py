@@ -38,7 +38,7 @@ def build_sync_spec(
         for stage in stages
         if requested.replicas_pass_own_rows and len(placement[stage.index]) > 1 and stage.batch_counts
     )
-    if mode is not Mode.TRAIN:
+    if not mode.trains:
         gathers = requested.shard is ShardingLevel.PARAMETERS and bool(requested.buckets)
         return SyncSpec(
             requested.buckets if gathers else (),

@@ -36,7 +36,7 @@ def verify(plan: Plan, programs: Sequence[Program]) -> None:
     """
     for misfit in sync_spec_rules.stage_violations(plan):
         raise VerifyError(misfit)
-    if plan.sync_spec.stream is not None and plan.mode is Mode.TRAIN:
+    if plan.sync_spec.stream is not None and plan.mode.trains:
         verify_periodic(plan, programs)
     else:
         verify_step(plan, programs)

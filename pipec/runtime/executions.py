@@ -24,7 +24,7 @@ from pipec.ir.batch_split import (
     variable_values,
 )
 from pipec.ir.text_format import evaluate_dim, format_value, holds, names_in
-from pipec.runtime.absent_tensors import release_sharded
+from pipec.runtime.absent_tensors import is_absent, release_sharded
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.local_gradients import GradientNorms
 from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, StepLoss
@@ -44,6 +44,7 @@ from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.stream_session import CompiledStream, StreamSession
 from pipec.runtime.tensors import Tensors, owner_ranks
+from pipec.runtime.waiting_forward import Begun, OutputsOf, WaitingForward
 from pipec.torch_compat import pytree
 
 UnflattenCall = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
@@ -129,6 +130,7 @@ class Executions:
         self.ranks, self._microbatch_weight = agreement.ranks, microbatch_weight
         self.norms = GradientNorms(tensors, agreement)
         self._linked: dict[tuple[Artifact, bool], Execution] = {}
+        self._num_forwards = 0
         self.trained: Artifact | None = None
         self.session: StreamSession | None = None
         self.undelivered: Sequence[BatchResult] = ()
@@ -164,7 +166,7 @@ class Executions:
             description, refusal = self._described(call), None
         except InputError as error:
             description, refusal = {"refused": str(error)}, error
-        if request.mode is Mode.TRAIN:
+        if request.mode.trains:
             description |= self.agreement.describe_updates()
         answer = self.agreement.require_same_call(
             request.name, description, lambda _: None if refusal else call.seed
@@ -358,6 +360,70 @@ class Executions:
             return loss
         return loss, _output_of(first, results, plan.outputs[1 + len(plan.log_names) :])
 
+    def outputs_to_train(self, call: Call, anchor: Tensor) -> Any:
+        """The model's output, with a graph whose backward runs the backwards of the call."""
+        if any(artifact.has_random_operators for artifact, _ in call.groups):
+            advance_default_generator(call.generator_after)
+        plans, batch_slices = [artifact.plan for artifact, _ in call.groups], self._batch_slices(call)
+        parts, begun, recorded = [], [], self.steps.recorded
+        for (artifact, _), batch_slice in zip(call.groups, batch_slices, strict=True):
+            execution = self.execution(artifact)
+            results, suspended = execution.forward(call.leaves, batch_slice, call.seed, recorded)
+            parts.append(results)
+            begun.append((execution, suspended))
+        merged = parts[0] if len(parts) == 1 else merge_slices(plans[0], parts, batch_slices)
+        read = {f"the parameter or buffer {fqn}": x for fqn, x in self.tensors.here().items()}
+        read |= {f"{path}": x for path, x in zip(plans[0].arguments, call.leaves, strict=False)}
+        self._num_forwards += 1
+        tensors = {name: x for name, x in read.items() if isinstance(x, Tensor) and not is_absent(x)}
+        waiting = WaitingForward(self._num_forwards, begun, tensors, self._run_backward)
+        names = [each.name for each in waiting.trained]
+        trained = OutputsOf.apply(anchor, waiting, *(merged[name] for name in names))  # type: ignore[no-untyped-call]
+        results = {**merged, **dict(zip(names, trained, strict=True))}
+        axes = call.first.axes
+        results = {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
+        return _output_of(call.first, results, plans[0].outputs)
+
+    def _run_backward(
+        self, waiting: WaitingForward, begun: Begun, gradients: Mapping[str, Tensor | None]
+    ) -> None:
+        """Run the backwards of a forward. All ranks call this alike, or all raise InputError."""
+        self.drain()
+        steps, is_distributed = self.steps, self.agreement.is_distributed
+        if is_distributed:
+            given = {f"the gradient of {name}": describe_leaf(x) for name, x in gradients.items()}
+            answer = self.agreement.require_same_call(f"the backward of forward {waiting.number}", given)
+            self.agreement.exit_on_signal(self.drain, answer)
+        unset = [*self._without_gradient(waiting.untrained(gradients))]
+        contiguous = {name: None if x is None else x.contiguous() for name, x in gradients.items()}
+        leaves_gradients, before = steps.updates is None and is_distributed, steps.accumulates
+        if leaves_gradients:
+            self.norms.unmark()
+        for execution, suspended in begun:
+            execution.backward(suspended, contiguous, steps.recorded)
+        for parameter in unset:
+            parameter.grad = None
+        if leaves_gradients and self.tensors.are_spread:
+            self.norms.mark()
+        steps.accumulates = True
+        try:
+            steps.count(begun[-1][0].non_finite, self.trained)
+        finally:
+            steps.accumulates = before
+
+    def _without_gradient(self, untrained: Iterable[str]) -> Iterator[Tensor]:
+        """Those of some parameters that have no gradient, and are to have none."""
+        here = self.tensors.here()
+        for fqn in untrained:
+            if self.steps.updates is not None:
+                raise InputError(
+                    f"the loss does not depend on {fqn}, but the optimizer of the pipeline updates all "
+                    "parameters: freeze it with requires_grad_(False), or leave out optimizer=... and step an "
+                    "optimizer of torch, which passes over parameters without a gradient"
+                )
+            if fqn in here and here[fqn].grad is None:
+                yield here[fqn]
+
     def output(self, call: Call) -> Any:
         """The model's output."""
         return _output_of(call.first, self.run(call), call.first.plan.outputs)
@@ -390,7 +456,7 @@ class Executions:
         """The rows and the loss weights of each group of microbatches."""
         every = [size for _, sizes in call.groups for size in sizes]
         weights = None
-        if call.request.mode is not Mode.FORWARD:
+        if call.request.mode.has_loss:
             weights = loss_weights(self._microbatch_weight, call.leaves, call.with_leaves, call.axes, every)
         batch_slices, start, first = list[BatchSlice](), 0, 0
         for _, sizes in call.groups:

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 from pipec.capture.batch import indexing as i
 from pipec.capture.batch import movement as m
 from pipec.capture.batch import reductions as r
-from pipec.capture.batch.dependence import Dependence, PerRow, SelectedRows, Whole
-from pipec.capture.batch.operator_call import OperatorCall, Rule
+from pipec.capture.batch.dependence import (
+    MEAN,
+    Dependence,
+    PerRow,
+    SelectedRows,
+    SumOverRows,
+    Whole,
+    is_whole,
+)
+from pipec.capture.batch.operator_call import OperatorCall, Rule, mixed_or_unproven
 from pipec.capture.batch.pointwise import KEEPING, pointwise
 
 
@@ -29,6 +37,15 @@ def _permutation(call: OperatorCall) -> Dependence:
 def _batch_fraction(call: OperatorCall) -> Dependence:
     """The batch fraction, which is proportional to the number of rows."""
     return Whole(degree=1)
+
+
+def _loss_outside(call: OperatorCall) -> Dependence:
+    """Any loss of an output: microbatches have its gradient if the output's value is made of theirs."""
+    value = call.values[0]
+    is_merged = value in (MEAN, SumOverRows()) or is_whole(value)
+    if is_merged or (isinstance(value, PerRow) and not value.degree and not value.is_row_number):
+        return MEAN
+    return mixed_or_unproven([value]) or call.mixed("is no sum or mean over the rows of the batch")
 
 
 def _ctc_loss(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
@@ -109,6 +126,7 @@ RULES: Mapping[str, Rule] = {
     "pipec::batch_counts": lambda call: Whole(),
     "pipec::batch_fraction": _batch_fraction,
     "pipec::ctc_loss": _ctc_loss,
+    "pipec::loss_outside": _loss_outside,
     "pipec::recurrent_layer": r.recurrence,
     "pipec::output_merge": lambda call: call.values[0],
 }
@@ -119,7 +137,7 @@ KEEP_POWERS = {
     *_CREATES,
     *KEEPING,
     *("cat", "expand", "constant_pad_nd", "sum", "mean", "mm", "bmm", "index", "_unsafe_index", "gather"),
-    *("pipec::batch_counts", "pipec::batch_fraction", "pipec::output_merge"),
+    *("pipec::batch_counts", "pipec::batch_fraction", "pipec::loss_outside", "pipec::output_merge"),
 }
 """Operators, besides elementwise ones, whose rule knows what becomes of a power of the number of rows."""
 
@@ -128,7 +146,7 @@ KEEP_ROW_NUMBERS = {
     *_CREATES,
     *KEEPING,
     *("cat", "expand", "index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "ne"),
-    *("pipec::batch_counts", "pipec::output_merge"),
+    *("pipec::batch_counts", "pipec::loss_outside", "pipec::output_merge"),
 }
 """Operators whose rule knows what becomes of the numbers of rows."""
 

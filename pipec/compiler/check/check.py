@@ -155,11 +155,11 @@ class _Check:
     @property
     def has_own_batches(self) -> bool:
         """Whether each microbatch is a batch of its own, and what the model makes of each adds up."""
-        return bool(self.settings.microbatch_weight)
+        return self.request.has_own_batches
 
     @functools.cached_property
     def comparison(self) -> Comparison:
-        names = [] if self.graph.mode is Mode.FORWARD else ["the loss"]
+        names = ["the loss"] if self.graph.mode.has_loss else []
         names += [f"logs[{name!r}]" for name in self.graph.logs if names]
         return Comparison(names, tolerance_of(self.dtypes))
 
@@ -211,7 +211,8 @@ class _Check:
             tensors = self._tensors()
         except _CannotDrawError as error:
             return CheckResult(sizes, reason=str(error))
-        weights = [1.0] * len(sizes) if self.settings.microbatch_weight == "sum" else None
+        is_sum = self.has_own_batches and self.settings.microbatch_weight == "sum"
+        weights = [1.0] * len(sizes) if is_sum else None
         split = SplitRun(
             self.graph, tensors.by_fqn, self.settings.device, self.request.values, draws, weights
         )
@@ -307,7 +308,7 @@ class _Check:
             used = replaced.get(id(tensor), tensor)
             if fqn not in by_fqn:
                 by_fqn[fqn] = used.detach() if is_parameter else used.detach().clone()
-            if step.mode is Mode.TRAIN and is_parameter and tensor.requires_grad:
+            if step.mode.trains and is_parameter and tensor.requires_grad:
                 trained[fqn] = used
         return _Tensors(by_fqn, replaced, trained)
 

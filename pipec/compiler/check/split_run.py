@@ -3,9 +3,9 @@
 It says in a page what the programs of a step do, on one device and in one thread::
 
     batch_counts(all rows)
-    for each microbatch:  what the tail does not make wait
-    tail(the inputs of all microbatches)
-    for each microbatch:  the rest, with its rows of the tail's gradients
+    for each microbatch:  what does not wait for the tail, or for a loss that the script computes
+    tail(the inputs of all microbatches), or what stands for the loss
+    for each microbatch:  the rest, with its rows of the gradients
 """
 
 import functools
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from pipec.capture.markers import OUTPUT_GRADIENT
 from pipec.capture.model_call import ModelCall
 from pipec.compiler.check.draws import FixedDraws
 from pipec.compiler.check.unsplit_run import StepValues
@@ -31,6 +32,7 @@ from pipec.graph import (
     LossGradient,
     ModelInput,
     Output,
+    OutputGradient,
     Parameter,
     Precomputed,
     ResultRole,
@@ -105,7 +107,7 @@ class _Step:
         self._precomputed = self._evaluate(precomputed, self._whole) if precomputed else ()
 
     def run(self, observe: Observer | None) -> StepValues:
-        early, late = _before_and_behind_tail(self._graph.module.graph)
+        early, late = _before_and_behind_loss(self._graph.module.graph)
         every = [_Values() for _ in self._microbatches]
         last_reads = _last_reads([*early, *late], {node for _, node in self._graph.outputs})
         for nodes in (early, late):
@@ -122,6 +124,8 @@ class _Step:
                     self._collect(role, values[node])
                 if not late:
                     values.clear()
+            if nodes is early:
+                self._merged_early = self._merged()
             if nodes is early and self._graph.tail is not None:
                 found = self._evaluate(self._graph.tail, self._whole)
                 self._tail = dict(zip(self._graph.tail_results, found, strict=True))
@@ -165,6 +169,8 @@ class _Step:
             case TailGradient() as role:
                 gradient = self._tail[role]
                 return rows.of(gradient, gradient.shape[0] // self._whole.count)
+            case OutputGradient(position=position):
+                return self._output_gradient(position, rows)
         raise AssertionError(node.meta["role"])
 
     def _evaluate(self, graph: fx.Graph, rows: _Rows) -> Sequence[Any]:
@@ -200,6 +206,25 @@ class _Step:
                     merged[role.position] = whole
         return merged
 
+    def _output_gradient(self, position: int, rows: _Rows) -> Tensor:
+        """The gradient of a microbatch's part of an output, of what stands for a loss of the whole."""
+        [(role, part)] = [
+            (role, parts[0])
+            for role, parts in self._parts.items()
+            if isinstance(role, Output) and role.position == position
+        ]
+        output, axis = self._merged_early[position], role.axis or LEADING
+        gradient: Tensor = OUTPUT_GRADIENT(torch.ones((), dtype=output.dtype), output, position)
+        if axis.has_outer:
+            gradient = axis.rows_first(gradient, self._whole.count)
+        dims = [k for k, size in enumerate(part.shape) if size != gradient.shape[k]]
+        if role.is_sum or len(self._microbatches) == 1:
+            return gradient
+        if not dims:
+            return gradient * (rows.count / self._whole.count)
+        per_row = gradient.shape[dims[0]] // self._whole.count
+        return gradient.narrow(dims[0], rows.start * per_row, rows.count * per_row).contiguous()
+
     def _merge(self, role: Output, node: fx.Node, parts: Sequence[Tensor]) -> Tensor | None:
         """The value of the batch; None if it is not known where parts have their rows."""
         if len(parts) == 1:
@@ -222,12 +247,12 @@ class _Step:
         return functools.reduce(torch.add, (x * w for x, w in zip(parts, weights, strict=True)))
 
 
-def _before_and_behind_tail(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes that need nothing of the tail, and those that do, each in order."""
+def _before_and_behind_loss(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes that need nothing of the tail, nor of a loss outside, and those that do, each in order."""
     behind: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.op != "output":
-            needs = isinstance(node.meta.get("role"), TailGradient)
+            needs = isinstance(node.meta.get("role"), TailGradient | OutputGradient)
             behind[node] = needs or any(behind[source] for source in node.all_input_nodes)
     return [node for node in behind if not behind[node]], [node for node in behind if behind[node]]
 

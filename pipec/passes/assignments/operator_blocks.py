@@ -192,7 +192,7 @@ def _transfers(graph: TrainingGraph, size: int) -> Iterator[Transfer]:
             made_by = node.meta["operator"]
             if last > made_by and not depends_on_inputs_only(node):
                 num_bytes = evaluate_cost(node.meta["cost"].output_bytes, size)
-                returns = graph.mode is Mode.TRAIN and made_by in differentiated
+                returns = graph.mode.trains and made_by in differentiated
                 trained = returns and node.meta["val"].is_floating_point()
                 yield Transfer(made_by, last, num_bytes, num_bytes if trained else 0)
 

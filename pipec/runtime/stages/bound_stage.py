@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -151,6 +152,30 @@ class BoundStage:
         if self._precompute_arguments and not self.is_versioned:
             frame["precomputed"] = self._precomputed_of(frame)
         return frame
+
+    def suspend(self, results: Collection[str]) -> "SuspendedStage":
+        """What the backwards of a step need that a script interrupts behind its forwards: no ``results``.
+
+        Buffers that forwards have changed are about to get their new values: backwards get copies of the old.
+        """
+        changing, copies = {id(self._registered[index]) for index in self.updated_indices}, dict[int, Tensor]()
+        dropped = {*results} - self.inputs
+        frames = [{name: x for name, x in frame.items() if name not in dropped} for frame in self.frames]
+        for frame in frames if changing else ():
+            for buffer in frame.get("buffers", ()):
+                if id(buffer) in changing and id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.clone()
+            frame["buffers"] = [copies.get(id(each), each) for each in frame.get("buffers", ())]
+        borrowed = {index: self.weights[index] for index in self._borrowed_indices}
+        return SuspendedStage(frames, {**self._precomputed}, borrowed)
+
+    def resume(self, suspended: "SuspendedStage") -> None:
+        """Go on with a step that was interrupted."""
+        for frame, values in zip(self.frames, suspended.frames, strict=True):
+            frame.update(values)
+        self._precomputed.update(suspended.precomputed)
+        for index, weight in suspended.borrowed.items():
+            self.weights[index] = weight
 
     @torch.no_grad()
     def batch_counts(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
@@ -309,6 +334,15 @@ class BoundStage:
         constants = getattr(self.code, "constants", None)
         arguments = dict(zip(self._constants_arguments, sizes, strict=True))
         return tuple(constants(**arguments, device=self.device)) if constants else ()
+
+
+@dataclass(frozen=True)
+class SuspendedStage:
+    """The frames of a stage, what it has computed of its weights, and those that it borrows, by index."""
+
+    frames: list[Frame]
+    precomputed: dict[tuple[float, ...], list[Tensor]]
+    borrowed: dict[int, Tensor]
 
 
 class WeightVersions:

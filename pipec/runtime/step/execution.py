@@ -22,7 +22,9 @@ from pipec.runtime.step.dry_run import DryRuns
 from pipec.runtime.step.interpreter import BatchSource, Interpreter
 from pipec.runtime.step.non_finite import NonFinite, stage_of_loss
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
+from pipec.runtime.step.rank_state import OutputGradients, SuspendedStep
 from pipec.runtime.step.ranks import Ranks
+from pipec.runtime.step.step_results import gradient_parts, result_values
 from pipec.runtime.step.stream_results import StreamBatch
 from pipec.runtime.step.stream_run import StreamRun, restore_common_version
 from pipec.runtime.step.timestamps import RecordedStep, Timestamps
@@ -170,6 +172,44 @@ class Execution:
         part = StepPart.WHOLE if update or not updates else StepPart.ACCUMULATE
         return self._run_part(part, recorded, microbatches, batch_slice, seed)
 
+    def forward(
+        self,
+        leaves: Sequence[object],
+        batch_slice: BatchSlice,
+        seed: int,
+        recorded: list[RecordedStep] | None = None,
+    ) -> tuple[Results, Sequence[SuspendedStep]]:
+        """Run the forwards of a step; returns its results, and for each rank what the backwards need."""
+        microbatches = self._microbatches(leaves, batch_slice)
+        if self._dry_runs:
+            self.dry_run(microbatches, batch_slice, seed)
+        results = self._run_part(StepPart.FORWARDS, recorded, microbatches, batch_slice, seed)
+        return results, [each.take_suspended() for each in self._interpreters]
+
+    def backward(
+        self,
+        suspended: Sequence[SuspendedStep],
+        output_gradients: Mapping[str, Tensor | None],
+        recorded: list[RecordedStep] | None = None,
+    ) -> None:
+        """Run the backwards of a step, with the gradients of results of the whole batch, by name."""
+        plan, own = self.artifact.plan, suspended[0].batch_slice
+        values = {value.name: value for value in result_values(plan)}
+        parts = {
+            each.gradient: gradient_parts(
+                values[each.name],
+                output_gradients[each.name],
+                own,
+                each.name in plan.summed_outputs,
+                self._interpreters[0].device,
+            )
+            for each in plan.trained_outputs
+        }
+        if self._updates is not None:
+            self._updates.follow_script()
+        resumed = [(each, parts) for each in suspended]
+        self._run_part(StepPart.BACKWARDS, recorded, batch_slice=own, resumed=resumed)
+
     def update(self, recorded: list[RecordedStep] | None = None) -> None:
         """Run the update alone, with the gradients of all steps since the last one; otherwise as ``run``."""
         assert self._updates is not None, "the caller has checked that there are gradients"
@@ -183,13 +223,16 @@ class Execution:
         microbatches: Sequence[Mapping[str, Tensor]] = (),
         batch_slice: BatchSlice = NO_ROWS,
         seed: int = 0,
+        resumed: Sequence[tuple[SuspendedStep, OutputGradients]] | None = None,
     ) -> Results:
         """The results of the first rank of this process, of a part of a step that all of them run."""
         devices = self._ranks.devices
         timestamps: dict[int, Timestamps] = {} if recorded is None else {rank: [] for rank in devices}
         jobs = [
-            functools.partial(each.run, microbatches, batch_slice, seed, timestamps.get(rank), part)
-            for rank, each in zip(devices, self._interpreters, strict=True)
+            functools.partial(each.run, microbatches, batch_slice, seed, timestamps.get(rank), part, own)
+            for rank, each, own in zip(
+                devices, self._interpreters, resumed or [None] * len(devices), strict=True
+            )
         ]
         try:
             results = jobs[0]() if self._ranks.world.is_distributed else self._ranks.in_process.run(jobs)[0]

@@ -25,7 +25,13 @@ from pipec.ir.text_format import instruction_lines
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.step.batch_slice import NO_ROWS, BatchSlice
 from pipec.runtime.step.linker import Action, Linker, microbatches_of, nothing
-from pipec.runtime.step.rank_state import GroupHyperparameters, Inputs, RankState
+from pipec.runtime.step.rank_state import (
+    GroupHyperparameters,
+    Inputs,
+    OutputGradients,
+    RankState,
+    SuspendedStep,
+)
 from pipec.runtime.step.stream_results import StreamBatch
 from pipec.runtime.step.timestamps import Moment, Timestamps, clock_of
 
@@ -45,6 +51,7 @@ class Interpreter(RankState):
         super().__post_init__()
         self.position = -1
         self._passes = self._link()
+        self._suspended: SuspendedStep | None = None
         self._parts = {part: self._linked(part) for part in StepPart}
         self._part, self._actions = self._parts[StepPart.WHOLE]
 
@@ -100,6 +107,7 @@ class Interpreter(RankState):
         seed: int = 0,
         timestamps: Timestamps | None = None,
         part: StepPart = StepPart.WHOLE,
+        resumed: tuple[SuspendedStep, OutputGradients] | None = None,
     ) -> dict[str, Tensor]:
         """Execute one step. Returns the results of the microbatches together by name, on every rank.
 
@@ -113,7 +121,9 @@ class Interpreter(RankState):
                 batch and the operator alone. Each step has another.
             timestamps: The times of the step are appended.
             part: All of the step, or its microbatches alone: their gradients are kept for the next update. Or
-                the update alone, of the gradients of all steps since the last; it has no microbatches.
+                the update alone, of the gradients of all steps since the last; it has no microbatches. Or
+                the forwards alone, or the backwards.
+            resumed: What ``take_suspended`` returned after the forwards, and the gradients of the outputs.
 
         Raises:
             ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
@@ -123,10 +133,15 @@ class Interpreter(RankState):
         self.begin_part(part)
         try:
             with self._running():
-                self.begin_step(microbatches, batch_slice, seed)
+                if resumed is None:
+                    self.begin_step(microbatches, batch_slice, seed)
+                else:
+                    batch_slice = resumed[0].batch_slice
+                    self.resume(*resumed)
                 has_rows = all(batch_slice.sizes)
                 self._execute(self._actions if has_rows else self._actions_with_rows(), timestamps)
-                return {} if part is StepPart.UPDATE else self.step_results.of_batch(self.device)
+                is_late = part in (StepPart.UPDATE, StepPart.BACKWARDS)
+                return {} if is_late else self.step_results.of_batch(self.device)
         finally:
             self.forget_step()
 
@@ -136,9 +151,21 @@ class Interpreter(RankState):
         actions = [self._passes[0][n] for n in instructions_of_part(self.program, sync_spec, part)]
         if part is not StepPart.UPDATE:
             actions.append(self.transport.finish)
-            if any(stage.updated_indices for stage in self.stages.values()):
+            if part is StepPart.FORWARDS:
+                actions.append(self._suspend)
+            is_forward = part is not StepPart.BACKWARDS
+            if is_forward and any(stage.updated_indices for stage in self.stages.values()):
                 actions.append(self._end_step)
         return program_part(self.program, sync_spec, part), actions
+
+    def _suspend(self) -> None:
+        self._suspended = self.suspend()
+
+    def take_suspended(self) -> SuspendedStep:
+        """What the backwards need of the forwards that ran last."""
+        suspended, self._suspended = self._suspended, None
+        assert suspended is not None, "forwards have run"
+        return suspended
 
     def _actions_with_rows(self) -> Sequence[Action]:
         """The actions of a step in which some microbatches have no rows, and so are not computed."""

@@ -443,7 +443,7 @@ class Linker:
         rank, updates, sync_spec = self._rank, self._rank.updates, self._plan.sync_spec
         assert rank.table is not None, "the norm comes first"
         found = found_in(self._plan, self._parameter_order, rank.table)
-        accumulates = rank.part is StepPart.ACCUMULATE
+        accumulates = rank.part in (StepPart.ACCUMULATE, StepPart.BACKWARDS)
         if updates is not None and not accumulates:
             found = updates.skip_reasons.pop(rank.number, None) or found
         rank.non_finite = found

@@ -13,7 +13,14 @@ from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.messages.cuda import on_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.random_seeds import OperatorGenerators
-from pipec.runtime.stages.bound_stage import BATCH, VERSION, BoundStage, Frame, StageCode
+from pipec.runtime.stages.bound_stage import (
+    BATCH,
+    VERSION,
+    BoundStage,
+    Frame,
+    StageCode,
+    SuspendedStage,
+)
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -24,8 +31,19 @@ from pipec.runtime.step.tail import StageTail
 Inputs = Mapping[str, Tensor]
 """The model's inputs of a microbatch, by name."""
 
+OutputGradients = Mapping[str, Mapping[int, Tensor]]
+"""The gradients of outputs by name, of the part that each microbatch has made of them."""
+
 GroupHyperparameters = Sequence[Mapping[str, Any]]
 """The hyperparameters of an update, for each group of the optimizer."""
+
+
+@dataclass(frozen=True)
+class SuspendedStep:
+    """What a rank needs for the backwards of a step whose forwards have run, by stage."""
+
+    batch_slice: BatchSlice
+    stages: Mapping[int, SuspendedStage]
 
 
 @dataclass(eq=False, repr=False)
@@ -79,7 +97,9 @@ class RankState:
         }
         self.own = {stage: plan.microbatches_on(stage, program.rank) for stage in self.stages}
         summed = {name for index in plan.sync_spec.count_stages for name in plan.stages[index].batch_counts}
-        self._inputs_of = {index: stage.inputs - summed for index, stage in self.stages.items()}
+        given = {output.gradient for output in plan.trained_outputs}
+        self._inputs_of = {index: stage.inputs - summed - given for index, stage in self.stages.items()}
+        self._output_gradients_of = {index: stage.inputs & given for index, stage in self.stages.items()}
         self.tails = {
             index: StageTail(plan.stages[index], stage, plan.placement[index], program.rank)
             for index, stage in self.stages.items()
@@ -101,7 +121,8 @@ class RankState:
     @property
     def names_read(self) -> set[str]:
         """The inputs of the model that this rank reads, also those in which it counts."""
-        return {name for stage in self.stages.values() for name in (*stage.inputs, *stage.count_inputs)}
+        of_counts = (name for stage in self.stages.values() for name in stage.count_inputs)
+        return {*of_counts, *(name for names in self._inputs_of.values() for name in names)}
 
     def begin_part(self, part: StepPart) -> None:
         """Begin a part of a step, or a stream."""
@@ -137,6 +158,28 @@ class RankState:
         for number, weight in enumerate(batch_slice.loss_weights):
             key = seed, batch_slice.first + number
             self.fill_frames(number, batch_slice.sizes[number], inputs[number], key, weight * scale)
+
+    def suspend(self) -> "SuspendedStep":
+        """What the backwards need of a step whose forwards have run."""
+        results = [value.name for value in result_values(self.plan)]
+        stages = {index: stage.suspend(results) for index, stage in self.stages.items()}
+        return SuspendedStep(self.step_results.batch_slice, stages)
+
+    def resume(self, suspended: "SuspendedStep", output_gradients: OutputGradients) -> None:
+        """Fill the frames for the backwards of a step, with the gradients of its outputs."""
+        batch_slice, scaled = suspended.batch_slice, self.updates.loss_scale if self.updates else None
+        scale = scaled.scale if scaled else 1.0
+        self.sizes[:] = [*batch_slice.sizes, sum(batch_slice.sizes)]
+        self.use(batch_slice.values)
+        self.step_results.batch_slice = batch_slice
+        for index, stage in self.stages.items():
+            stage.begin_step(scale)
+            stage.resume(suspended.stages[index])
+            for name in self._output_gradients_of[index]:
+                for number in self.own[index]:
+                    if self.sizes[number]:
+                        gradient = on_device(output_gradients[name][number], self.device)
+                        stage.frames[number][name] = gradient * scale if scale != 1 else gradient
 
     def fill_frames(
         self, microbatch: int, size: int, inputs: Inputs, key: tuple[int, int], loss_weight: float

@@ -156,6 +156,29 @@ def merge(value: Value, parts: Sequence[Tensor], weights: Sequence[float] | None
     return parts[0].clone()
 
 
+def gradient_parts(
+    value: Value, gradient: Tensor | None, own: BatchSlice, is_sum: bool, device: torch.device
+) -> dict[int, Tensor]:
+    """By microbatch with rows, the gradient of its part of a result, of that of the batch's; see ``merge``.
+
+    None stands for zeros.
+    """
+    found, first, dims = dict[int, Tensor](), own.start, _batch_dims(value)
+    for number, size in enumerate(own.sizes):
+        sizes, whole = {**own.values, "b": size}, gradient
+        if not size:
+            continue
+        if whole is None:
+            found[number] = zeros_of(value, sizes, device)
+        elif dims:
+            along, per_row = evaluate_dim(value.shape[dims[0]], sizes), whole.shape[dims[0]] // own.batch
+            found[number] = whole.narrow(dims[0], first * per_row, along).contiguous()
+        else:
+            found[number] = whole if is_sum else whole * (size / own.batch)
+        first += size
+    return found
+
+
 def merge_replicas(value: Value, parts: Sequence[Tensor], own: BatchSlice, is_sum: bool) -> Tensor:
     """The result of the batch from the merged results of the replicas that have rows.
 

@@ -1,0 +1,92 @@
+"""A forward that waits for the backward of a loss that the script computes of its outputs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import InputError
+from pipec.ir import TrainedOutput
+from pipec.runtime.step.execution import Execution
+from pipec.runtime.step.rank_state import SuspendedStep
+
+Begun = Sequence[tuple[Execution, Sequence[SuspendedStep]]]
+"""For each group of microbatches, what runs it, and for each rank what its backwards need."""
+
+
+class WaitingForward:
+    """A forward, until its backward. What the backward needs is freed with it, or as soon as that begins.
+
+    Args:
+        number: counts the forwards of the pipeline.
+        begun: the forwards that have run.
+        read: the tensors that the backward reads again, by what they are.
+        run_backward: runs the backward.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        begun: Begun,
+        read: Mapping[str, Tensor],
+        run_backward: Callable[["WaitingForward", Begun, Mapping[str, Tensor | None]], None],
+    ) -> None:
+        self.number, self._begun, self._run_backward = number, begun, run_backward
+        self.trained: Sequence[TrainedOutput] = begun[0][0].artifact.plan.trained_outputs
+        """The outputs that a backward starts from."""
+        self._read = [(name, tensor, _version(tensor)) for name, tensor in read.items()]
+
+    def backward(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add the gradients of parameters to ``.grad``; ``gradients`` are those of outputs, by name.
+
+        Raises:
+            InputError: it has had its backward, or a tensor that the backward reads was changed. Nothing was
+                sent or changed.
+        """
+        begun, self._begun = self._begun, ()
+        if not begun:
+            raise InputError(
+                "backward() was called again on outputs of one call, whose saved values were freed the first "
+                "time: call it once, on the sum of the losses, or call the module again. retain_graph=True "
+                "does not keep them"
+            )
+        for name, tensor, version in self._read:
+            if _version(tensor) != version:
+                raise InputError(
+                    f"{name} was changed in place between the call of the module and the backward of its "
+                    "outputs, which reads it again: call optimizer.step() after the backward, and change a "
+                    "clone of what is passed"
+                )
+        self._read.clear()
+        self._run_backward(self, begun, gradients)
+
+    def untrained(self, gradients: Mapping[str, Tensor | None]) -> Iterator[str]:
+        """The parameters that are trained, but get no gradient if some outputs have none."""
+        reached = {fqn for each in self.trained if gradients[each.name] is not None for fqn in each.parameters}
+        yield from {fqn: None for each in self.trained for fqn in each.parameters if fqn not in reached}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class OutputsOf(torch.autograd.Function):
+    """Outputs whose backward runs that of the pipeline. ``anchor`` is a tensor that requires a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, waiting: WaitingForward, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.waiting = waiting
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "backward(create_graph=True) cannot differentiate the gradients of a pipeline; compute what "
+                "needs gradients of gradients with the model itself"
+            )
+        names = [each.name for each in ctx.waiting.trained]
+        ctx.waiting.backward(dict(zip(names, gradients, strict=True)))
+        return (None, None, *(None for _ in gradients))
