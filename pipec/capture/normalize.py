@@ -133,7 +133,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     lifted = _lift_constants(module, request.mode)
     batch_counts = extract_batch_counts(graph)
     classify(graph)
-    _copy_loss_gradient(graph, len(traced.operators) - 1)
+    _copy_outer_gradients(graph, results.roles, len(traced.operators) - 1)
     decided = input_branches(graph, batch_counts)
     owner = "the model" if request.loss_fn is None else "loss_fn"
     return _checked(
@@ -239,21 +239,34 @@ def _take_output_gradients(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _copy_loss_gradient(graph: fx.Graph, loss: int) -> None:
-    """Let a copy be the gradient of a parameter that is added to the loss, as a learned weight of a task is.
+def _copy_outer_gradients(graph: fx.Graph, roles: Sequence[ResultRole], last: int) -> None:
+    """Let copies be the gradients of parameters that are added to the loss, as learned weights of tasks are.
 
-    The copy belongs to the operator that makes the ``loss``, whose stage has the loss's own gradient. So it
-    is with a parameter that is an output.
+    So it is with a parameter that is an output, and with the output. The copies belong to the ``last``
+    operator, whose stage has the loss's own gradient, and holds the parameter then.
     """
-    roles = LossGradient | OutputGradient
-    given = [x for x in graph.find_nodes(op="placeholder") if isinstance(x.meta["role"], roles)]
+    given = [
+        x
+        for x in graph.find_nodes(op="placeholder")
+        if isinstance(x.meta["role"], LossGradient | OutputGradient)
+    ]
     for gradient, reader in [(each, user) for each in given for user in each.users]:
         if reader.op == "output" or is_gradient_sum(reader):
-            with graph.inserting_before(reader):
-                copied = graph.call_function(torch.ops.aten.clone.default, (gradient,))
-            copied.meta = {key: gradient.meta[key] for key in ("val", "phase")}
-            copied.meta |= {"operator": loss, "constant": False}
-            reader.replace_input_with(gradient, copied)
+            reader.replace_input_with(gradient, _copy(gradient, reader, last))
+    output = graph.output_node()
+    results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    for place, (role, node) in enumerate(zip(roles, results, strict=True)):
+        if isinstance(role, Output) and isinstance(node.meta.get("role"), Parameter):
+            results[place] = _copy(node, output, last)
+    output.args = (tuple(results),)
+
+
+def _copy(node: fx.Node, reader: fx.Node, operator: int) -> fx.Node:
+    with reader.graph.inserting_before(reader):
+        copied = reader.graph.call_function(_aten.clone.default, (node,))
+    copied.meta = {key: node.meta[key] for key in ("val", "phase")}
+    copied.meta |= {"operator": operator, "constant": False}
+    return copied
 
 
 def _read_results(graph: fx.Graph, traced: TracedCall) -> _Results:

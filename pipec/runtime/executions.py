@@ -391,7 +391,7 @@ class Executions:
         self.drain()
         steps, is_distributed = self.steps, self.agreement.is_distributed
         if is_distributed:
-            given = {f"the gradient of {name}": describe_leaf(x) for name, x in gradients.items()}
+            given = {name: describe_leaf(x) for name, x in gradients.items()}
             answer = self.agreement.require_same_call(f"the backward of forward {waiting.number}", given)
             self.agreement.exit_on_signal(self.drain, answer)
         unset = [*self._without_gradient(waiting.untrained(gradients))]

@@ -38,7 +38,7 @@ class WaitingForward:
         self._read = [(name, tensor, _version(tensor)) for name, tensor in read.items()]
 
     def backward(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Add the gradients of parameters to ``.grad``; ``gradients`` are those of outputs, by name.
+        """Add the gradients of parameters to ``.grad``; ``gradients`` are those of outputs, by their names.
 
         Raises:
             InputError: it has had its backward, or a tensor that the backward reads was changed. Nothing was
@@ -63,7 +63,7 @@ class WaitingForward:
 
     def untrained(self, gradients: Mapping[str, Tensor | None]) -> Iterator[str]:
         """The parameters that are trained, but get no gradient if some outputs have none."""
-        reached = {fqn for each in self.trained if gradients[each.name] is not None for fqn in each.parameters}
+        reached = {fqn for each in self.trained if gradients[each.gradient] is not None for fqn in each.parameters}
         yield from {fqn: None for each in self.trained for fqn in each.parameters if fqn not in reached}
 
 
@@ -87,6 +87,6 @@ class OutputsOf(torch.autograd.Function):
                 "backward(create_graph=True) cannot differentiate the gradients of a pipeline; compute what "
                 "needs gradients of gradients with the model itself"
             )
-        names = [each.name for each in ctx.waiting.trained]
+        names = [each.gradient for each in ctx.waiting.trained]
         ctx.waiting.backward(dict(zip(names, gradients, strict=True)))
         return (None, None, *(None for _ in gradients))

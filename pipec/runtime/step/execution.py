@@ -192,13 +192,13 @@ class Execution:
         output_gradients: Mapping[str, Tensor | None],
         recorded: list[RecordedStep] | None = None,
     ) -> None:
-        """Run the backwards of a step, with the gradients of results of the whole batch, by name."""
+        """Run the backwards of a step, with the gradients of results of the whole batch, by their names."""
         plan, own = self.artifact.plan, suspended[0].batch_slice
         values = {value.name: value for value in result_values(plan)}
         parts = {
             each.gradient: gradient_parts(
                 values[each.name],
-                output_gradients[each.name],
+                output_gradients[each.gradient],
                 own,
                 each.name in plan.summed_outputs,
                 self._interpreters[0].device,
