@@ -44,6 +44,10 @@ class FailingModelError(InputError):
         self.what = what
 
 
+class NoLossError(InputError):
+    """The model returns nothing that can be its loss, and there is no loss function."""
+
+
 class MixedRowsError(InputError):
     """Rows of the batch depend on each other, so microbatches would not give the batch's results."""
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipec.errors import InputError
+from pipec.errors import InputError, NoLossError
 
 LossKey = str | int
 """A key of a dict, an attribute, or a position in a tuple or list."""
@@ -31,7 +31,7 @@ def find_loss(output: Any, given: LossPath | None) -> LossPath:
     """Where the loss is in the results of a model that were computed with gradients enabled.
 
     Raises:
-        InputError: no result can be the loss, or several can.
+        InputError: no result can be the loss (NoLossError), or several can.
     """
     if given is not None:
         _check_path(output, given)
@@ -44,7 +44,7 @@ def find_loss(output: Any, given: LossPath | None) -> LossPath:
     if len(found) == 1:
         return next(iter(found))
     if not found:
-        raise InputError(
+        raise NoLossError(
             f"the model returns no loss: its result is {_described(output)}, in which no tensor is one "
             "floating-point number. Pass what it computes its loss from, such as labels, or pass "
             "loss_fn=... to pipec.compile"

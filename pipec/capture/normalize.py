@@ -18,7 +18,7 @@ from pipec.capture.graph_symbols import batch_symbol, check_evaluable, number_sy
 from pipec.capture.markers import OUTPUT_GRADIENT, OUTPUT_MERGE, REQUIRE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.output_merge import batch_first_output
-from pipec.errors import CaptureError, InputError
+from pipec.errors import CaptureError, InputError, NoLossError
 from pipec.graph import (
     NO_FINDINGS,
     ArgumentRole,
@@ -584,8 +584,8 @@ def _check_loss(graph: TrainingGraph, first_result: str) -> None:
         raise _no_loss(first_result + (_described(value, graph.symbols) if value is not None else ""))
 
 
-def _no_loss(found: str) -> InputError:
-    return InputError(
+def _no_loss(found: str) -> NoLossError:
+    return NoLossError(
         f"the loss must be one floating-point number, but {found}. "
         "Reduce it, for example with .mean(), or pass loss_fn=..."
     )

@@ -28,9 +28,15 @@ from pipec.ir.argument_checks import (
     check_arguments,
     instance,
     integer_between,
+    one_of,
 )
 from pipec.pipeline.checkpointing import Checkpoints, listed
-from pipec.pipeline.pipeline_module import PipelineModule, make_module, refuse_other_forward
+from pipec.pipeline.pipeline_module import (
+    OutputsOption,
+    PipelineModule,
+    make_module,
+    refuse_other_forward,
+)
 from pipec.runtime.absent_tensors import copies_of_absent, is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.call_guard import CallGuard, LossIterator, exclusive_call
@@ -216,12 +222,12 @@ class Pipeline(ConvertedModule):
         return pytree.tree_map(lambda x: x.as_subclass(ForwardOutput) if _is_real(x) else x, output)
 
     @exclusive_call
-    def _outputs_to_train(self, args: Any, kwargs: Any, anchor: Tensor) -> Any:
+    def _differentiable_outputs(self, args: Any, kwargs: Any, anchor: Tensor) -> Any:
         """The model's output for the batch, with a graph whose backward is that of the pipeline."""
         request = CallRequest("forward", Mode.OUTPUTS, True)
         call = self._executions.agree(request, CallArguments(args, kwargs))
         self._stream.leave_last()
-        return self._executions.outputs_to_train(call, anchor)
+        return self._executions.differentiable_outputs(call, anchor)
 
     @exclusive_call
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
@@ -257,20 +263,27 @@ class Pipeline(ConvertedModule):
         check_arguments(METHOD_ARGUMENTS, locals())
         return LossIterator(self, self._stream.losses(batches, resume))
 
-    def as_module(self, outputs: bool = False) -> PipelineModule:
+    def as_module(self, outputs: OutputsOption = False) -> PipelineModule:
         """A module that a loop takes for the model, since its loss has a ``backward``.
 
         In training mode and with gradients enabled, ``loss = module(...)`` runs one step and keeps its
         gradients apart. ``loss.backward()``, or the backward of a value computed from the loss, adds them to
-        ``.grad``, times the gradient of the loss. Every rank calls it, with the same factor. A loss computed
-        from other outputs has no gradients. In evaluation mode, or under ``torch.no_grad()``, a call returns
-        the model's output with its loss. The target of a ``loss_fn`` is passed as ``target=...``. If the
-        pipeline was compiled with ``optimizer``, the loop calls ``pipe.optimizer.step()``.
+        ``.grad``, times the gradient of the loss. Every rank calls it, with the same factor. In evaluation
+        mode, or under ``torch.no_grad()``, a call returns the model's output with its loss. The target of a
+        ``loss_fn`` is passed as ``target=...``. If the pipeline was compiled with ``optimizer``, the loop
+        calls ``pipe.optimizer.step()``.
+
+        If there is no ``loss_fn``, and the model returns no loss for these arguments, ``out = module(...)``
+        runs the forwards of the step and returns the outputs of the whole batch on every rank. They have a
+        graph: all ranks compute the same loss of them, of any function, and its ``backward`` runs the
+        backwards of the step and adds to ``.grad``. Several calls may wait for one backward, as memory
+        allows. If outputs are dropped, what was saved for their backward is freed.
 
         Args:
             outputs: in training, return the output of the model, with its loss; or with ``loss_fn``, a tuple
                 of loss and output. All ranks then receive the output of the whole batch. Otherwise the module
-                returns the loss, which is its own ``.loss``, ``["loss"]`` and ``[0]``.
+                returns the loss, which is its own ``.loss``, ``["loss"]`` and ``[0]``. "differentiable": the
+                script computes the loss, even if the model returns one, which then is an output like others.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         return make_module(self, self.unsplit_model, outputs, self._executions.loss_path)
@@ -966,7 +979,7 @@ METHOD_ARGUMENTS = {
     "resume": FLAG | NONE,
     "stage": instance("the number of a stage", int),
     "mode": FLAG,
-    "outputs": FLAG,
+    "outputs": FLAG | one_of("differentiable"),
     "optimizer": ArgumentRule("the optimizer that the script steps, or a list of them", _are_optimizers)
     | NONE,
     "scheduler": ArgumentRule("an LR scheduler, or a list of them", _are_schedulers) | NONE,

@@ -1,20 +1,25 @@
 """A pipeline as a module whose loss has a ``backward``, for loops that call one.
 
-The step computes the gradients, and ``backward`` commits them::
+Where the pipeline has the loss, the step computes the gradients, and ``backward`` commits them::
 
-    module(x, target=y)        step; its gradients are kept apart from .grad
+    loss = module(x, target=y) step; its gradients are kept apart from .grad
     (loss / 3).backward()      .grad += gradients / 3, on each rank for itself
+
+Where the script computes it, the outputs have a graph::
+
+    out = module(x)            the forwards of the step
+    loss_of(out).backward()    its backwards: .grad += gradients
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from pipec.errors import InputError
+from pipec.errors import InputError, NoLossError
 from pipec.runtime.loss_tensors import ModuleLoss
 from pipec.runtime.step.optimizer_updates import HeldGradients
 from pipec.runtime.wrappers import AcceleratedModule
@@ -24,6 +29,10 @@ from pipec.torch_compat.run_time import ConvertedModule, share_registries
 if TYPE_CHECKING:
     from pipec.capture.model_loss import LossPath
     from pipec.pipeline.pipeline import Pipeline
+
+
+OutputsOption = Literal[False, True, "differentiable"]
+"""What a module returns in training: its loss, the outputs beside it, or outputs with gradients."""
 
 
 class PipelineModule(AcceleratedModule, ConvertedModule):
@@ -38,10 +47,11 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
     _model: nn.Module
 
     def __init__(
-        self, pipe: "Pipeline", model: nn.Module, outputs: bool, loss_path: "LossPath | None"
+        self, pipe: "Pipeline", model: nn.Module, outputs: OutputsOption, loss_path: "LossPath | None"
     ) -> None:
         super().__init__()
         self._outputs, self._loss_path = outputs, loss_path
+        self._without_loss = set[object]()
         self._anchor = torch.zeros((), requires_grad=True)
         share_registries(self, model)  # which modules around it list
         self.__dict__["_pipe"], self.__dict__["_model"] = pipe, model  # neither is a submodule
@@ -61,9 +71,36 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
             self._model.training = mode
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
-        """In training mode the loss, of one step; else the output. A target is for ``loss_fn``."""
+        """In training mode the loss, of one step, or differentiable outputs; else the output.
+
+        A target is for ``loss_fn``.
+        """
         if not self.training or not torch.is_grad_enabled():
             return self._evaluated(args, kwargs, target)
+        if self._outputs == "differentiable":
+            return self._differentiable(args, kwargs, target)
+        kind = len(args), *sorted(kwargs)
+        if kind in self._without_loss:
+            return self._differentiable(args, kwargs, target)
+        try:
+            return self._trained(args, kwargs, target)
+        except NoLossError:
+            if self._pipe.has_loss_fn or target is not None or self._loss_path is not None:
+                raise
+        self._without_loss.add(kind)
+        return self._differentiable(args, kwargs, target)
+
+    def _differentiable(self, args: Any, kwargs: Any, target: Any) -> Any:
+        """The outputs of the model, whose backward runs that of the pipeline."""
+        if target is not None:
+            raise InputError(
+                "target= is for loss_fn, but the script computes the loss of the outputs that the module "
+                "returns; leave one of both out"
+            )
+        return self._pipe._differentiable_outputs(args, kwargs, self._anchor)
+
+    def _trained(self, args: Any, kwargs: Any, target: Any) -> Any:
+        """The loss of a step, with the outputs where they are asked for."""
         (loss, output), gradients = self._step(args, kwargs, target)
         committing = _Commit.apply(self._anchor, loss, gradients).as_subclass(ModuleLoss)  # type: ignore[no-untyped-call]
         if not self._outputs:
@@ -82,7 +119,8 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         before = take()
         try:
             with self._pipe.accumulate():
-                result: Any = self._pipe.step(*args, target=target, outputs=self._outputs, **kwargs)
+                outputs = bool(self._outputs)
+                result: Any = self._pipe.step(*args, target=target, outputs=outputs, **kwargs)
             found = take()
         finally:
             take()
@@ -96,7 +134,7 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         if target is None:
             result = self._pipe(*args, **kwargs)
         else:
-            result = self._pipe.eval_step(*args, target=target, outputs=self._outputs, **kwargs)
+            result = self._pipe.eval_step(*args, target=target, outputs=bool(self._outputs), **kwargs)
         return self._explaining(result, _EVALUATED) if torch.is_grad_enabled() else result
 
     def _explaining(self, results: Any, explanation: str) -> Any:
@@ -170,7 +208,7 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
 
 
 def make_module(
-    pipe: "Pipeline", model: nn.Module, outputs: bool, loss_path: "LossPath | None"
+    pipe: "Pipeline", model: nn.Module, outputs: OutputsOption, loss_path: "LossPath | None"
 ) -> PipelineModule:
     """The module of a pipeline. Its class has the signature of the model's, which loops look up."""
     if pipe.has_loss_fn:
@@ -189,9 +227,8 @@ def make_module(
 def refuse_other_forward() -> NoReturn:
     raise InputError(
         "forward was assigned, but a step runs the forward that the pipeline has compiled. Assign it to the "
-        "model, before pipec.compile. Trainers of trl assign one, and compute a loss of its results outside: "
-        "for SFTTrainer there is PipecSFTTrainer in pipec.integrations.transformers; DPOTrainer and others "
-        "cannot train a pipeline"
+        "model, before pipec.compile. For trainers of trl that assign one there are PipecSFTTrainer and "
+        "others in pipec.integrations.transformers"
     )
 
 
@@ -255,8 +292,8 @@ class _Refuse(torch.autograd.Function):
 
 _LOSS_OUTSIDE = (
     "a loss was computed outside of the pipeline from an output of it, which has no gradients: the step has "
-    "run its backward already. Compute the whole loss in the model, or pass loss_fn=... to pipec.compile, or "
-    "compute_loss_func=... to a PipecTrainer"
+    'run its backward already, of the loss that the model returns. pipe.as_module(outputs="differentiable") '
+    "returns outputs with gradients, the loss among them"
 )
 
 _EVALUATED = (

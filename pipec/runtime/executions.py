@@ -360,7 +360,7 @@ class Executions:
             return loss
         return loss, _output_of(first, results, plan.outputs[1 + len(plan.log_names) :])
 
-    def outputs_to_train(self, call: Call, anchor: Tensor) -> Any:
+    def differentiable_outputs(self, call: Call, anchor: Tensor) -> Any:
         """The model's output, with a graph whose backward runs the backwards of the call."""
         if any(artifact.has_random_operators for artifact, _ in call.groups):
             advance_default_generator(call.generator_after)
@@ -372,11 +372,15 @@ class Executions:
             parts.append(results)
             begun.append((execution, suspended))
         merged = parts[0] if len(parts) == 1 else merge_slices(plans[0], parts, batch_slices)
-        read = {f"the parameter or buffer {fqn}": x for fqn, x in self.tensors.here().items()}
-        read |= {f"{path}": x for path, x in zip(plans[0].arguments, call.leaves, strict=False)}
+        changed = {fqn for plan in plans for stage in plan.stages for fqn in stage.updated_buffers}
+        read = {fqn: x for fqn, x in self.tensors.here().items() if fqn not in changed and not is_absent(x)}
+        read |= {
+            path: x
+            for path, x in zip(plans[0].arguments, call.leaves, strict=False)
+            if isinstance(x, Tensor)
+        }
         self._num_forwards += 1
-        tensors = {name: x for name, x in read.items() if isinstance(x, Tensor) and not is_absent(x)}
-        waiting = WaitingForward(self._num_forwards, begun, tensors, self._run_backward)
+        waiting = WaitingForward(self._num_forwards, begun, read, self._run_backward)
         names = [each.name for each in waiting.trained]
         trained = OutputsOf.apply(anchor, waiting, *(merged[name] for name in names))  # type: ignore[no-untyped-call]
         results = {**merged, **dict(zip(names, trained, strict=True))}
