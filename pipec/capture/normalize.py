@@ -229,7 +229,7 @@ class _Results:
 
 
 def _take_output_gradients(graph: fx.Graph) -> None:
-    """Let the graph take the gradients of outputs as arguments, in place of those of what stands for a loss."""
+    """Let the graph take gradients of outputs as arguments, in place of those of what stands for a loss."""
     for node in graph.find_nodes(op="call_function", target=OUTPUT_GRADIENT):
         position: Any = node.args[2]
         with graph.inserting_before(next(iter(graph.nodes))):

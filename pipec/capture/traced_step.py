@@ -1,6 +1,7 @@
 """The module that is traced: the model with its loss, and the names of their tensors."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -145,14 +146,14 @@ def make_traced_step(request: CaptureRequest) -> TracedStep:
 
 
 def _loss_outside(output: Any) -> Tensor:
-    """What stands for a loss that the script computes of the outputs. Raises InputError if none is trained."""
+    """What stands for a loss that the script computes of the outputs. Raises InputError if it can be none."""
     leaves = enumerate(pytree.tree_leaves(output), 1)  # the loss is the first of the results
-    terms = [
+    terms: list[Tensor] = [
         LOSS_OUTSIDE(x, k) for k, x in leaves if isinstance(x, Tensor) and x.is_floating_point()
     ]
     if not terms:
         raise InputError("no loss can be computed of what the model returns: no tensor in it has numbers")
-    return sum(terms[1:], terms[0])
+    return functools.reduce(torch.add, terms)
 
 
 def _one_number(loss: Any) -> Any:

@@ -52,7 +52,7 @@ from pipec.capture.traced_step import (
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
-from pipec.ir import Mode, Variable
+from pipec.ir import Variable
 from pipec.ir.batch_split import variable_values
 from pipec.primitives import ctc_loss, recurrent_network
 from pipec.torch_compat.differentiation import (

@@ -30,7 +30,6 @@ from pipec.graph import (
     recv,
     send,
 )
-from pipec.ir import Mode
 from pipec.torch_compat.operators import OpOverload
 
 RESERVED = frozenset(

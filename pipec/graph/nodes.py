@@ -145,9 +145,7 @@ class Gradient:
     fqn: str
 
 
-InputRole = (
-    ModelInput | LossGradient | OutputGradient | BatchFraction | BatchCount | TailInput | TailGradient
-)
+InputRole = ModelInput | LossGradient | OutputGradient | BatchFraction | BatchCount | TailInput | TailGradient
 """The arguments of a graph that a step brings, or that another function of it makes."""
 
 ArgumentRole = Parameter | Precomputed | Buffer | InputRole

@@ -50,7 +50,7 @@ from pipec.graph import (
 )
 from pipec.graph.lifetimes import Lifetimes
 from pipec.graph.phase_segments import split_into_segments
-from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
+from pipec.ir import GRADIENT_PHASES, Phase, function_names
 
 _BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 

@@ -166,11 +166,11 @@ after the last, and adds after each. What a move reads is of the source of its l
 
 A ``message`` is received or moved, then read; one that brings gradients of a tied weight is ``returned``, and
 accumulated. ``forwards`` are all forwards of a stage, and ``sum`` all its gradients: what reads them comes
-after the last. The ``loss`` is one that the script computes of the results: what makes them comes before the
-pause, and what reads their gradients behind it. A ``version`` of the weights that is read after the next update is ``stashed`` before. A
-``round`` has the gradients of one update of a stream; what it does not need is left out of its life. A
-compute makes ``gradients`` that are ``unadded`` until they are accumulated, before the rank goes on. An
-instruction that changes no cell of the plan is refused.
+after the last. The ``loss`` is one that the script computes of the results: what makes these comes before the
+pause, and what reads their gradients behind it. A ``version`` of the weights that is read after the next
+update is ``stashed`` before. A ``round`` has the gradients of one update of a stream; what it does not need
+is left out of its life. A compute makes ``gradients`` that are ``unadded`` until they are accumulated, before
+the rank goes on. An instruction that changes no cell of the plan is refused.
 """
 
 _READS = "message.read counts.read gathered.read precomputed.read version.read stashed.read"
@@ -272,9 +272,7 @@ _STARTS: Mapping[Op, OpTraits] = {
         "round.update round.open version.make version.replace request.read unadded.use",
         f"{_ROUND} version?",
     ),
-    Op.PAUSE: OpTraits(
-        OpKind.LOCAL, "microbatch?", "loss.pause results.close request.pause request.read"
-    ),
+    Op.PAUSE: OpTraits(OpKind.LOCAL, "microbatch?", "loss.pause results.close request.pause request.read"),
     Op.UNSHARD: _once(OpKind.COLLECTIVE, "updated.read:late gathered.unshard shards.unshard", "stage bucket"),
     Op.RESHARD: OpTraits(OpKind.RELEASE, "stage bucket", "gathered.reshard"),
     **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), _MODEL_COLLECTIVE),
@@ -282,7 +280,8 @@ _STARTS: Mapping[Op, OpTraits] = {
 
 _WAITS: Mapping[Op, str] = {
     Op.RECV: (
-        "message.wait returned.wait loss.make:result/weight results.have request.read unadded.use:weight_gradient"
+        "message.wait returned.wait loss.make:result/weight results.have request.read "
+        "unadded.use:weight_gradient"
     ),
     Op.OFFLOAD: "offloaded.away loss.make",
     Op.PREFETCH: "offloaded.back",
@@ -338,8 +337,8 @@ class Instruction:
     check           skip the next updates if a loss or a gradient was found that is not finite
     stash           keep the weights of ``stage`` as ``version``, before an update changes them
     update          run the optimizer on this rank's share of ``stage``, once its gradients are complete
-    pause           wait for the script: until it has requested the mini-batch of ``microbatch``, or has computed
-                    the loss of the results
+    pause           wait for the script, until it has requested the mini-batch of ``microbatch``, or has
+                    computed the loss of the results
     unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``
     reshard         free the gathered parameters of ``bucket``
     all_reduce      start to sum the value of ``model_collective`` over the microbatches of a round

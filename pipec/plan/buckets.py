@@ -15,7 +15,7 @@ from torch import fx
 from pipec.graph import TrainingGraph
 from pipec.graph.phase_functions import StageFunctions, stage_functions
 from pipec.graph.size_text import format_size
-from pipec.ir import Dim, Mode, Placement, Value
+from pipec.ir import Dim, Placement, Value
 from pipec.ir.text_format import value_bytes
 
 MOST_BUCKETS, LEAST_BYTES = 8, 1 << 19

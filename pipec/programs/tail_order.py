@@ -27,7 +27,7 @@ def with_forwards_first(schedule: Schedule) -> Schedule:
 
 
 def num_forwards(index: ScheduleIndex, rank: int) -> int:
-    """How many computes of a rank, which come first, are forwards; a split one counts once for each segment."""
+    """How many forwards a rank has, which come first; one in segments counts once for each of them."""
     return int(np.count_nonzero(index.computes[rank].phases == PHASE_CODE[Phase.FORWARD]))
 
 

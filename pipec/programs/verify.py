@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pipec.errors import VerifyError
-from pipec.ir import Mode, Plan, Program, StepPart, plan_part, program_part, replica_counts
+from pipec.ir import Plan, Program, StepPart, plan_part, program_part, replica_counts
 from pipec.ir.columns import InstructionColumns
 from pipec.ir.periodic_program import microbatch_window, unroll
 from pipec.ir.text_format import instruction_lines

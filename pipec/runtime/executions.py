@@ -375,9 +375,7 @@ class Executions:
         changed = {fqn for plan in plans for stage in plan.stages for fqn in stage.updated_buffers}
         read = {fqn: x for fqn, x in self.tensors.here().items() if fqn not in changed and not is_absent(x)}
         read |= {
-            path: x
-            for path, x in zip(plans[0].arguments, call.leaves, strict=False)
-            if isinstance(x, Tensor)
+            path: x for path, x in zip(plans[0].arguments, call.leaves, strict=False) if isinstance(x, Tensor)
         }
         self._num_forwards += 1
         waiting = WaitingForward(self._num_forwards, begun, read, self._run_backward)
@@ -422,8 +420,8 @@ class Executions:
             if self.steps.updates is not None:
                 raise InputError(
                     f"the loss does not depend on {fqn}, but the optimizer of the pipeline updates all "
-                    "parameters: freeze it with requires_grad_(False), or leave out optimizer=... and step an "
-                    "optimizer of torch, which passes over parameters without a gradient"
+                    "parameters: freeze it with requires_grad_(False), or leave out optimizer=... and step "
+                    "an optimizer of torch, which passes over parameters without a gradient"
                 )
             if fqn in here and here[fqn].grad is None:
                 yield here[fqn]

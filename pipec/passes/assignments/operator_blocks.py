@@ -26,7 +26,7 @@ from pipec.graph import (
     source_parameters,
     storage_owner,
 )
-from pipec.ir import Mode, VersionPolicy
+from pipec.ir import VersionPolicy
 from pipec.planner.chain import OperatorChain, Transfer
 
 

@@ -158,7 +158,10 @@ class BoundStage:
 
         Buffers that forwards have changed are about to get their new values: backwards get copies of the old.
         """
-        changing, copies = {id(self._registered[index]) for index in self.updated_indices}, dict[int, Tensor]()
+        changing, copies = (
+            {id(self._registered[index]) for index in self.updated_indices},
+            dict[int, Tensor](),
+        )
         dropped = {*results} - self.inputs
         frames = [{name: x for name, x in frame.items() if name not in dropped} for frame in self.frames]
         for frame in frames if changing else ():

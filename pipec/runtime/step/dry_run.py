@@ -25,7 +25,7 @@ from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.interpreter import Interpreter
 from pipec.runtime.step.linker import nothing
-from pipec.runtime.step.step_results import zeros_of
+from pipec.runtime.step.step_results import result_values, zeros_of
 
 log = logging.getLogger("pipec")
 
@@ -92,6 +92,7 @@ class DryRuns:
         if len(microbatches) < self._plan.num_microbatches:
             microbatches, batch_slice = _repeated(microbatches, batch_slice, self._plan.num_microbatches)
         batch_slice = self._shortened(batch_slice)
+        microbatches = self._with_output_gradients(microbatches, batch_slice)
         alone = replace(
             self._interpreter,
             program=self._program,
@@ -110,6 +111,22 @@ class DryRuns:
                 updates.dry_run(rank, device)
             except Exception as error:  # of an optimizer that cannot have such little tensors
                 log.debug("a dry run of an update ended early: %s", error)
+
+    def _with_output_gradients(
+        self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice
+    ) -> Sequence[Mapping[str, Tensor]]:
+        """The inputs with zeros for the gradients of outputs, which a script would give."""
+        values, device = {x.name: x for x in result_values(self._plan)}, self._interpreter.device
+        return [
+            {
+                **inputs,
+                **{
+                    each.gradient: zeros_of(values[each.name], {**batch_slice.values, "b": size}, device)
+                    for each in self._plan.trained_outputs
+                },
+            }
+            for inputs, size in zip(microbatches, batch_slice.sizes, strict=True)
+        ]
 
     def _shortened(self, batch_slice: BatchSlice) -> BatchSlice:
         """The slice with rows for one microbatch of each size, if none of its sizes is larger than before."""

@@ -195,7 +195,8 @@ class RankState:
                 stage.frames[number][BATCH] = microbatch // self.plan.num_microbatches
             if size:
                 frame = stage.fill_frame(number, key, self.sizes_with(size))
-                self._fill(frame, self._inputs_of[index], inputs, loss_weight)
+                given = self._output_gradients_of[index] & inputs.keys()  # those of a dry run
+                self._fill(frame, self._inputs_of[index] | given, inputs, loss_weight)
 
     def _fill(self, frame: Frame, names: Iterable[str], inputs: Inputs, loss_weight: float) -> None:
         for name in names:
