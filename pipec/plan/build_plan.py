@@ -186,8 +186,10 @@ class _PlanBuilder:
             for node in self.graph.arguments
             if isinstance(node.meta["role"], OutputGradient)
         }
+        if not given:
+            return
         needed: dict[fx.Node, frozenset[int]] = {}
-        for node in self.graph.module.graph.nodes if given else ():
+        for node in self.graph.module.graph.nodes:
             sources = (needed[each] for each in node.all_input_nodes)
             needed[node] = frozenset({given[node]} if node in given else ()).union(*sources)
         trained = [(role.fqn, needed[x]) for role, x in self.graph.outputs if isinstance(role, Gradient)]

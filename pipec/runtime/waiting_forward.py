@@ -63,10 +63,10 @@ class WaitingForward:
 
     def untrained(self, gradients: Mapping[str, Tensor | None]) -> Iterator[str]:
         """The parameters that are trained, but get no gradient if some outputs have none."""
-        reached = {
-            fqn for each in self.trained if gradients[each.gradient] is not None for fqn in each.parameters
-        }
-        yield from {fqn: None for each in self.trained for fqn in each.parameters if fqn not in reached}
+        trained = dict.fromkeys(fqn for each in self.trained for fqn in each.parameters)
+        used = (each for each in self.trained if gradients[each.gradient] is not None)
+        reached = {fqn for each in used for fqn in each.parameters}
+        yield from (fqn for fqn in trained if fqn not in reached)
 
 
 def _version(tensor: Tensor) -> int:

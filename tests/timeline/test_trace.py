@@ -95,7 +95,7 @@ def test_every_nth_step_is_recorded_with_the_update_that_follows_and_what_was_sp
                 pipe.step(X, target=Y)
             if number in (8, 9, 11):
                 pipe.optimizer.step()
-    whole, accumulate, update = StepPart
+    whole, accumulate, *_, update = StepPart
     assert run.numbers == [1, 4, 7, 8, 10, 11]
     assert [step.sync_spec.part for step in run.steps] == [whole, whole, *[accumulate, update] * 2]
     assert run.notes == {3: "skipped"}

@@ -158,17 +158,12 @@ class BoundStage:
 
         Buffers that forwards have changed are about to get their new values: backwards get copies of the old.
         """
-        changing, copies = (
-            {id(self._registered[index]) for index in self.updated_indices},
-            dict[int, Tensor](),
-        )
         dropped = {*results} - self.inputs
         frames = [{name: x for name, x in frame.items() if name not in dropped} for frame in self.frames]
-        for frame in frames if changing else ():
-            for buffer in frame.get("buffers", ()):
-                if id(buffer) in changing and id(buffer) not in copies:
-                    copies[id(buffer)] = buffer.clone()
-            frame["buffers"] = [copies.get(id(each), each) for each in frame.get("buffers", ())]
+        registered = [self._registered[index] for index in self.updated_indices]
+        copies = {id(buffer): buffer.clone() for buffer in registered}
+        for frame in (each for each in frames if copies and "buffers" in each):
+            frame["buffers"] = [copies.get(id(each), each) for each in frame["buffers"]]
         borrowed = {index: self.weights[index] for index in self._borrowed_indices}
         return SuspendedStage(frames, {**self._precomputed}, borrowed)
 

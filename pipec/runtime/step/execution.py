@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import types
@@ -228,11 +229,10 @@ class Execution:
         """The results of the first rank of this process, of a part of a step that all of them run."""
         devices = self._ranks.devices
         timestamps: dict[int, Timestamps] = {} if recorded is None else {rank: [] for rank in devices}
+        waiting = resumed or itertools.repeat(None, len(devices))
         jobs = [
             functools.partial(each.run, microbatches, batch_slice, seed, timestamps.get(rank), part, own)
-            for rank, each, own in zip(
-                devices, self._interpreters, resumed or [None] * len(devices), strict=True
-            )
+            for rank, each, own in zip(devices, self._interpreters, waiting, strict=True)
         ]
         try:
             results = jobs[0]() if self._ranks.world.is_distributed else self._ranks.in_process.run(jobs)[0]
