@@ -146,7 +146,7 @@ CELLS: Mapping[str, tuple[str, str, str]] = {
     "norm": ("", "norm read*", "norm"),
     "verdict": ("", "check read*", "check"),
     "updated": ("stage", "update read*", "update"),
-    "gathered": ("bucket", "(unshard wait read* reshard)+", ""),
+    "gathered": ("bucket", "(unshard wait read* reshard pause?)+", ""),
     "shards": ("bucket", "unshard wait", "unshard"),
     "round": ("round bucket", "open add* (reduce wait)? check? norm? stash? update next?", "update"),
     "version": ("stage version", "make read* replace?", ""),
@@ -272,7 +272,9 @@ _STARTS: Mapping[Op, OpTraits] = {
         "round.update round.open version.make version.replace request.read unadded.use",
         f"{_ROUND} version?",
     ),
-    Op.PAUSE: OpTraits(OpKind.LOCAL, "microbatch?", "loss.pause results.close request.pause request.read"),
+    Op.PAUSE: OpTraits(
+        OpKind.LOCAL, "microbatch?", "loss.pause gathered.pause results.close request.pause request.read"
+    ),
     Op.UNSHARD: _once(OpKind.COLLECTIVE, "updated.read:late gathered.unshard shards.unshard", "stage bucket"),
     Op.RESHARD: OpTraits(OpKind.RELEASE, "stage bucket", "gathered.reshard"),
     **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), _MODEL_COLLECTIVE),

@@ -11,6 +11,7 @@ from pipec.errors import VerifyError
 from pipec.ir import (
     Instruction,
     Link,
+    Mode,
     NonFiniteAction,
     Op,
     Payload,
@@ -38,7 +39,7 @@ def _stream(name: str, *replicas: int, batches: int = 4, **options: object) -> S
 def golden_steps() -> Mapping[str, Step]:
     """Small steps, which together have every op and every option of a sync spec."""
     skip, data_parallel = skip_links(0, 2), _replicated("gpipe", 1, 4)
-    skipped = {"on_nan": NonFiniteAction.SKIP}
+    skipped, outside = {"on_nan": NonFiniteAction.SKIP}, {"mode": Mode.OUTPUTS}
     return {
         "1f1b": make_step(make_schedule("1f1b", 3, 3), links=[*skip, result_link(2)], recompute=[1]),
         "tied": make_step(make_schedule("1f1b", 3, 3), tied=(0, 2), updates=True),
@@ -62,6 +63,25 @@ def golden_steps() -> Mapping[str, Step]:
         "offloaded": make_step(make_schedule("gpipe", 2, 4), offload=[0, 1]),
         "precomputed": make_step(make_schedule("1f1b", 2, 3), precomputes=True),
         "tail": make_step(_replicated("gpipe", 2, 4), tail=True, updates=True),
+        "loss outside": make_step(
+            make_schedule("1f1b", 3, 3),
+            links=[*skip, result_link(1), result_link(2)],
+            recompute=[1],
+            **outside,
+        ),
+        "sharded, loss outside": make_step(
+            _replicated("1f1b", 2, 4),
+            links=[result_link(1)],
+            buffer_sync_stages=(1,),
+            offload=[0],
+            updates=True,
+            shard=ShardingLevel.PARAMETERS,
+            precomputes=True,
+            **outside,
+        ),
+        "tied, loss outside": make_step(
+            make_schedule("zb-v", 2, 2), links=[result_link(3)], tied=(0, 3), updates=True, **outside
+        ),
         "model collectives": make_step(_replicated("gpipe", 2, 4), collectives=True),
         "stream": _stream("pipedream", 1, 1, 1, clips=True, **skipped),
         "stream of replicas": _stream("pipedream", 2, 1, batches=6),

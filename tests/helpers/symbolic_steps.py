@@ -20,6 +20,7 @@ from pipec.ir import (
     Bucket,
     Instruction,
     Link,
+    Mode,
     ModelCollective,
     NonFiniteAction,
     Op,
@@ -38,6 +39,7 @@ from pipec.ir import (
     stages_on,
 )
 from pipec.programs.lower import chain_links, lower
+from pipec.programs.tail_order import with_forwards_first
 from pipec.programs.verify import verify_step
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule, round_robin
@@ -81,14 +83,17 @@ def make_step(
     precomputes: bool = False,
     tail: bool = False,
     collectives: bool = False,
+    mode: Mode = Mode.TRAIN,
     **options: object,
 ) -> Step:
     """A chain of the stages of a schedule, and ``links`` beside it.
 
     Gradients are made in ``num_segments`` segments. Each stage with replicas has a bucket for each of these,
     and one for what it lends. With ``collectives``, the last stage has three model collectives, and with
-    ``tail`` it has a tail.
+    ``tail`` it has a tail. In the ``mode`` OUTPUTS the script computes the loss.
     """
+    if mode is Mode.OUTPUTS:
+        schedule = with_forwards_first(schedule)
     phases = {cell.phase for order in schedule.orders for cell in order}
     links, buckets = [*chain_links(schedule.num_stages, training=phases != {Phase.FORWARD}), *links], []
     if tied:
@@ -116,7 +121,7 @@ def make_step(
     plan = plan_of(schedule, links, recompute, sync_spec, segments, model_collectives, offload)
     made = [replace(each, precomputed_phases=tuple(phases) if precomputes else ()) for each in plan.stages]
     made[-1] = replace(made[-1], tail=Tail((ROWS,), (ROWS,)) if tail else None)
-    return Step(schedule, replace(plan, stages=tuple(made)))
+    return Step(schedule, replace(plan, mode=mode, stages=tuple(made)))
 
 
 @st.composite
@@ -460,6 +465,8 @@ class SymbolicExecution:
     def _require_order(self, state: _Rank, phase: Phase, cell: Cell, plan: Stage) -> None:
         """A phase behind the forward runs after what it reads."""
         self._require_made(state, Phase.FORWARD, cell)
+        is_early = self.plan.mode is Mode.OUTPUTS and not state.paused
+        self._require(not is_early or phase is Phase.RECOMPUTE, "a backward before the loss")
         if phase is Phase.RECOMPUTE:
             self._require(plan.recompute, "recomputes what is kept")
         elif phase is Phase.BACKWARD_WEIGHT:
@@ -648,13 +655,36 @@ class SymbolicExecution:
         state.versions[stage] += 1
 
     def _pause(self, rank: int, each: Instruction) -> None:
-        """The script asks for the loss of a mini-batch when it has those of all before."""
+        """The script asks for the loss of a mini-batch when it has those of all before.
+
+        Or it computes the loss of the results, while nothing is under way.
+        """
         state, stream = self.ranks[rank], self.sync_spec.stream
-        self._require(stream is not None and each.microbatch not in state.paused, "paused twice")
+        if self.plan.mode is Mode.OUTPUTS:
+            self._pause_for_loss(rank, state)
+        self._require(stream is not None or self.plan.mode is Mode.OUTPUTS, "a script that asks for nothing")
+        self._require(each.microbatch not in state.paused, "paused twice")
         first = each.microbatch // stream.microbatches * stream.microbatches if stream else 0
         if any(link.payload is Payload.MICROBATCH_RESULT for link in self.plan.links):
             self._require(state.results >= {*range(first)}, "a script that waits for ever")
         state.paused.add(each.microbatch)
+
+    def _pause_for_loss(self, rank: int, state: _Rank) -> None:
+        for stage in stages_on(self.placement, rank):
+            self._require_all_forwards(rank, stage)
+        self._require(not state.started, "a collective that runs during the pause")
+        self._require(state.posted.keys() <= state.arrived.keys(), "a message that comes during the pause")
+        is_still = {*state.copied.values()} <= {Op.WAIT_OFFLOAD}
+        self._require(is_still, "a copy that runs during the pause, or is back before it")
+        kept = {number for number, late in state.gathered.items() if not late == {True}}
+        self._require(not kept, "parameters that are gathered during the pause")
+        for link in (each for each in self.plan.links if each.payload is Payload.RESULT):
+            makers = self.placement[link.source]
+            for peer in range(len(self.ranks)) if rank in makers else ():
+                sent = [message for message, _ in self.sends[rank, peer]]
+                self._require(peer == rank or (link, -1) in sent, "a result that is sent behind the pause")
+            came = {peer for message, peer in state.arrived if message == (link, -1)}
+            self._require(came >= {*makers} - {rank}, "a result that comes behind the pause")
 
     def _check_gradients(self, rank: int, stage: int, microbatches: Sequence[int]) -> None:
         """All gradients that a rank updates with are complete, each counted once."""
@@ -691,6 +721,9 @@ class SymbolicExecution:
 
     def _check_end(self, rank: int, state: _Rank) -> None:
         sync_spec = self.sync_spec
+        self._require(
+            bool(state.paused) or self.plan.mode is not Mode.OUTPUTS, "a loss that is never computed"
+        )
         self._require(not state.made, "gradients that are never accumulated")
         self._require(not state.started, "collectives that are never awaited")
         self._require(state.posted.keys() <= state.arrived.keys(), "messages that are never awaited")
