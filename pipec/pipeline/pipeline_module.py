@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipec.errors import InputError, NoLossError
 from pipec.runtime.loss_tensors import ModuleLoss
 from pipec.runtime.step.optimizer_updates import HeldGradients
+from pipec.runtime.waiting_forward import refuse_partial_backward
 from pipec.runtime.wrappers import AcceleratedModule
 from pipec.torch_compat import pytree
 from pipec.torch_compat.run_time import ConvertedModule, share_registries
@@ -102,7 +103,9 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
     def _trained(self, args: Any, kwargs: Any, target: Any) -> Any:
         """The loss of a step, with the outputs where they are asked for."""
         (loss, output), gradients = self._step(args, kwargs, target)
-        committing = _Commit.apply(self._anchor, loss, gradients).as_subclass(ModuleLoss)  # type: ignore[no-untyped-call]
+        committing = _Commit.apply(  # type: ignore[no-untyped-call]
+            self._anchor, loss, gradients, *self._pipe._tensors.trained_here()
+        ).as_subclass(ModuleLoss)
         if not self._outputs:
             return committing
         output = self._explaining(output, _LOSS_OUTSIDE)
@@ -257,24 +260,20 @@ class StepGradients:
 
 
 class _Commit(torch.autograd.Function):
-    """The loss, whose backward commits the gradients of its step."""
+    """The loss, whose backward commits the gradients of its step; see ``OutputsOf``."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: StepGradients) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: StepGradients, *trained: Tensor) -> Tensor:
+        ctx.anchor, ctx.gradients, ctx.num_inputs = anchor, gradients, 3 + len(trained)
         ctx.save_for_backward(loss)
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *factors: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *factors: Tensor) -> tuple[None, ...]:
         _ = ctx.saved_tensors  # raises torch's own error if the graph was freed
-        if torch.is_grad_enabled():
-            raise InputError(
-                "backward(create_graph=True) cannot differentiate the gradients of a pipeline; compute what "
-                "needs gradients of gradients with the model itself"
-            )
+        refuse_partial_backward(ctx.anchor)
         ctx.gradients.commit(*factors)
-        return None, None, None
+        return (None,) * ctx.num_inputs
 
 
 class _Refuse(torch.autograd.Function):

@@ -380,7 +380,8 @@ class Executions:
         self._num_forwards += 1
         waiting = WaitingForward(self._num_forwards, begun, read, self._run_backward)
         names = [each.name for each in waiting.trained]
-        trained = OutputsOf.apply(anchor, waiting, *(merged[name] for name in names))  # type: ignore[no-untyped-call]
+        outputs = [merged[name] for name in names]
+        trained = OutputsOf.apply(anchor, waiting, len(outputs), *outputs, *self.tensors.trained_here())  # type: ignore[no-untyped-call]
         results = {**merged, **dict(zip(names, trained, strict=True))}
         axes = call.first.axes
         results = {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}

@@ -82,6 +82,11 @@ class Tensors:
         every = self.names.every() if every_name else self.names.unique()
         return {fqn: x for fqn, x in every.items() if not self.is_elsewhere(self.canonical[fqn])}
 
+    def trained_here(self) -> list[Tensor]:
+        """The parameters of this process that are trained."""
+        parameters, here = self.names.unique_parameters(), self.here()
+        return [x for fqn, x in parameters.items() if x.requires_grad and fqn in here]
+
     def require_values(self) -> None:
         """Raise InputError if values are in files still, which is so on all ranks or on none."""
         refuse_unread(*self.names.unique().values())

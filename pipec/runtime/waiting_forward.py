@@ -10,6 +10,7 @@ from pipec.errors import InputError
 from pipec.ir import TrainedOutput
 from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.rank_state import SuspendedStep
+from pipec.torch_compat.run_time import is_differentiated
 
 Begun = Sequence[tuple[Execution, Sequence[SuspendedStep]]]
 """For each group of microbatches, what runs it, and for each rank what its backwards need."""
@@ -74,21 +75,38 @@ def _version(tensor: Tensor) -> int:
 
 
 class OutputsOf(torch.autograd.Function):
-    """Outputs whose backward runs that of the pipeline. ``anchor`` is a tensor that requires a gradient."""
+    """Outputs whose backward runs that of the pipeline.
+
+    Their graph begins with ``anchor``, which stands for all parameters, and with those that are ``trained``
+    here, by which a backward of some of them alone is noticed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, waiting: WaitingForward, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.waiting = waiting
+    def forward(
+        ctx: Any, anchor: Tensor, waiting: WaitingForward, num_outputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.anchor, ctx.waiting, ctx.num_inputs = anchor, waiting, 3 + len(tensors)
         ctx.set_materialize_grads(False)
-        return outputs
+        return tensors[:num_outputs]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        if torch.is_grad_enabled():
-            raise InputError(
-                "backward(create_graph=True) cannot differentiate the gradients of a pipeline; compute what "
-                "needs gradients of gradients with the model itself"
-            )
+        refuse_partial_backward(ctx.anchor)
         names = [each.gradient for each in ctx.waiting.trained]
         ctx.waiting.backward(dict(zip(names, gradients, strict=True)))
-        return (None, None, *(None for _ in gradients))
+        return (None,) * ctx.num_inputs
+
+
+def refuse_partial_backward(anchor: Tensor) -> None:
+    """Raise InputError in a backward that is not one of all parameters, for which ``anchor`` stands."""
+    if torch.is_grad_enabled():
+        raise InputError(
+            "backward(create_graph=True) cannot differentiate the gradients of a pipeline; compute what "
+            "needs gradients of gradients with the model itself"
+        )
+    if not is_differentiated(anchor):
+        raise InputError(
+            "torch.autograd.grad(...) and backward(inputs=...) compute the gradients of some tensors alone, "
+            "but a pipeline computes those of all its parameters: call loss.backward(), and freeze with "
+            "requires_grad_(False) what is not trained"
+        )

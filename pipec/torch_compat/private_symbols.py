@@ -60,6 +60,11 @@ SYMBOLS = (
         "start",
     ),
     Symbol(
+        "torch._C._will_engine_execute_node",
+        "whether a backward is one of all gradients, or of some `inputs` alone",
+        "start",
+    ),
+    Symbol(
         "torch.nn.Module._apply",
         "`to`, `half`, `cuda` and their kin of a pipeline link its artifacts again",
         "start",

@@ -19,6 +19,12 @@ def memory_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether the backward that runs computes the gradient of a leaf."""
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def register_buffer(module: nn.Module, name: str, buffer: Tensor, persistent: bool) -> None:
     """As ``nn.Module.register_buffer``, also where the module has another attribute of this name."""
     module._buffers[name] = buffer

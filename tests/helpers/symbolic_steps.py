@@ -676,7 +676,7 @@ class SymbolicExecution:
         self._require(state.posted.keys() <= state.arrived.keys(), "a message that comes during the pause")
         is_still = {*state.copied.values()} <= {Op.WAIT_OFFLOAD}
         self._require(is_still, "a copy that runs during the pause, or is back before it")
-        kept = {number for number, late in state.gathered.items() if not late == {True}}
+        kept = {number for number, late in state.gathered.items() if late != {True}}
         self._require(not kept, "parameters that are gathered during the pause")
         for link in (each for each in self.plan.links if each.payload is Payload.RESULT):
             makers = self.placement[link.source]
