@@ -1,5 +1,6 @@
 """Trainers of transformers and TRL whose model trains as a pipeline; see docs/loops.md."""
 
+import importlib
 from typing import Any
 
 from pipec.integrations.transformers.arguments import PipecArguments
@@ -7,6 +8,8 @@ from pipec.integrations.transformers.trainer import PipecTrainer, load_adapter
 
 __all__ = [
     "PipecArguments",
+    "PipecDPOConfig",
+    "PipecDPOTrainer",
     "PipecSFTConfig",
     "PipecSFTTrainer",
     "PipecTrainer",
@@ -14,10 +17,16 @@ __all__ = [
 ]
 
 
+_MODULES = {
+    "PipecDPOConfig": "preference",
+    "PipecDPOTrainer": "preference",
+    "PipecSFTConfig": "sft",
+    "PipecSFTTrainer": "sft",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs TRL when it is asked for."""
-    if name not in ("PipecSFTConfig", "PipecSFTTrainer"):
+    if name not in _MODULES:
         raise AttributeError(name)
-    from pipec.integrations.transformers import sft
-
-    return getattr(sft, name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -126,13 +126,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
                 "clip_grad_norm": self.args.max_grad_norm or None,
             }
         self.pipe = pipec.compile(model, loss_fn=self._loss_fn(), **options)
-        return self.pipe.as_module(outputs=self._has_users_loss)
+        if self.has_own_loss and not self.pipe.has_loss_fn:
+            return self.pipe.as_module(outputs="differentiable")
+        return self.pipe.as_module(outputs=self.has_own_loss)
 
     @property
-    def _has_users_loss(self) -> bool:
-        """Whether a subclass has a ``compute_loss`` of its own, which may read outputs."""
-        owner = next(each for each in type(self).__mro__ if "compute_loss" in vars(each))
-        return not owner.__module__.startswith(__package__)
+    def has_own_loss(self) -> bool:
+        """Whether a subclass, or a Trainer of TRL, computes a loss of the outputs of the model."""
+        owners = (each for each in type(self).__mro__ if "compute_loss" in vars(each))
+        own = next(each for each in owners if not each.__module__.startswith(__package__))
+        return own is not Trainer
 
     def _loss_fn(self) -> Callable[..., Any] | None:
         """The loss that the Trainer would compute of outputs and labels; None: the model's own."""
@@ -205,13 +208,15 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
         """As in ``Trainer``. In training the outputs are the loss alone, unless a subclass overrides this."""
+        if self.has_own_loss and not self.pipe.has_loss_fn:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if model.training and torch.is_grad_enabled():
             if not self.pipe.has_loss_fn:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             inputs = dict(inputs)
             target = target_of(inputs, num_items_in_batch)
             output = model(**inputs, target=target)
-            loss, output = output if self._has_users_loss else (output, output)
+            loss, output = output if self.has_own_loss else (output, output)
             return (loss, output) if return_outputs else loss
         if not self.pipe.has_loss_fn and return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -231,7 +236,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     ) -> tuple[Tensor | None, Any, Any]:
         """As in ``Trainer``. Where the loss alone is needed, ranks do not exchange logits."""
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
-        if not prediction_loss_only or not has_labels or self._has_users_loss:
+        if not prediction_loss_only or not has_labels or self.has_own_loss:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         inputs = self._prepare_inputs(inputs)
         count = self._get_num_items_in_batch([inputs], self.args.device)
