@@ -273,7 +273,7 @@ class _Commit(torch.autograd.Function):
         _ = ctx.saved_tensors  # raises torch's own error if the graph was freed
         refuse_partial_backward(ctx.anchor)
         ctx.gradients.commit(*factors)
-        return (None,) * ctx.num_inputs
+        return tuple([None] * ctx.num_inputs)
 
 
 class _Refuse(torch.autograd.Function):

@@ -94,7 +94,7 @@ class OutputsOf(torch.autograd.Function):
         refuse_partial_backward(ctx.anchor)
         names = [each.gradient for each in ctx.waiting.trained]
         ctx.waiting.backward(dict(zip(names, gradients, strict=True)))
-        return (None,) * ctx.num_inputs
+        return tuple([None] * ctx.num_inputs)
 
 
 def refuse_partial_backward(anchor: Tensor) -> None:

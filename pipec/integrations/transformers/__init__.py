@@ -10,6 +10,8 @@ __all__ = [
     "PipecArguments",
     "PipecDPOConfig",
     "PipecDPOTrainer",
+    "PipecGRPOConfig",
+    "PipecGRPOTrainer",
     "PipecSFTConfig",
     "PipecSFTTrainer",
     "PipecTrainer",
@@ -20,6 +22,8 @@ __all__ = [
 _MODULES = {
     "PipecDPOConfig": "preference",
     "PipecDPOTrainer": "preference",
+    "PipecGRPOConfig": "preference",
+    "PipecGRPOTrainer": "preference",
     "PipecSFTConfig": "sft",
     "PipecSFTTrainer": "sft",
 }

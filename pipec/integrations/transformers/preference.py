@@ -1,5 +1,6 @@
 """Trainers of TRL that compute their loss of the outputs of the model, with a pipeline in its place."""
 
+import copy
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import trl.trainer.utils as trl_utils
-from torch import Tensor
-from trl import DPOConfig, DPOTrainer
+from torch import Tensor, nn
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
+from pipec.errors import InputError
 from pipec.integrations.transformers.arguments import PipelineArguments
-from pipec.integrations.transformers.trainer import PipelineTrainer
+from pipec.integrations.transformers.trainer import PipelineTrainer, is_peft_model
+from pipec.runtime.processes.launch import world
 
 
 @dataclass(repr=False)
@@ -25,6 +28,56 @@ class PipecDPOTrainer(PipelineTrainer, DPOTrainer):  # type: ignore[misc]
     It takes what a ``DPOTrainer`` takes, with ``PipecDPOConfig`` as ``args``. The reference model is whole in
     each process; with ``precompute_ref_log_probs`` none is needed while the pipeline trains.
     """
+
+
+@dataclass(repr=False)
+class PipecGRPOConfig(PipelineArguments, GRPOConfig):  # type: ignore[misc]
+    """``GRPOConfig`` of TRL with the options of ``pipec.compile``; see ``PipecArguments``.
+
+    ``generation_batch_size`` is that of all replicas.
+    """
+
+    def __post_init__(self) -> None:
+        """As in ``GRPOConfig``, for which there is one process: its batches have the rows of all replicas."""
+        replicas = self._num_replicas()
+        self.per_device_train_batch_size *= replicas
+        self.per_device_eval_batch_size *= replicas
+        super().__post_init__()
+        self.per_device_train_batch_size //= replicas
+        self.per_device_eval_batch_size //= replicas
+
+
+class PipecGRPOTrainer(PipelineTrainer, GRPOTrainer):  # type: ignore[misc]
+    """``GRPOTrainer`` of TRL whose model trains as a pipeline, alone and under ``torchrun``.
+
+    It takes what a ``GRPOTrainer`` takes, with ``PipecGRPOConfig`` as ``args``. Completions are generated
+    outside of the pipeline, by a copy of the model in each process, into which weights are gathered before.
+    vLLM is refused: it would be given the weights of this process's stages alone.
+    """
+
+    def _as_pipeline(self, model: nn.Module) -> nn.Module:
+        if self.use_vllm:
+            raise InputError(
+                "use_vllm is set, but a pipeline gives vLLM no weights: leave it out, so that a copy of the "
+                "model generates"
+            )
+        self._generating: Any = model
+        if world().is_distributed:
+            self._generating = copy.deepcopy(model)
+            generating = self._generating.get_base_model() if is_peft_model(model) else self._generating
+            vars(generating).pop("forward")  # TRL's patch, which calls that of the model itself
+        return super()._as_pipeline(model)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``GRPOTrainer``, by a whole model."""
+        if world().is_distributed:
+            self.pipe.gather_into(self._generating, all_ranks=True)
+            self._generating.train(self.model.training)
+        wrapped, self.model_wrapped = self.model_wrapped, self._generating
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            self.model_wrapped = wrapped
 
 
 def _log_probs(
