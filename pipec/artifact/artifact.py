@@ -51,7 +51,7 @@ FORMAT = "pipec artifact 9"
 
 PLAN, CONSTANTS, TENSORS = "plan.json", "constants.safetensors", "tensors.safetensors"
 
-MODE_FOLDERS = {Mode.LOSS: "eval_step", Mode.FORWARD: "forward"}
+MODE_FOLDERS = {Mode.OUTPUTS: "outputs", Mode.LOSS: "eval_step", Mode.FORWARD: "forward"}
 """Where a saved artifact has those of evaluations."""
 
 

@@ -133,6 +133,10 @@ class CompiledExecutions(Executions):
         self.compile_seconds = compiler.stopwatch.seconds
 
     @property
+    def may_differentiate(self) -> bool:
+        return not (self.has_target or self.may_be_asynchronous or self.batch == "local")
+
+    @property
     def may_be_asynchronous(self) -> bool:
         return self.compiler.decided.policy.may_be_asynchronous
 
@@ -529,7 +533,7 @@ class CompiledExecutions(Executions):
 
     def saved(self) -> dict[Mode, Artifact]:
         last = {mode: self._made.get(number) for mode, number in self._last_made.items()}
-        return {mode: each for mode, each in last.items() if each} | {Mode.TRAIN: self.artifact}
+        return {mode: each for mode, each in last.items() if each} | {self.artifact.plan.mode: self.artifact}
 
     def matching(self, first: Call, arguments: CallArguments) -> Call | None:
         assert isinstance(first, CompiledCall)

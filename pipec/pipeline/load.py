@@ -103,7 +103,7 @@ def pipeline_of(
     evaluations: Mapping[Mode, Artifact] = MappingProxyType({}),
 ) -> Pipeline:
     """A pipeline that runs the artifact, and those of evaluations, with these tensors."""
-    plan, artifacts = artifact.plan, {Mode.TRAIN: artifact, **evaluations}
+    plan, artifacts = artifact.plan, {artifact.plan.mode: artifact, **evaluations}
     names = _tensors_of(artifact, tensors, ranks)
     loss_scale, updates = LossScale() if plan.sync_spec.has_loss_scale else None, None
     if optimizer is not None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from pipec.artifact.artifact import MODE_FOLDERS, Artifact, write_artifact
 from pipec.checkpoint.all_ranks import call_on_rank_0
 from pipec.console import notice
-from pipec.errors import InputError
+from pipec.errors import CaptureError, InputError
 from pipec.ir import Mode, Program
 from pipec.ir.argument_checks import (
     FLAG,
@@ -97,6 +97,7 @@ class Pipeline(ConvertedModule):
         self._stream = StreamTraining(self._executions)
         self._checkpoints = Checkpoints(self, self._executions, self._stream)
         self._whole = WholeState(self._executions)
+        self._anchor, self._without_gradients = torch.zeros((), requires_grad=True), set[object]()
         if updates is not None:
             updates.optimizer.before_state_access, updates.optimizer.make_update = self.drain, self._update
         self._register()
@@ -212,22 +213,46 @@ class Pipeline(ConvertedModule):
         loss: Tensor | tuple[Tensor, Any] = self._executions.loss(call)
         return loss
 
-    @exclusive_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for the batch, without gradients, on every rank that passed these rows."""
-        request = CallRequest("forward", Mode.FORWARD)
-        output = self._executions.output(self._executions.agree(request, CallArguments(args, kwargs)))
+        """The model's output for the batch, on every rank that passed these rows.
+
+        In training mode, with gradients enabled and without a ``loss_fn``, it has a graph, as that of
+        ``as_module(outputs="differentiable")``; what no graph can be made for explains itself in its
+        ``backward``. Otherwise it has none.
+        """
         if not self.training or not torch.is_grad_enabled():
-            return output
+            return self._output(args, kwargs)
+        kind = len(args), *sorted(kwargs), sum(each.requires_grad for each in self.parameters())
+        if self._executions.may_differentiate and kind not in self._without_gradients:
+            try:
+                return self._differentiable_outputs(args, kwargs)
+            except (CaptureError, InputError):
+                output = self._output(args, kwargs)
+                self._without_gradients.add(kind)
+        else:
+            output = self._output(args, kwargs)
         return pytree.tree_map(lambda x: x.as_subclass(ForwardOutput) if _is_real(x) else x, output)
 
     @exclusive_call
-    def _differentiable_outputs(self, args: Any, kwargs: Any, anchor: Tensor) -> Any:
-        """The model's output for the batch, with a graph whose backward is that of the pipeline."""
+    def _output(self, args: Any, kwargs: Any) -> Any:
+        request = CallRequest("forward", Mode.FORWARD)
+        return self._executions.output(self._executions.agree(request, CallArguments(args, kwargs)))
+
+    @exclusive_call
+    def _differentiable_outputs(self, args: Any, kwargs: Any) -> Any:
+        """The model's output for the batch, with a graph whose backward is that of the pipeline.
+
+        Raises as ``step``.
+        """
+        if self._executions.batch == "local":
+            raise InputError(
+                'batch is "local", with which each replica would compute another loss; pass the whole batch '
+                'on all ranks, with batch="same", or compute the loss in the model or in loss_fn=...'
+            )
         request = CallRequest("forward", Mode.OUTPUTS, True)
         call = self._executions.agree(request, CallArguments(args, kwargs))
         self._stream.leave_last()
-        return self._executions.differentiable_outputs(call, anchor)
+        return self._executions.differentiable_outputs(call, self._anchor)
 
     @exclusive_call
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
@@ -848,7 +873,7 @@ class Pipeline(ConvertedModule):
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
 
-        These are what ``step`` runs, and what the last ``eval_step`` and call have run, if there were any.
+        These are what ``step`` runs, and what the last ``eval_step`` and calls have run, if there were any.
         With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
         rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all, and returns once
         the directory is complete.
@@ -862,7 +887,7 @@ class Pipeline(ConvertedModule):
                 saved[mode] = compiled.as_saved(ties, sorted(names.buffers.keys() - names.persistent))
             except NotImplementedError as error:
                 notice(f"the artifact is without the {mode} that was compiled: {error}")
-        artifact = saved.pop(Mode.TRAIN)
+        artifact = saved.pop(Mode.TRAIN if Mode.TRAIN in saved else Mode.OUTPUTS)
         others = {MODE_FOLDERS[mode]: other for mode, other in saved.items()}
         write = functools.partial(write_artifact, artifact, Path(directory), values, others)
         if tensors and self.ranks.world.is_distributed:

@@ -98,7 +98,7 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
                 "target= is for loss_fn, but the script computes the loss of the outputs that the module "
                 "returns; leave one of both out"
             )
-        return self._pipe._differentiable_outputs(args, kwargs, self._anchor)
+        return self._pipe._differentiable_outputs(args, kwargs)
 
     def _trained(self, args: Any, kwargs: Any, target: Any) -> Any:
         """The loss of a step, with the outputs where they are asked for."""

@@ -141,6 +141,13 @@ _MISMATCHES: Sequence[tuple[Callable[[str], bool], str, str]] = (
         "not depend on the rank",
     ),
     (
+        lambda name: name.startswith("the gradient "),
+        "the ranks computed other losses of the same outputs, with which they came to {}",
+        "Every rank computes the same loss, of the same data: pass the same batches on all ranks, draw with "
+        "the same seed, and see that nothing depends on the rank. Operators of GPUs whose results differ "
+        "from run to run, as sums with atomics, need torch.use_deterministic_algorithms(True)",
+    ),
+    (
         lambda name: name == "accumulates" or name.endswith(" of the optimizer"),
         "the ranks come to {} with optimizers that differ",
         "Every rank makes the same changes to pipe.optimizer, and the same schedulers step on all of them; "

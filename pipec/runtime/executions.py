@@ -140,8 +140,9 @@ class Executions:
         """How long each step of compilation took, summed over all compilations."""
         self._given = given
         if given:
-            plan = given[Mode.TRAIN].plan
-            self.trained, self._training = given[Mode.TRAIN], plan.training
+            self.trained = given.get(Mode.TRAIN) or given[Mode.OUTPUTS]
+            plan = self.trained.plan
+            self._training = plan.training
             self._microbatch_weight = microbatch_weight or plan.microbatch_weight
             self.has_target = any(path.startswith("target") for path in plan.arguments)
             owners = [owner_ranks(each.plan) for each in given.values()]
@@ -272,6 +273,11 @@ class Executions:
         return Call(request, leaves, with_leaves, plan.batch_axes, rows, values, groups, *peek_seed())
 
     @property
+    def may_differentiate(self) -> bool:
+        """Whether a script may compute a loss of outputs."""
+        return Mode.OUTPUTS in self._given
+
+    @property
     def may_be_asynchronous(self) -> bool:
         """Whether the schedule is asynchronous, or a search may find one that is."""
         return self.artifact.plan.sync_spec.stream is not None
@@ -394,7 +400,7 @@ class Executions:
         self.drain()
         steps, is_distributed = self.steps, self.agreement.is_distributed
         if is_distributed:
-            given = {name: describe_leaf(x) for name, x in gradients.items()}
+            given = {f"the gradient {name}": describe_leaf(x) for name, x in gradients.items()}
             answer = self.agreement.require_same_call(f"the backward of forward {waiting.number}", given)
             self.agreement.exit_on_signal(self.drain, answer)
         unset = [*self._without_gradient(waiting.untrained(gradients))]

@@ -15,10 +15,10 @@ STEP_LOSS = (
 EVAL_LOSS = "pipe.eval_step(...) computes no gradients; call pipe.step(...) for a loss with gradients"
 
 FORWARD_OUTPUT = (
-    "pipe(...) computes no gradients, so that what is computed of its output has no backward. Call "
-    "pipe.step(inputs, target=...) with loss_fn=... in pipec.compile, or with a model that returns its loss: "
-    "it computes the loss and its gradients. For a loop that calls backward(), module = pipe.as_module() "
-    "makes module(inputs, target=...) return a loss that has one"
+    "this call of pipe(...) has computed no gradients, so that what is computed of its output has no "
+    "backward. Call pipe.step(inputs, target=...) with loss_fn=... in pipec.compile, or with a model that "
+    "returns its loss: it computes the loss and its gradients. For a loop that calls backward(), "
+    "module = pipe.as_module() makes module(inputs, target=...) return a loss that has one"
 )
 
 _SCALED = (
