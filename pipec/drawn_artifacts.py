@@ -68,7 +68,13 @@ def trace_steps(artifact: Artifact, trace: Trace) -> list[DrawnStep]:
     return steps + _run_steps(plan, trace)
 
 
-_SUFFIXES = {StepPart.WHOLE: "", StepPart.ACCUMULATE: " without update", StepPart.UPDATE: " update alone"}
+_SUFFIXES = {
+    StepPart.WHOLE: "",
+    StepPart.ACCUMULATE: " without update",
+    StepPart.FORWARDS: " before the loss",
+    StepPart.BACKWARDS: " behind the loss",
+    StepPart.UPDATE: " update alone",
+}
 
 
 def _run_steps(plan: Plan, trace: Trace) -> list[DrawnStep]:

@@ -52,7 +52,8 @@ def find_loss(output: Any, given: LossPath | None) -> LossPath:
     names = ", ".join(map(path_text, found))
     raise InputError(
         f"the model returns {len(found)} numbers that may be its loss: {names}. Say which one it is, as in "
-        f"loss_fn={_as_option(next(iter(found)))} in pipec.compile, or return their sum as the loss"
+        f"loss_fn={_as_option(next(iter(found)))} in pipec.compile, or return their sum as the loss; where "
+        'the script computes the loss, pipe.as_module(outputs="differentiable") returns all of them'
     )
 
 

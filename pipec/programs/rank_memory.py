@@ -171,6 +171,7 @@ class _Account:
             self.before["inputs"] += memory.inputs * plan.num_microbatches
         self._computes()
         self._messages()
+        self._output_gradients()
         for stage, memory in self.stages.items():
             self._tail_and_results(stage)
             self._copies(stage, memory)
@@ -216,6 +217,13 @@ class _Account:
             if reads.size:
                 self._grow("saved", runs, 0.0, gradients)
                 self._grow("saved", reads.max(keepdims=True), 0.0, -gradients)
+
+    def _output_gradients(self) -> None:
+        """The gradients of outputs, which a script gives behind the pause. Each rank has those of all rows."""
+        names = {each.name for each in self.plan.trained_outputs}
+        results = (value for link in self.plan.links if link.payload.is_result for value in link.values)
+        size = self._size([value for value in results if value.name in names], of_all=True)
+        self._grow("results", np.flatnonzero(self.columns.ops == OP_CODE[Op.PAUSE]), 0.0, size)
 
     def _copies(self, stage: int, memory: StageMemory) -> None:
         """Offloaded values are on the host alone from the wait for the offload to the prefetch."""

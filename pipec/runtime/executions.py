@@ -44,7 +44,7 @@ from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.call_arguments import CallArguments
 from pipec.runtime.stream.stream_session import CompiledStream, StreamSession
 from pipec.runtime.tensors import Tensors, owner_ranks
-from pipec.runtime.waiting_forward import Begun, OutputsOf, WaitingForward
+from pipec.runtime.waiting_forward import OutputsOf, WaitingForward
 from pipec.torch_compat import pytree
 
 UnflattenCall = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
@@ -211,7 +211,8 @@ class Executions:
     def _chosen(self, request: CallRequest) -> Artifact:
         """What runs a call. Raises InputError if it was not saved, or for the other mode of the model."""
         given = self._given.get(request.mode)
-        if given is None or (request.outputs and len(given.plan.outputs) == 1 + len(given.plan.log_names)):
+        has_outputs = request.mode is not Mode.TRAIN or not request.outputs
+        if given is None or not (has_outputs or len(given.plan.outputs) > 1 + len(given.plan.log_names)):
             raise InputError(
                 f"{request.name} was called, but this artifact holds no code for it; call that, or "
                 f"prepare(...) for a step, on the pipeline of pipec.compile, and then save(...)"
@@ -393,23 +394,28 @@ class Executions:
         results = {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
         return _output_of(call.first, results, plans[0].outputs)
 
-    def _run_backward(
-        self, waiting: WaitingForward, begun: Begun, gradients: Mapping[str, Tensor | None]
-    ) -> None:
-        """Run the backwards of a forward. All ranks call this alike, or all raise InputError."""
+    def _run_backward(self, waiting: WaitingForward, gradients: Mapping[str, Tensor | None]) -> None:
+        """Run the backwards of a forward. All ranks call this alike, or all raise InputError.
+
+        ``gradients`` are those of outputs, by their names.
+        """
         self.drain()
-        steps, is_distributed = self.steps, self.agreement.is_distributed
+        steps, is_distributed, before = self.steps, self.agreement.is_distributed, self.steps.accumulates
+        gradients = {name: None if x is None else x.contiguous() for name, x in gradients.items()}
+        obstacle = waiting.obstacle()
         if is_distributed:
             given = {f"the gradient {name}": describe_leaf(x) for name, x in gradients.items()}
+            given |= {"refused": obstacle} if obstacle else {}
             answer = self.agreement.require_same_call(f"the backward of forward {waiting.number}", given)
             self.agreement.exit_on_signal(self.drain, answer)
+        if obstacle:
+            raise InputError(obstacle)
         unset = [*self._without_gradient(waiting.untrained(gradients))]
-        contiguous = {name: None if x is None else x.contiguous() for name, x in gradients.items()}
-        leaves_gradients, before = steps.updates is None and is_distributed, steps.accumulates
+        leaves_gradients = steps.updates is None and is_distributed
         if leaves_gradients:
             self.norms.unmark()
-        for execution, suspended in begun:
-            execution.backward(suspended, contiguous, steps.recorded)
+        for execution, suspended in (begun := waiting.take()):
+            execution.backward(suspended, gradients, steps.recorded)
         for parameter in unset:
             parameter.grad = None
         if leaves_gradients and self.tensors.are_spread:

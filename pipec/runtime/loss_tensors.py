@@ -110,5 +110,6 @@ class ModuleLoss(_Loss):
 
 
 _LOSS_ALONE = (
-    "in training a module returns the loss alone; that of pipe.as_module(outputs=True) returns the rest, too"
+    "in training a module returns the loss alone; that of pipe.as_module(outputs=True) returns the rest too, "
+    'and that of pipe.as_module(outputs="differentiable") with gradients, for a loss that a script computes'
 )

@@ -17,7 +17,7 @@ Begun = Sequence[tuple[Execution, Sequence[SuspendedStep]]]
 
 
 class WaitingForward:
-    """A forward, until its backward. What the backward needs is freed with it, or as soon as that begins.
+    """A forward, until its backward. What the backward needs is freed with it, or as it is used.
 
     Args:
         number: counts the forwards of the pipeline.
@@ -31,36 +31,35 @@ class WaitingForward:
         number: int,
         begun: Begun,
         read: Mapping[str, Tensor],
-        run_backward: Callable[["WaitingForward", Begun, Mapping[str, Tensor | None]], None],
+        run_backward: Callable[["WaitingForward", Mapping[str, Tensor | None]], None],
     ) -> None:
-        self.number, self._begun, self._run_backward = number, begun, run_backward
+        self.number, self._begun, self.run_backward = number, begun, run_backward
         self.trained: Sequence[TrainedOutput] = begun[0][0].artifact.plan.trained_outputs
         """The outputs that a backward starts from."""
         self._read = [(name, tensor, _version(tensor)) for name, tensor in read.items()]
 
-    def backward(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Add the gradients of parameters to ``.grad``; ``gradients`` are those of outputs, by their names.
-
-        Raises:
-            InputError: it has had its backward, or a tensor that the backward reads was changed. Nothing was
-                sent or changed.
-        """
-        begun, self._begun = self._begun, ()
-        if not begun:
-            raise InputError(
+    def obstacle(self) -> str:
+        """Why no backward can run; empty if one can."""
+        if not self._begun:
+            return (
                 "backward() was called again on outputs of one call, whose saved values were freed the first "
                 "time: call it once, on the sum of the losses, or call the module again. retain_graph=True "
                 "does not keep them"
             )
         for name, tensor, version in self._read:
             if _version(tensor) != version:
-                raise InputError(
+                return (
                     f"{name} was changed in place between the call of the module and the backward of its "
                     "outputs, which reads it again: call optimizer.step() after the backward, and change a "
                     "clone of what is passed"
                 )
+        return ""
+
+    def take(self) -> Begun:
+        """The forwards that have run, once."""
+        begun, self._begun = self._begun, ()
         self._read.clear()
-        self._run_backward(self, begun, gradients)
+        return begun
 
     def untrained(self, gradients: Mapping[str, Tensor | None]) -> Iterator[str]:
         """The parameters that are trained, but get no gradient if some outputs have none."""
@@ -93,7 +92,7 @@ class OutputsOf(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         refuse_partial_backward(ctx.anchor)
         names = [each.gradient for each in ctx.waiting.trained]
-        ctx.waiting.backward(dict(zip(names, gradients, strict=True)))
+        ctx.waiting.run_backward(ctx.waiting, dict(zip(names, gradients, strict=True)))
         return tuple([None] * ctx.num_inputs)
 
 

@@ -1,7 +1,7 @@
 """Trainers of TRL that compute their loss of the outputs of the model, with a pipeline in its place."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ def _log_probs(
     logits = logits / temperature
     log_p = logits.log_softmax(-1)
     plain, plain_log_p = logits.detach(), log_p.detach()
-    made = {
+    made: dict[str, Callable[[], Tensor]] = {
         "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
         "log_sum_sq_probs": lambda: (2 * plain_log_p).logsumexp(-1),
         "mean_logits": lambda: plain.mean(-1),
@@ -121,7 +121,9 @@ class _LogProbs:
 
     @staticmethod
     def apply(*args: Any) -> Any:
-        return _log_probs(*args) if torch.compiler.is_compiling() else _LogProbs._of_trl.apply(*args)
+        if torch.compiler.is_compiling():
+            return _log_probs(*args)
+        return _LogProbs._of_trl.apply(*args)
 
 
 _uses_triton = trl_utils._use_triton

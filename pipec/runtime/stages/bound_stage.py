@@ -168,9 +168,10 @@ class BoundStage:
         return SuspendedStage(frames, {**self._precomputed}, borrowed)
 
     def resume(self, suspended: "SuspendedStage") -> None:
-        """Go on with a step that was interrupted."""
+        """Go on with a step that was interrupted. What was saved is then in the frames alone."""
         for frame, values in zip(self.frames, suspended.frames, strict=True):
             frame.update(values)
+            values.clear()
         self._precomputed.update(suspended.precomputed)
         for index, weight in suspended.borrowed.items():
             self.weights[index] = weight

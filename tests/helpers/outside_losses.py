@@ -1,0 +1,194 @@
+"""Losses that a script computes of outputs, and a training with each of them beside plain PyTorch.
+
+``outside_losses.py SCHEDULE REPLICAS STEPS [LOSS ...]`` prints by how much losses and weights are off.
+"""
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipec
+
+Model = Callable[[Tensor], Any]
+Data = tuple[Tensor, Tensor, Tensor]
+"""Two views of a batch of eight rows, and their classes."""
+
+
+class ActorCritic(nn.Module):
+    """A policy over five actions, a value, and an embedding, with a mean over rows beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([nn.Linear(6, 16), *(nn.Linear(16, 16) for _ in range(4))])
+        self.policy, self.value = nn.Linear(16, 5), nn.Linear(16, 1)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = x
+        for layer in self.body:
+            h = torch.tanh(layer(h))
+        return {
+            "policy": self.policy(h),
+            "value": self.value(h)[:, 0],
+            "embedding": h,
+            "scale": self.scale,
+            "activity": h.square().mean(),
+            "columns": h.t(),
+        }
+
+
+def _log_probs(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return model(x)["policy"].log_softmax(-1).gather(1, y[:, None])[:, 0]
+
+
+def preference(model: Model, data: Data) -> Tensor:
+    """DPO of the chosen and the rejected rows of one batch."""
+    x, other, y = data
+    chosen, rejected = _log_probs(model, torch.cat([x, other]), y.repeat(2)).chunk(2)
+    return -F.logsigmoid(0.5 * (chosen - rejected + 0.1)).mean()
+
+
+def preference_in_two(model: Model, data: Data) -> Tensor:
+    x, other, y = data
+    chosen, rejected = _log_probs(model, x, y), _log_probs(model, other, y)
+    return -F.logsigmoid(0.5 * (chosen - rejected)).mean()
+
+
+def distillation(model: Model, data: Data) -> Tensor:
+    x, other, y = data
+    found, teacher = model(x)["policy"], (other @ other.t())[:, :5]
+    soft = F.kl_div((found / 2).log_softmax(-1), (teacher / 2).softmax(-1), reduction="batchmean")
+    return 0.5 * F.cross_entropy(found, y) + 2 * soft
+
+
+def contrastive(model: Model, data: Data) -> Tensor:
+    """Rows of both views against all others, with a learned temperature."""
+    x, other, _ = data
+    first, second = model(x), model(other)
+    one, two = F.normalize(first["embedding"], dim=1), F.normalize(second["embedding"], dim=1)
+    return F.cross_entropy(one @ two.t() * first["scale"].exp(), torch.arange(len(x)))
+
+
+def clipped_policy(model: Model, data: Data) -> Tensor:
+    """PPO: a clipped ratio with normalised advantages, a value loss, and an entropy."""
+    x, other, y = data
+    found = model(x)
+    log_p = found["policy"].log_softmax(-1)
+    advantages = other.sum(1)
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    ratio = (log_p.gather(1, y[:, None])[:, 0] + 1.6).exp()
+    losses = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    entropy = -(log_p.exp() * log_p).sum(-1).mean()
+    return losses.mean() + 0.5 * (found["value"] - other[:, 0]).square().mean() - 0.01 * entropy
+
+
+def group_relative(model: Model, data: Data) -> Tensor:
+    """GRPO: advantages relative to groups of four rows."""
+    x, other, y = data
+    rewards = other.sum(1).view(-1, 4)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1)
+    log_p = _log_probs(model, x, y)
+    return -((log_p - log_p.detach()).exp() * advantages).mean()
+
+
+def hardest_triplet(model: Model, data: Data) -> Tensor:
+    """Each row with the nearest row of another class, and the farthest of its own."""
+    x, _, y = data
+    distances = torch.cdist(found := model(x)["embedding"], found)
+    same = y[:, None] == y
+    farthest = distances.masked_fill(~same, -1).amax(1)
+    return (farthest - distances.masked_fill(same, 99).amin(1) + 1).relu().mean()
+
+
+def decorrelation(model: Model, data: Data) -> Tensor:
+    """Barlow twins: the correlation of the embeddings of two views, column by column."""
+    x, other, _ = data
+    one, two = (model(view)["columns"] for view in (x, other))
+    one, two = (
+        (each - each.mean(1, keepdim=True)) / (each.std(1, keepdim=True) + 1e-3) for each in (one, two)
+    )
+    return (one @ two.t() / len(x) - torch.eye(len(one))).square().sum() / 10
+
+
+def variational(model: Model, data: Data) -> Tensor:
+    x, other, _ = data
+    found = model(x)
+    mean, log_variance = found["policy"], found["embedding"][:, :5]
+    kl = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
+    return kl + (mean - other[:, :5]).abs().mean()
+
+
+def one_head(model: Model, data: Data) -> Tensor:
+    """The policy and the scale get no gradient, and so no update."""
+    x, other, _ = data
+    return F.huber_loss(model(x)["value"], other[:, 0]) + (model(x)["value"].quantile(0.25) - 0.1).square()
+
+
+def consistency(model: Model, data: Data) -> Tensor:
+    """The symmetric divergence between views, and a term of the batch's mean activity."""
+    x, other, y = data
+    one, two = model(x), model(other)
+    first, second = one["policy"].log_softmax(-1), two["policy"].log_softmax(-1)
+    both = (first.exp() - second.exp()) * (first - second)
+    return F.nll_loss(first, y) + both.mean() + (one["activity"] * two["activity"]).sqrt()
+
+
+def fairness(model: Model, data: Data) -> Tensor:
+    """The worst of the classes, smoothed, and a penalty of the spread between them."""
+    x, _, y = data
+    losses = F.cross_entropy(model(x)["policy"], y, reduction="none")
+    means = torch.stack([losses[y == each].mean() for each in y.unique()])
+    return means.logsumexp(0) + means.var()
+
+
+LOSSES: Mapping[str, Callable[[Model, Data], Tensor]] = {
+    each.__name__: each
+    for each in (
+        *(preference, preference_in_two, distillation, contrastive, clipped_policy, group_relative),
+        *(hardest_triplet, decorrelation, variational, one_head, consistency, fairness),
+    )
+}
+
+
+def train(name: str, num_steps: int, num_ranks: int, **options: Any) -> float:
+    """Train with a loss, beside plain PyTorch: the largest difference of losses, norms and weights.
+
+    Each second step accumulates, and updates are clipped. All ranks call this.
+    """
+    torch.manual_seed(0)
+    plain = ActorCritic().double()
+    pipe = pipec.compile(copy.deepcopy(plain), devices=num_ranks, microbatches=4, timeout=240.0, **options)
+    module, loss_of, off = pipe.as_module(outputs="differentiable"), LOSSES[name], list[float]()
+    both = [
+        (module, torch.optim.AdamW(module.parameters(), lr=0.02)),
+        (plain, torch.optim.AdamW(plain.parameters(), lr=0.02)),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(num_steps):
+        x, other = torch.randn(2, 8, 6, generator=generator, dtype=torch.float64)
+        data = x, other, torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+        losses = [loss_of(model, data) for model, _ in both]
+        for loss in losses:
+            (loss / 2).backward()
+        off.append(abs(losses[0].item() - losses[1].item()))
+        if step % 2:
+            norms = pipe.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            off.append(abs(float(norms[0]) - float(norms[1])))
+            for _, optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+    state, expected = pipe.full_state_dict(all_ranks=True), plain.state_dict()
+    return max(*off, *(float((state[fqn] - value).abs().max()) for fqn, value in expected.items()))
+
+
+if __name__ == "__main__":
+    schedule, replicas, steps, *names = sys.argv[1:]
+    ranks = int(os.environ.get("WORLD_SIZE", 2 * int(replicas)))
+    for each in names or LOSSES:
+        print(each, train(each, int(steps), ranks, schedule=schedule, replicas=int(replicas)))
