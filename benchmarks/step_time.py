@@ -7,9 +7,10 @@ without the optimizer. Every contestant runs alone in fresh processes; rounds al
 contestants, so that a change in the machine's speed meets all of them. The 1F1B bound is the unsplit time
 times (m + p - 1) / (m p), for m microbatches and p ranks: perfectly balanced stages, free communication.
 
-Three modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
-with torch.compile; and "best", where pipec chooses its schedule and the peer is its fastest schedule. Besides
-the clock, a row has the processor time of a step, summed over ranks and threads.
+Four modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
+with torch.compile; "best", where pipec chooses its schedule and the peer is its fastest schedule; and
+"outside", where the script computes the loss of the outputs, which the last stage does otherwise. Besides the
+clock, a row has the processor time of a step, summed over ranks and threads.
 """
 
 import argparse
@@ -126,24 +127,18 @@ def unsplit_step(case: Case, compiled: bool = False) -> Step:
 
 
 def pipeline(case: Case, schedule: str = "1f1b", **options: Any) -> pipec.Pipeline:
-    return pipec.compile(
-        case.model(),
-        devices=RANKS,
-        loss_fn=case.loss_fn,
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        recompute="none",
-        **options,
-    )
+    options = {"loss_fn": case.loss_fn, "microbatches": MICROBATCHES, "recompute": "none", **options}
+    return pipec.compile(case.model(), devices=RANKS, schedule=schedule, **options)
 
 
-def module_step(case: Case) -> Step:
-    """The step of a loop that calls the model and ``loss.backward()``."""
-    module, (inputs, target) = pipeline(case).as_module(), case.batch()
+def module_step(case: Case, *, outside: bool = False, **options: Any) -> Step:
+    """The step of a loop that calls the model and ``loss.backward()``; it computes a loss that is outside."""
+    options = {"loss_fn": None} | options if outside else options
+    module, (inputs, target) = pipeline(case, **options).as_module(), case.batch()
 
     def step() -> Tensor:
         module.zero_grad()
-        loss: Tensor = module(inputs, target=target)
+        loss: Tensor = case.loss_fn(module(inputs), target) if outside else module(inputs, target=target)
         loss.backward()
         return loss.detach()
 
@@ -226,6 +221,14 @@ MODES = {
         COMPILED: Contestant(partial(unsplit_step, compiled=True), 1),
         "pipec, inductor": Contestant(partial(pipec_step, kernels="inductor")),
         f"{PEER}, torch.compile": Contestant(partial(peer_step, compiled=True)),
+    },
+    "outside": {
+        "pipec, one process, GPipe": Contestant(partial(pipec_step, schedule="gpipe"), 1),
+        "pipec, one process, loss outside": Contestant(
+            partial(module_step, outside=True, schedule="gpipe"), 1
+        ),
+        "pipec, torchrun, GPipe": Contestant(partial(pipec_step, schedule="gpipe")),
+        "pipec, torchrun, loss outside": Contestant(partial(module_step, outside=True, schedule="gpipe")),
     },
     "best": {
         UNSPLIT: Contestant(unsplit_step, 1),

@@ -1,11 +1,11 @@
-"""Learn to balance a pole on a cart by policy gradients, on two pipeline stages.
+"""Learn to balance a pole on a cart by proximal policy optimization, on two pipeline stages.
 
 python examples/policy_gradient.py                        # both stages in this process
 torchrun --nproc-per-node 2 examples/policy_gradient.py   # one stage per process: the same losses
 
-The policy plays with ``pipe(states)``, which is forward alone, and learns with ``pipe.step`` from all moves,
-of which there are more every time. Every rank plays the same games: it has the same random generator, and
-gets the same bits from the policy.
+The agent plays under ``torch.no_grad()``, which is forward alone. It learns from a loss that this script
+computes of its outputs, as it would without pipec. Every rank plays the same games: it has the same random
+generator, and gets the same bits from the agent.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import pipec
 
 GAMES, LONGEST, DISCOUNT = 16, 200, 0.99
+EPOCHS, MINIBATCH, CLIP = 4, 256, 0.2
 
 
 class CartPole:
@@ -46,71 +47,96 @@ class CartPole:
         return (self.states[:, 0].abs() < 2.4) & (self.states[:, 2].abs() < math.radians(12))
 
 
+class Agent(nn.Module):
+    """The logits of both actions, and the expected return of each state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.actor, self.critic = nn.Linear(64, 2), nn.Linear(64, 1)
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        seen = self.body(states)
+        return self.actor(seen), self.critic(seen)[:, 0]
+
+
 @dataclass(frozen=True)
-class Games:
-    """What was seen and done, and whether the game still went on: ``[moves, games, ...]`` each."""
+class Moves:
+    """What was seen, done and thought at each move, and how well it went on: ``[moves, ...]`` each."""
 
     states: Tensor
     actions: Tensor
-    played: Tensor
-
-    @property
-    def advantages(self) -> Tensor:
-        """How much better it went after each move than after the average move, in standard deviations.
-
-        It went as well as the pole stood long; moves count the less, the later they are.
-        """
-        returns, after = torch.zeros(self.played.shape), torch.zeros(GAMES)
-        for move in reversed(range(len(returns))):
-            after = returns[move] = self.played[move] * (1 + DISCOUNT * after)
-        of_moves = returns[self.played]
-        return (returns - of_moves.mean()) / of_moves.std()
+    log_chances: Tensor
+    returns: Tensor
+    advantages: Tensor
 
 
-def play(policy: nn.Module, generator: torch.Generator) -> Games:
-    """Games of moves that the policy draws. Carts whose game is over are pushed on, which does not count."""
+@torch.no_grad()
+def play(agent: nn.Module, generator: torch.Generator) -> Moves:
+    """Games of moves that the agent draws. Carts whose game is over are pushed on, which does not count."""
     carts = CartPole(GAMES, generator)
     standing = torch.ones(GAMES, dtype=torch.bool)
-    seen, done, played = [], [], []
+    states, actions, log_chances, values, played = [], [], [], [], []
     while standing.any() and len(played) < LONGEST:
-        chances = F.softmax(policy(carts.states), dim=1)
-        actions = torch.multinomial(chances, 1, generator=generator)[:, 0]
-        seen.append(carts.states)
-        done.append(actions)
+        logits, value = agent(carts.states)
+        chosen = torch.multinomial(logits.softmax(1), 1, generator=generator)
+        states.append(carts.states)
+        actions.append(chosen[:, 0])
+        log_chances.append(logits.log_softmax(1).gather(1, chosen)[:, 0])
+        values.append(value)
         played.append(standing)
-        carts.push(actions)
+        carts.push(chosen[:, 0])
         standing = standing & carts.standing
-    return Games(torch.stack(seen), torch.stack(done), torch.stack(played))
+    returns, after = torch.zeros(len(played), GAMES), torch.zeros(GAMES)
+    for move in reversed(range(len(returns))):
+        after = returns[move] = played[move] * (1 + DISCOUNT * after)
+    seen = torch.stack(played)
+    advantages = (returns - torch.stack(values))[seen]
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    of_moves = (torch.stack(each)[seen] for each in (states, actions, log_chances))
+    return Moves(*of_moves, returns[seen], advantages)
 
 
-def policy_loss(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    """REINFORCE (Williams, 1992): what went well becomes more likely."""
-    actions, advantages = target
-    return (F.cross_entropy(logits, actions, reduction="none") * advantages).mean()
+def learn(agent: nn.Module, optimizer: torch.optim.Optimizer, moves: Moves, order: Tensor) -> float:
+    """An epoch of PPO (Schulman et al., 2017) over moves in this order; returns the mean loss."""
+    losses = []
+    for some in order.split(MINIBATCH):
+        logits, values = agent(moves.states[some])
+        log_chances = logits.log_softmax(1)
+        ratio = log_chances.gather(1, moves.actions[some, None])[:, 0] - moves.log_chances[some]
+        gains = [
+            each * moves.advantages[some] for each in (ratio.exp(), ratio.exp().clamp(1 - CLIP, 1 + CLIP))
+        ]
+        entropy = -(log_chances.exp() * log_chances).sum(1).mean()
+        loss = -torch.minimum(*gains).mean() + 1e-3 * F.mse_loss(values, moves.returns[some]) - 0.01 * entropy
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--updates", type=int, default=25)
+    parser.add_argument("--updates", type=int, default=12)
     args = parser.parse_args()
 
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
 
-    policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-    pipe = pipec.compile(policy, devices=2, loss_fn=policy_loss, microbatches=4)
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
+    agent = pipec.compile(Agent(), devices=2, microbatches=4).as_module()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=5e-3)
 
     for update in range(args.updates):
-        games = play(pipe, generator)
-        played = games.played
-        target = (games.actions[played], games.advantages[played])
-        loss = pipe.step(games.states[played], target=target)
-        optimizer.step()
-        optimizer.zero_grad()
-        length = played.sum() / GAMES
-        if update % 5 == 0 or update == args.updates - 1:
-            pipec.log(f"update {update:3}  loss {loss:9.6f}  {length:6.2f} moves until the pole falls")
+        moves = play(agent, generator)
+        count = len(moves.states)
+        losses = [
+            learn(agent, optimizer, moves, torch.randperm(count, generator=generator)) for _ in range(EPOCHS)
+        ]
+        if update % 3 == 0 or update == args.updates - 1:
+            pipec.log(
+                f"update {update:3}  loss {losses[-1]:9.6f}  {count / GAMES:6.2f} moves until the pole falls"
+            )
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ class _Account:
                 self._grow("saved", reads.max(keepdims=True), 0.0, -gradients)
 
     def _output_gradients(self) -> None:
-        """The gradients of outputs, which a script gives behind the pause. Each rank has those of all rows."""
+        """The gradients of outputs, which a script gives behind the pause, on each rank those of all rows."""
         names = {each.name for each in self.plan.trained_outputs}
         results = (value for link in self.plan.links if link.payload.is_result for value in link.values)
         size = self._size([value for value in results if value.name in names], of_all=True)

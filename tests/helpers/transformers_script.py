@@ -26,6 +26,7 @@ LOGGED = (
     "eval_accuracy",
     "entropy",
     "mean_token_accuracy",
+    *("rewards/margins", "logps/chosen", "reward", "kl", "completions/mean_length"),
 )
 datasets.disable_progress_bars()
 
@@ -244,12 +245,110 @@ def with_adapters() -> dict[str, Any]:
     return {"trained": history(trained), "logits": [each.abs().sum().item() for each in logits]}
 
 
+def with_distillation() -> dict[str, Any]:
+    """A Trainer's subclass adds to the model's loss that of a teacher's logits."""
+    if IS_PLAIN:
+        kind = Trainer
+    else:
+        from pipec.integrations.transformers import PipecTrainer as kind
+
+    model, rows, _ = llama()
+    teacher = huggingface_models.llama()[0].double()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.5)
+
+    class Distillation(kind):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            outputs = model(**inputs)
+            with torch.no_grad():
+                wanted = teacher(input_ids=inputs["input_ids"]).logits.softmax(-1)
+            loss = outputs.loss - (outputs.logits.log_softmax(-1) * wanted).sum(-1).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    options = {"learning_rate": 0.05, "max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    given = {"train_dataset": rows, "eval_dataset": rows}
+    trained = Distillation(model=model, args=trainer_arguments(**options), **given)
+    trained.train()
+    trained.save_model(f"{FOLDER}/final")
+    return {"trained": history(trained)}
+
+
+def with_preferences() -> dict[str, Any]:
+    """DPO of TRL, with a reference model, accumulation, clipping and evaluation."""
+    from trl import DPOConfig, DPOTrainer
+
+    sizes = torch.Generator().manual_seed(0)
+
+    def text(count: int) -> str:
+        numbers = torch.randint(2, huggingface_models.VOCABULARY, (count,), generator=sizes)
+        return " ".join(f"w{number}" for number in numbers)
+
+    rows = [{"prompt": text(3), "chosen": text(4 + k % 3), "rejected": text(3 + k % 4)} for k in range(24)]
+    pairs = datasets.Dataset.from_list(rows)
+    options = {"learning_rate": 0.05, "optim": "sgd", "max_steps": 4, "gradient_accumulation_steps": 2}
+    options |= {"max_grad_norm": 0.3, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    given = {
+        "model": huggingface_models.llama()[0].double(),
+        "ref_model": huggingface_models.llama()[0].double(),
+        "train_dataset": pairs,
+        "eval_dataset": pairs.select(range(8)),
+        "processing_class": tokenizer(),
+    }
+    if IS_PLAIN:
+        trained = DPOTrainer(args=arguments(DPOConfig, None, bf16=False, **options), **given)
+    else:
+        from pipec.integrations.transformers import PipecDPOConfig, PipecDPOTrainer
+
+        made = arguments(None, PipecDPOConfig, bf16=False, **options)
+        trained = PipecDPOTrainer(args=made, **given)
+    trained.train()
+    trained.save_model(f"{FOLDER}/final")
+    return {"trained": history(trained)}
+
+
+def with_rewards() -> dict[str, Any]:
+    """GRPO of TRL: a model generates, is rewarded, and learns twice from what it has generated."""
+    from transformers import LlamaForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completion_ids: list[list[int]], **more: Any) -> list[float]:
+        return [sum(number % 3 for number in each) / (1 + len(each)) for each in completion_ids]
+
+    rank = os.environ.get("RANK", "0")
+    huggingface_models.llama()[0].save_pretrained(f"{FOLDER}/reference_{rank}")  # which TRL reads
+    model = LlamaForCausalLM.from_pretrained(f"{FOLDER}/reference_{rank}", dtype=torch.float64)
+    prompts = datasets.Dataset.from_list([{"prompt": f"w{2 + k} w{3 + k} w{4 + k}"} for k in range(24)])
+    options = {"learning_rate": 0.05, "optim": "sgd", "max_steps": 4, "beta": 0.1, "num_iterations": 2}
+    options |= {"num_generations": 4, "max_completion_length": 6, "save_strategy": "no"}
+    given = {
+        "model": model,
+        "reward_funcs": reward,
+        "train_dataset": prompts,
+        "processing_class": tokenizer(),
+    }
+    if IS_PLAIN:
+        trained = GRPOTrainer(args=arguments(GRPOConfig, None, bf16=False, **options), **given)
+    else:
+        from pipec.integrations.transformers import PipecGRPOConfig, PipecGRPOTrainer
+
+        made = arguments(None, PipecGRPOConfig, bf16=False, **options)
+        trained = PipecGRPOTrainer(args=made, **given)
+    trained.train()
+    trained.save_model(f"{FOLDER}/final")
+    return {"trained": history(trained)}
+
+
 CASES = {
     "llama": lambda: with_trainer(llama),
     "bert": lambda: with_trainer(bert),
     "sft": lambda: with_sft(False),
     "packed": lambda: with_sft(True),
     "adapters": with_adapters,
+    "distilled": with_distillation,
+    "dpo": with_preferences,
+    "grpo": with_rewards,
 }
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from typing import Any
 import huggingface_models
 import pytest
 import torch
-from torch import Tensor
 
 from pipec.errors import InputError
 
@@ -93,17 +92,6 @@ def test_optimizers_that_cannot_update_stage_by_stage(tmp_path: Path) -> None:
         trainer(tmp_path, model=model, optimizers=(optimizer, None), options={"shard": "optimizer"})
     with pytest.raises(InputError, match="which updates each parameter during the backward"):
         trainer(tmp_path, options={"optim": "lomo"})
-
-
-def test_a_loss_that_a_subclass_computes_of_outputs(tmp_path: Path) -> None:
-    from pipec.integrations.transformers import PipecTrainer
-
-    class Outside(PipecTrainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Tensor:
-            return model(**inputs).logits.square().mean()  # type: ignore[no-any-return]
-
-    with pytest.raises(InputError, match=r"compute_loss_func=.* to a PipecTrainer"):
-        trainer(tmp_path, Outside).train()
 
 
 @pytest.mark.parametrize("name", ["padding_free", "activation_offloading"])
