@@ -45,7 +45,7 @@ class FailingModelError(InputError):
 
 
 class NoLossError(InputError):
-    """The model returns nothing that can be its loss, and there is no loss function."""
+    """The model returns nothing that can be its loss, or of which a loss could be that trains it."""
 
 
 class MixedRowsError(InputError):

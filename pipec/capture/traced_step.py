@@ -13,7 +13,7 @@ from pipec.capture.markers import LOSS_OUTSIDE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import UNKNOWN_LOSS, LossPath, find_loss, result_at
 from pipec.capture.variable_history import equal_dimensions
-from pipec.errors import InputError
+from pipec.errors import InputError, NoLossError
 from pipec.ir import Mode
 from pipec.ir.batch_axis import BatchAxis
 from pipec.torch_compat import pytree
@@ -146,13 +146,13 @@ def make_traced_step(request: CaptureRequest) -> TracedStep:
 
 
 def _loss_outside(output: Any) -> Tensor:
-    """What stands for a loss that the script computes of the outputs. Raises InputError if it can be none."""
+    """What stands for a loss that the script computes of outputs. Raises NoLossError if there is none."""
     leaves = enumerate(pytree.tree_leaves(output), 1)  # the loss is the first of the results
     terms: list[Tensor] = [
         LOSS_OUTSIDE(x, k) for k, x in leaves if isinstance(x, Tensor) and x.is_floating_point()
     ]
     if not terms:
-        raise InputError("no loss can be computed of what the model returns: no tensor in it has numbers")
+        raise NoLossError("no loss can be computed of what the model returns: no tensor in it has numbers")
     return functools.reduce(torch.add, terms)
 
 

@@ -50,7 +50,7 @@ from pipec.capture.traced_step import (
     without_kv_cache,
 )
 from pipec.capture.variable_history import symbolic_candidates
-from pipec.errors import CaptureError, InputError, PipecError, UnsupportedTorchError
+from pipec.errors import CaptureError, InputError, NoLossError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
 from pipec.ir import Variable
 from pipec.ir.batch_split import variable_values
@@ -290,7 +290,7 @@ def _refuse_gradient_hooks(model: nn.Module) -> None:
 def _check_trained(graph: TrainingGraph) -> None:
     """Refuse a step that would train nothing. Eager torch would refuse its ``loss.backward()``."""
     if not any(isinstance(result, Gradient) for result in graph.results):
-        raise InputError(
+        raise NoLossError(
             "no parameter would get a gradient: none that the loss depends on has requires_grad set. "
             "Set it on those to train, or use eval_step() for the loss alone"
         )

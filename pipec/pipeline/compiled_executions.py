@@ -6,8 +6,10 @@ it which call is made.
 """
 
 import copy
+import functools
 import hashlib
 import json
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -396,9 +398,27 @@ class CompiledExecutions(Executions):
         found = self.compiler.cache.find(signature, size, call)
         if found is not None and len(rows) > 1:
             self._require_one_graph(found, signature, rows, values)
+        if request.mode is Mode.OUTPUTS and found is not None:
+            self._require_room(found[0][0])
         groups = None if found is None else [(made.number, sizes) for made, sizes in found]
         is_checked = found is not None and self._is_checked_again(request, signature)
         return _Decision(peek_seed()[0], rows, values, groups, is_checked), signature
+
+    def _require_room(self, artifact: Artifact) -> None:
+        """Raise InputError if some rank cannot hold a step beside the forwards that wait for backwards."""
+        waiting = [_memory_needs(held) for forward in self._forwards for held in forward.artifacts]
+        if not waiting or math.inf in self.memory_bytes:
+            return
+        for rank, ((peak, _), limit) in enumerate(
+            zip(_memory_needs(artifact), self.memory_bytes, strict=True)
+        ):
+            held = sum(needs[rank][1] for needs in waiting)
+            if peak + held > limit:
+                raise InputError(
+                    f"rank {rank} has {limit:.3g} bytes; {len(waiting)} forwards that wait for a backward "
+                    f"hold {held:.3g} there, and this call needs {peak:.3g}. Call backward() before the next "
+                    'forward, drop outputs that have none, or pass recompute="full" or fewer rows'
+                )
 
     def _made_call(
         self,
@@ -656,6 +676,17 @@ class CompiledExecutions(Executions):
 
     def _divided(self, call: ModelCall) -> ModelCall:
         return with_batch_axes(call, self.batched, positional_names(self.compiler.model), self.known_splits)
+
+
+@functools.lru_cache(maxsize=32)
+def _memory_needs(artifact: Artifact) -> Sequence[tuple[float, float]]:
+    """For each rank, the peak bytes of a step, and what it holds while a script computes the loss."""
+    from pipec.plan.predictions import plan_memory
+    from pipec.programs.rank_memory import waiting_bytes
+
+    peaks = (each.peak_bytes for each in plan_memory(artifact.plan, artifact.programs))
+    held = (waiting_bytes(artifact.plan, each) for each in artifact.programs)
+    return [*zip(peaks, held, strict=True)]
 
 
 def _kind(leaf: object) -> Hashable:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from pipec.artifact.artifact import MODE_FOLDERS, Artifact, write_artifact
 from pipec.checkpoint.all_ranks import call_on_rank_0
 from pipec.console import notice
-from pipec.errors import CaptureError, InputError
+from pipec.errors import CaptureError, InputError, MixedRowsError, NoLossError
 from pipec.ir import Mode, Program
 from pipec.ir.argument_checks import (
     FLAG,
@@ -223,14 +223,17 @@ class Pipeline(ConvertedModule):
         if not self.training or not torch.is_grad_enabled():
             return self._output(args, kwargs)
         kind = len(args), *sorted(kwargs), sum(each.requires_grad for each in self.parameters())
-        if self._executions.may_differentiate and kind not in self._without_gradients:
+        given = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad)
+        if (
+            self._executions.may_differentiate
+            and kind not in self._without_gradients
+            and not any(True for _ in given)
+        ):
             try:
                 return self._differentiable_outputs(args, kwargs)
-            except (CaptureError, InputError):
-                output = self._output(args, kwargs)
+            except (CaptureError, MixedRowsError, NoLossError):
                 self._without_gradients.add(kind)
-        else:
-            output = self._output(args, kwargs)
+        output = self._output(args, kwargs)
         return pytree.tree_map(lambda x: x.as_subclass(ForwardOutput) if _is_real(x) else x, output)
 
     @exclusive_call

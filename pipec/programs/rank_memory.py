@@ -112,6 +112,13 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     return RankMemory(program.rank, at_peak, peak, pairs, float(host.max()), most, after, host_after)
 
 
+def waiting_bytes(plan: Plan, program: Program) -> float:
+    """What a rank holds from the forwards of a step to its backwards, while a script computes the loss."""
+    categories, _ = memory_by_category(plan, program)
+    pause = next(n for n, each in enumerate(program.instructions) if each.op is Op.PAUSE)
+    return sum(float(after[pause]) - before for before, _, after in categories.values())
+
+
 BytesOverTime = tuple[float, Floats, Floats]
 """Bytes before the program, while each instruction runs, and after it."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Generator, Tensor, nn
@@ -130,7 +131,7 @@ class Executions:
         self.ranks, self._microbatch_weight = agreement.ranks, microbatch_weight
         self.norms = GradientNorms(tensors, agreement)
         self._linked: dict[tuple[Artifact, bool], Execution] = {}
-        self._num_forwards = 0
+        self._num_forwards, self._forwards = 0, WeakSet[WaitingForward]()
         self.trained: Artifact | None = None
         self.session: StreamSession | None = None
         self.undelivered: Sequence[BatchResult] = ()
@@ -386,6 +387,7 @@ class Executions:
         }
         self._num_forwards += 1
         waiting = WaitingForward(self._num_forwards, begun, read, self._run_backward)
+        self._forwards.add(waiting)
         names = [each.name for each in waiting.trained]
         outputs = [merged[name] for name in names]
         trained = OutputsOf.apply(anchor, waiting, len(outputs), *outputs, *self.tensors.trained_here())  # type: ignore[no-untyped-call]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipec.artifact.artifact import Artifact
 from pipec.errors import InputError
 from pipec.ir import TrainedOutput
 from pipec.runtime.step.execution import Execution
@@ -37,6 +38,11 @@ class WaitingForward:
         self.trained: Sequence[TrainedOutput] = begun[0][0].artifact.plan.trained_outputs
         """The outputs that a backward starts from."""
         self._read = [(name, tensor, _version(tensor)) for name, tensor in read.items()]
+
+    @property
+    def artifacts(self) -> Sequence[Artifact]:
+        """What has run the forwards, until the backward is run."""
+        return [execution.artifact for execution, _ in self._begun]
 
     def obstacle(self) -> str:
         """Why no backward can run; empty if one can."""

@@ -131,6 +131,18 @@ def test_the_pipelines_own_optimizer_updates_with_the_gradients(level: str) -> N
         torch.testing.assert_close(value, plain.state_dict()[fqn], rtol=1e-9, atol=1e-11)
 
 
+def test_memory_for_waiting_forwards() -> None:
+    rows, options = X.repeat(64, 1), {"devices": 2, "microbatches": 2, "recompute": "none"}
+    pipe = pipec.compile(net(), **options)
+    pipe(rows)
+    pipe = pipec.compile(net(), **options, memory_limit=int(1.3 * pipe.memory().peak_bytes))
+    kept = pipe(rows)
+    with pytest.raises(InputError, match="1 forwards that wait for a backward"):
+        pipe(rows)
+    spread(kept).backward()
+    spread(pipe(rows)).backward()
+
+
 @pytest.mark.parametrize("options", [{}, {"devices": 1}, {"recompute": "full"}])
 def test_dropout_is_that_of_a_step(options: dict[str, Any]) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
