@@ -84,12 +84,12 @@ class RankCells:
             if accessing.size:
                 yield number, keys, accessing
 
-    def exists(self, cell: str, number: int | None = None) -> bool:
-        """Whether the plan has a cell: that of a stage or of a bucket, or any of this rank."""
+    def exists(self, cell: str, number: int = -1) -> bool:
+        """Whether the plan has a cell: that of a stage or bucket, or without a number any of this rank."""
         if cell not in WHERE:
             return True
-        if number is not None or not CELLS[cell][0]:
-            return WHERE[cell](self, number or 0)
+        if number >= 0 or not CELLS[cell][0]:
+            return WHERE[cell](self, number)
         every = range(len(self.sync_spec.buckets)) if CELLS[cell][0] == "bucket" else self.stages
         return any(WHERE[cell](self, each) for each in every)
 
