@@ -69,7 +69,7 @@ def golden_steps() -> Mapping[str, Step]:
             recompute=[1],
             **outside,
         ),
-        "sharded, loss outside": make_step(
+        "sharded loss outside": make_step(
             _replicated("1f1b", 2, 4),
             links=[result_link(1)],
             buffer_sync_stages=(1,),
@@ -79,7 +79,7 @@ def golden_steps() -> Mapping[str, Step]:
             precomputes=True,
             **outside,
         ),
-        "tied, loss outside": make_step(
+        "tied loss outside": make_step(
             make_schedule("zb-v", 2, 2), links=[result_link(3)], tied=(0, 3), updates=True, **outside
         ),
         "model collectives": make_step(_replicated("gpipe", 2, 4), collectives=True),
