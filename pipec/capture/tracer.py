@@ -320,14 +320,17 @@ class _Tracer:
         """Trace with the variables of the request symbolic, as the batch is.
 
         Raises:
+            NoLossError: the model returns no loss, whatever the variables are.
             SpecializedVariableError: that cannot be done.
         """
         try:
             graph = self.trace(capture_with_dynamo, symbolic=True)
-        except (SpecializedVariableError, UnsupportedTorchError):
+        except (NoLossError, SpecializedVariableError, UnsupportedTorchError):
             raise
         except Exception as error:
             raise_if_unsupported(error)
+            if isinstance(found := self.dry_run().error, NoLossError):
+                raise found from error
             raise SpecializedVariableError(error_summary(error)) from error
         if not graph.is_valid_for(self._call.batch_size, graph.planned_sizes):
             raise SpecializedVariableError("what holds of it does not hold of this call")

@@ -216,7 +216,7 @@ class Pipeline(ConvertedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the batch, on every rank that passed these rows.
 
-        In training mode, with gradients enabled and without a ``loss_fn``, it has a graph, as that of
+        In training mode, with gradients enabled and without a ``loss_fn``, it has a graph, as with
         ``as_module(outputs="differentiable")``; what no graph can be made for explains itself in its
         ``backward``. Otherwise it has none.
         """
@@ -243,7 +243,7 @@ class Pipeline(ConvertedModule):
 
     @exclusive_call
     def _differentiable_outputs(self, args: Any, kwargs: Any) -> Any:
-        """The model's output for the batch, with a graph whose backward is that of the pipeline.
+        """The model's output for the batch, with a graph whose backward the pipeline runs.
 
         Raises as ``step``.
         """
