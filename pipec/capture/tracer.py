@@ -139,7 +139,7 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         _warn_of_missing_guards(model, captured, failures)
     if is_training:
         _check_trained(graph)
-    if graph.batch is None:
+    if graph.batch is None and not call.is_whole:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
             graph.batch_size,
@@ -155,7 +155,7 @@ def capture_with_variables(
 
     ``report`` logs which are compiled for one value, and why. Raises as ``capture``.
     """
-    attempts = symbolic_candidates(variables)
+    attempts = symbolic_candidates(variables, request.call)
     while attempts:
         attempt = attempts.pop(0)
         try:
@@ -229,7 +229,7 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
     if request.variables:
         return tracer.trace_variables(), []
     errors: list[Exception] = []
-    waiting = [*itertools.product(FRONT_ENDS, (True, False))]
+    waiting = [*itertools.product(FRONT_ENDS, (False,) if request.call.is_whole else (True, False))]
     dry_run = None
     while waiting:
         name, symbolic = waiting.pop(0)
@@ -349,8 +349,10 @@ class _Tracer:
         _warn_of_changed_state(self._step.model, captured.changed_state)
         first_collective = self._resolve_collectives(captured)
         batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
-        if symbolic and batch_symbol_of(captured.module.graph, batched) is None:
-            findings = NO_FINDINGS  # the graph is refused, for it is for this number of rows alone
+        if sample.is_whole or (symbolic and batch_symbol_of(captured.module.graph, batched) is None):
+            findings = (
+                NO_FINDINGS  # nothing is split; or the graph is refused, for it is for these rows alone
+            )
         else:
             with self._request.timed("analyse the batch"):
                 findings = self._analyse(captured, batched, first_collective)
@@ -362,7 +364,7 @@ class _Tracer:
                     self._request,
                     operators,
                     sample,
-                    symbolic,
+                    symbolic and not sample.is_whole,
                     number_values(captured.module.graph, self._request.variables),
                     self._fqns,
                     self._constants,

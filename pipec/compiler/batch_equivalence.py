@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from pipec.capture.model_call import ModelCall
 from pipec.errors import InputError, MixedRowsError
 from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer
 from pipec.graph.size_text import format_size
@@ -29,6 +30,21 @@ def require_full_rounds(graph: TrainingGraph, placement: Placement, num_microbat
             "the model has collectives between the replicas of a stage, which need equally many "
             f"microbatches each, but {len(uneven[0])} replicas share {num_microbatches}; pass a multiple of "
             f"{len(uneven[0])} as microbatches"
+        )
+
+
+def check_given_microbatches(graph: TrainingGraph, call: ModelCall) -> None:
+    """Raise InputError if given microbatches have to be joined, whose sizes may differ."""
+    if call.given and graph.first_collective:
+        raise InputError(
+            f"{graph.first_collective} is a collective of replicas, which need equal sizes, and given "
+            "microbatches may have any. Pass a batch to be split, or leave the collective out"
+        )
+    results = [node.meta["val"] for _, node in graph.returned] if call.given else []
+    if any(value.ndim or not value.is_floating_point() for value in results):
+        raise InputError(
+            "loss_fn returns logs that are no floating-point numbers, and given microbatches may have any "
+            "sizes: return means or sums, of which step returns the mean over microbatches"
         )
 
 

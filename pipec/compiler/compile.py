@@ -18,6 +18,7 @@ from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
 from pipec.compiler.batch_equivalence import (
     batch_warnings,
     changed_buffer_warning,
+    check_given_microbatches,
     require_concatenable_outputs,
     require_independent_graphs,
     require_independent_rows,
@@ -48,6 +49,8 @@ def compile_call(request: CompileRequest) -> CompiledCall:
         CaptureError, InputError, PlanError, InfeasibleError: the call cannot be compiled.
     """
     candidate = request.compiler.decided
+    if request.call.given:
+        return _compile_given(request, candidate)
     try:
         return _compile(request, candidate)
     except (FailingModelError, MixedRowsError) as error:
@@ -71,6 +74,19 @@ def compile_call(request: CompileRequest) -> CompiledCall:
         return compiled
 
 
+def _compile_given(request: CompileRequest, candidate: Candidate) -> CompiledCall:
+    """Compile given microbatches. If the schedule needs more, the last ones have no rows."""
+    count = candidate.policy.least_count(request.batch)
+    compiled = _compile(request, replace(candidate, num_microbatches=count))
+    if why := compiled.known.guard_failure(request.key, request.call):
+        raise InputError(
+            f"microbatches lead to different branches of the model's code: {why}. Pass those that lead to "
+            "other branches in a step of their own"
+        )
+    decided = replace(compiled.decided, num_microbatches=candidate.num_microbatches)
+    return replace(compiled, decided=decided)
+
+
 def _compile(request: CompileRequest, candidate: Candidate) -> CompiledCall:
     step, candidate, counts = _capture_first(request, candidate)
     return _generate(request, *_choose(request, candidate, step, counts))
@@ -83,13 +99,14 @@ def _capture_first(
     request: CompileRequest, candidate: Candidate
 ) -> tuple[CapturedStep, Candidate, Sequence[int]]:
     """The graph of the first microbatch, the candidate that it allows, and the counts to try."""
-    step = _step_for(request, candidate, split_sizes(request.batch, candidate.counts(request.batch)[0]))
+    sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
+    step = _step_for(request, candidate, sizes[request.largest :])
     candidate = candidate.restricted_by(step.graph)
     counts = candidate.counts(request.batch)
     if [*counts] != [1]:
         require_independent_rows(request.findings(step.graph), counts[0], candidate.recorded_options)
     sizes = split_sizes(request.batch, counts[0])
-    if not step.graph.is_valid_for(sizes[0], request.values):
+    if not request.call.given and not step.graph.is_valid_for(sizes[0], request.values):
         step = _step_for(request, candidate, sizes)
     return step, candidate, counts
 
@@ -102,7 +119,7 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
     """
     compiler, settings = request.compiler, request.compiler.settings
     observers = (compiler.stopwatch.observe,)
-    if staged := request.valid_graph(request.known.graphs, sizes[0]):
+    if staged := request.valid_graph(request.known.graphs, sizes):
         return CapturedStep(staged.captured, request.batch, observers, staged)
     start, replicas = request.batch - sum(sizes), candidate.policy.replicas
 
@@ -114,7 +131,7 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
         compiler.canonical,
         settings.device,
         batch=request.call,
-        rewrite_loss=not settings.microbatch_weight,
+        rewrite_loss=not request.has_own_batches,
         may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
         loss_path=settings.loss_path,
         outputs=request.key.outputs,
@@ -125,7 +142,7 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
     with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
         report = log.warning if request.change else log.debug
         graph = capture_with_variables(one, request.key.variables, report)
-    graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
+    graph = replace(graph, variables=request.key.variables, planned_sizes=request.values_of(sizes))
     return CapturedStep(graph, request.batch, observers)
 
 
@@ -184,14 +201,16 @@ def _generate(
     sizes, graphs = split_sizes(request.batch, count), list(dict.fromkeys([*request.known.graphs, chosen]))
     artifacts, groups, rest = dict(request.known.artifacts), MicrobatchGroups(), sizes
     while rest:
-        staged = request.valid_graph(graphs, rest[0])
+        staged = request.valid_graph(graphs, rest)
         if staged is None:
             step = _step_for(request, candidate, rest)
             candidate = candidate.restricted_by(step.graph)
             staged = step.cut_as_decided(candidate)
             graphs.append(staged)
         checked = _check_microbatches(request, candidate, staged, sizes, rest)
-        group = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
+        suffixes = (rest[k:] for k in range(len(rest)))
+        valid = takewhile(functools.partial(request.is_valid_for, staged.graph), suffixes)
+        group = [each[0] for each in valid]
         key = staged, len(group), rest[0]
         if key not in artifacts:
             own = found if found and found.key == key else _evaluate(request, candidate, *key)
@@ -220,12 +239,13 @@ def _check_microbatches(
     the result of that for the plan.
     """
     graph, count, compiler = staged.graph, len(sizes), request.compiler
+    check_given_microbatches(graph, request.call)
     if graph.first_collective:
         require_equal_rows(sizes)
     require_rows_for_norms(graph.findings, sizes)
     compiler.warn(several_rounds_warning(graph, candidate.policy.replicas, count))
     compiler.warn(single_row_warning(graph, request.batch))
-    compiler.warn(changed_buffer_warning(graph, compiler.model, count))
+    compiler.warn(changed_buffer_warning(graph, compiler.model, 1 if request.call.given else count))
     if count > 1:
         require_concatenable_outputs(graph)
         require_independent_rows(request.findings(graph), count, candidate.recorded_options)

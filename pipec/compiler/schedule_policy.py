@@ -137,6 +137,11 @@ class SchedulePolicy:
         possible = [share * count for count in dict.fromkeys(worthwhile) if self._supports(share * count)]
         return possible or [self._make(self.source, share * worthwhile[0]).num_microbatches]
 
+    def least_count(self, num_microbatches: int) -> int:
+        """The least number of microbatches, of these or more, that the schedule supports."""
+        counts = range(num_microbatches, num_microbatches + _MAX_MICROBATCHES_PER_RANK * self.total_ranks)
+        return next(filter(self._supports, counts), num_microbatches)
+
     def placements(self, num_microbatches: int) -> list[Placement]:
         """The placements of the allowed schedules. Raises InputError as making a schedule does."""
         p = self.num_ranks

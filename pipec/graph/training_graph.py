@@ -182,6 +182,9 @@ class TrainingGraph:
         if values and any(values[name] != size for name, size in self.fixed_sizes.items()):
             return False
         sizes = {"b": microbatch_size, **(values or {})}
+        symbolic = {*self.variable_symbols.values()}
+        if any(sizes[x] in (0, 1) for x in symbolic & sizes.keys() if type(self.planned_sizes[x]) is int):
+            return False
         values_of = self._symbol_values(sizes)
         return all(guard.subs(values_of) != sympy.false for guard in self.guards)
 

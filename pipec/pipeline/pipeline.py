@@ -45,7 +45,7 @@ from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState
-from pipec.runtime.stream.call_arguments import ITERABLE, CallArguments
+from pipec.runtime.stream.call_arguments import ITERABLE, CallArguments, step_arguments
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.tensors import ReadTensors, Tensors
 from pipec.runtime.whole_model import StateOfRank0, WholeState, local_state
@@ -131,7 +131,13 @@ class Pipeline(ConvertedModule):
 
     @overload
     def step(
-        self, *args: Any, target: Any = None, outputs: Literal[False] = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: Literal[False] = False,
+        microbatches: Iterable[Any] | None = None,
+        weights: Any = None,
+        **kwargs: Any,
     ) -> Tensor: ...
 
     @overload
@@ -146,7 +152,13 @@ class Pipeline(ConvertedModule):
 
     @exclusive_call
     def step(
-        self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: bool = False,
+        microbatches: Iterable[Any] | None = None,
+        weights: Any = None,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Any]:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
@@ -157,6 +169,12 @@ class Pipeline(ConvertedModule):
         rows of its replica. Tensors with the rows of the batch are split into microbatches, others are passed
         whole; see ``batched`` of ``compile``. Dropout follows ``torch.manual_seed``: every rank uses rank 0's
         seed.
+
+        Or pass ``microbatches``, a list of what ``stream`` takes as batches: each is a batch of its own, and
+        nothing is split. Their number and every size may differ, also within a list. The loss is the sum of
+        their losses, each times its weight, as in a loop that accumulates gradients. ``weights`` has a number
+        for each; "sum" is 1 for each, and None the mean. Without ``microbatches``, it is an argument of the
+        model. ``logs`` are means over microbatches.
 
         Returns:
             The loss of the batch, on every rank; with ``outputs``, a tuple of the loss and the model's
@@ -171,7 +189,8 @@ class Pipeline(ConvertedModule):
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
         request = CallRequest("step", Mode.TRAIN, True) if outputs else STEP
-        call = self._executions.agree(request, CallArguments(args, kwargs, target))
+        arguments = step_arguments(args, kwargs, target, outputs, microbatches, weights)
+        call = self._executions.agree(request, arguments)
         self._stream.leave_last()
         begun = time.perf_counter()
         loss: Tensor | tuple[Tensor, Any] = self._executions.train(call)
