@@ -75,7 +75,7 @@ def compile_call(request: CompileRequest) -> CompiledCall:
 
 
 def _compile_given(request: CompileRequest, candidate: Candidate) -> CompiledCall:
-    """Compile given microbatches. If the schedule needs more, the last ones have no rows."""
+    """Compile given microbatches. Where the schedule needs more for a graph, the last ones have no rows."""
     count = candidate.policy.least_count(request.batch)
     compiled = _compile(request, replace(candidate, num_microbatches=count))
     if why := compiled.known.guard_failure(request.key, request.call):
@@ -198,7 +198,8 @@ def _generate(
     found: SearchResult | None,
 ) -> CompiledCall:
     """Generate an artifact for each group of consecutive microbatches for which one graph is valid."""
-    sizes, graphs = split_sizes(request.batch, count), list(dict.fromkeys([*request.known.graphs, chosen]))
+    sizes = [1] * request.batch if request.call.given else split_sizes(request.batch, count)
+    graphs = list(dict.fromkeys([*request.known.graphs, chosen]))
     artifacts, groups, rest = dict(request.known.artifacts), MicrobatchGroups(), sizes
     while rest:
         staged = request.valid_graph(graphs, rest)
@@ -211,14 +212,16 @@ def _generate(
         suffixes = (rest[k:] for k in range(len(rest)))
         valid = takewhile(functools.partial(request.is_valid_for, staged.graph), suffixes)
         group = [each[0] for each in valid]
-        key = staged, len(group), rest[0]
+        rest = rest[len(group) :]
+        if request.call.given:
+            group += [0] * (candidate.policy.least_count(len(group)) - len(group))
+        key = staged, len(group), group[0]
         if key not in artifacts:
             own = found if found and found.key == key else _evaluate(request, candidate, *key)
             if request.trains:
                 candidate = candidate.for_next_steps(own.best.schedule)
             artifacts[key] = _artifact(request, candidate, own, checked)
         groups.append((artifacts[key], group))
-        rest = rest[len(group) :]
     if len(groups) > 1:
         require_independent_graphs(groups[0][0].plan, sizes)
     for staged in graphs:

@@ -245,7 +245,13 @@ class Pipeline(ConvertedModule):
         """As ``stream`` of a loaded artifact, for the leaves of each batch, in the order of the plan."""
         return LossIterator(self, self._stream.losses_of(Leaves(tuple(leaves)) for leaves in batches))
 
-    def stream(self, batches: Iterable[Any], resume: bool | None = None) -> Iterator[Tensor]:
+    def stream(
+        self,
+        batches: Iterable[Any],
+        resume: bool | None = None,
+        microbatches: bool = False,
+        weights: Any = None,
+    ) -> Iterator[Tensor]:
         """Make a step with each of ``batches``, and yield the losses in order.
 
         A batch is what a DataLoader yields: a dict of keyword arguments, ``target`` among them; a pair of
@@ -259,6 +265,8 @@ class Pipeline(ConvertedModule):
             resume: go on where the checkpoint that was loaded last was made, if it was made in a stream: give
                 the losses that the loop had not yet got, and pass over what was trained on. False: begin with
                 the first batch all the same.
+            microbatches: each of ``batches`` is a list of microbatches, as ``step(microbatches=...)`` takes.
+            weights: those of the microbatches' losses, the same for each list.
 
         Raises:
             InputError: a batch does not fit, or the batches of some rank end before the others'. Nothing was
@@ -266,7 +274,7 @@ class Pipeline(ConvertedModule):
             KeyboardInterrupt, SystemExit: some rank was sent SIGINT or SIGTERM; see ``before_stop``.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        return LossIterator(self, self._stream.losses(batches, resume))
+        return LossIterator(self, self._stream.losses(batches, resume, microbatches, weights))
 
     def as_module(self, outputs: bool = False) -> PipelineModule:
         """A module that a loop takes for the model, since its loss has a ``backward``.
@@ -973,6 +981,7 @@ METHOD_ARGUMENTS = {
     "call": FUNCTION,
     "directory": PATH,
     "max_norm": NUMBER,
+    "microbatches": FLAG,
     "norm_type": NUMBER,
     "resume": FLAG | NONE,
     "stage": instance("the number of a stage", int),

@@ -407,10 +407,8 @@ class Executions:
         trains, plans = call.request.mode is Mode.TRAIN, [artifact.plan for artifact, _ in call.groups]
         if len(plans) > 1 and plans[0].sync_spec.may_skip_step:
             raise InputError(
-                "the microbatches of the batch have two sizes, and each needs a graph of its own, because "
-                "the model makes a constant of their rows; so a step cannot be skipped as a whole. Pass "
-                "batches that divide evenly, or compile without on_nan=... and in another precision than "
-                "'fp16-mixed'"
+                f"{_several_programs(call)}; so a step cannot be skipped as a whole. Pass others, or compile "
+                "without on_nan=... and in another precision than 'fp16-mixed'"
             )
         batch_slices, recorded = self._batch_slices(call), self.steps.recorded if trains else None
         parts, axes = [], call.first.axes
@@ -424,23 +422,18 @@ class Executions:
 
     def _batch_slices(self, call: Call) -> list[BatchSlice]:
         """The rows and the loss weights of each group of microbatches."""
-        every, is_given = [size for _, sizes in call.groups for size in sizes], bool(call.weights)
-        weights: Sequence[float] | None = None
-        if is_given:  # those at the end that have no rows fill up the programs
-            weights = [*call.weights, *[0.0] * (len(every) - call.rows)]
-        elif call.request.mode is not Mode.FORWARD:
+        if call.weights:
+            return list(_given_slices(call))
+        every, weights = [size for _, sizes in call.groups for size in sizes], None
+        if call.request.mode is not Mode.FORWARD:
             given = self._microbatch_weight, call.leaves[0], call.with_leaves
             weights = loss_weights(*given, call.axes, every)
-        values = [call.values[min(k, len(call.values) - 1)] for k in range(len(every))]
         batch_slices, start, first = list[BatchSlice](), 0, 0
         for _, sizes in call.groups:
-            end = first + len(sizes)
-            own = None if weights is None else weights[first:end]
-            shared = BatchSlice(
-                sizes, call.rows, start, first, own, *call.replica, values[first:end], is_given
-            )
-            batch_slices.append(shared)
-            start, first = start + sum(sizes), end
+            own = None if weights is None else weights[first : first + len(sizes)]
+            values = [*call.values] * len(sizes)
+            batch_slices.append(BatchSlice(sizes, call.rows, start, first, own, *call.replica, values))
+            start, first = start + sum(sizes), first + len(sizes)
         return batch_slices
 
     def stream_step(self, arguments: CallArguments | GivenMicrobatches, on_started: OnStarted) -> Tensor:
@@ -458,11 +451,7 @@ class Executions:
         if not execution.is_stream:
             return None
         if len(first.groups) > 1:
-            raise InputError(
-                "the microbatches of a mini-batch have two sizes, and each needs a graph of its own, because "
-                "the model makes a constant of their rows; an asynchronous schedule takes one. Pass batches "
-                "that divide evenly"
-            )
+            raise InputError(f"{_several_programs(first)}; an asynchronous schedule takes one. Pass others")
         if first.first.has_random_operators:
             advance_default_generator(first.generator_after)
 
@@ -555,6 +544,30 @@ class Executions:
 
 
 MakeExecutions = Callable[[Tensors, CallAgreement, StepState], Executions]
+
+
+def _several_programs(call: Call) -> str:
+    """Why the microbatches of a call are run by several programs."""
+    if not call.weights:
+        return (
+            "the batch does not divide evenly into its microbatches, and each of their two sizes needs a "
+            "graph of its own, because the model makes a constant of their rows"
+        )
+    return (
+        "the given microbatches are run by several programs one after the other: because some have a size of "
+        "0 or 1 or one that the model makes a constant of, or are more than a saved artifact was compiled for"
+    )
+
+
+def _given_slices(call: Call) -> Iterator[BatchSlice]:
+    """The given microbatches of each group, each of one row; the last of a group may have none."""
+    start = 0
+    for _, sizes in call.groups:
+        end = start + sum(sizes)
+        empty = len(sizes) - sum(sizes)
+        weights, values = (*call.weights[start:end], *[0.0] * empty), (*call.values[start:end], *[{}] * empty)
+        yield BatchSlice(sizes, call.rows, start, start, weights, values=values, is_given=True)
+        start = end
 
 
 def _as_positional(leaves: list[Any]) -> Any:

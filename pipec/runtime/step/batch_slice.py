@@ -55,7 +55,7 @@ class BatchSlice:
 
     def own_leaves(self, leaves: Sequence[T]) -> Sequence[T]:
         """Those of ``leaves`` that this slice reads: of the batch; or of each of its given microbatches."""
-        return leaves[self.first : self.first + self.num_rows] if self.is_given else leaves
+        return leaves[self.start : self.start + self.num_rows] if self.is_given else leaves
 
     @property
     def names(self) -> list[Sizes]:

@@ -3,8 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -20,19 +19,27 @@ class CallArguments(NamedTuple):
     target: Any = None
 
 
-@dataclass(frozen=True)
-class GivenMicrobatches:
-    """The arguments of a step in microbatches, each of which is a batch of its own, and their weights."""
+class GivenMicrobatches(NamedTuple):
+    """Microbatches, each of which is a batch of its own, as a DataLoader yields it, and their weights."""
 
     microbatches: Any
     weights: Any = None
 
+    @classmethod
+    def of(cls, microbatches: Any, weights: Any) -> Self:
+        """With the items of an iterable, which may yield them once."""
+        is_iterable = isinstance(microbatches, Iterable) and not isinstance(microbatches, _NO_LIST)
+        return cls([*microbatches] if is_iterable else microbatches, weights)
+
     def calls(self, takes_target: bool) -> list[CallArguments]:
         """The arguments of each microbatch. Raises InputError if there are none, or some do not fit."""
-        given = self.microbatches
-        if isinstance(given, Mapping | str | Tensor) or not isinstance(given, Iterable):
-            raise InputError(f"microbatches is a {type(given).__name__}; expected a list of microbatches")
-        calls = [call_arguments_of(each, takes_target) for each in given]
+        if not isinstance(self.microbatches, list):
+            found = type(self.microbatches).__name__
+            raise InputError(f"microbatches is a {found}; expected a list of microbatches")
+        calls = list[CallArguments]()
+        for number, each in enumerate(self.microbatches):
+            with in_microbatch(number):
+                calls.append(call_arguments_of(each, takes_target))
         if not calls:
             raise InputError("microbatches is empty; pass at least one, or leave out the call")
         return calls
@@ -55,6 +62,9 @@ class GivenMicrobatches:
         return found
 
 
+_NO_LIST = (Mapping, str, Tensor)
+
+
 def step_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, outputs: bool, microbatches: Any, weights: Any
 ) -> CallArguments | GivenMicrobatches:
@@ -74,7 +84,7 @@ def step_arguments(
             "outputs of given microbatches are not returned, because their sizes may differ; leave outputs "
             "out, or call the pipeline for the output of a batch"
         )
-    return GivenMicrobatches(microbatches, weights)
+    return GivenMicrobatches.of(microbatches, weights)
 
 
 @contextlib.contextmanager
