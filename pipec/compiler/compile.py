@@ -5,14 +5,18 @@ request, and those of this call are returned. A number of microbatches is a *cou
 microbatch are its *size*.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
+from torch import Tensor
+
 from pipec.artifact.artifact import Artifact
 from pipec.capture.autocast import autocast, refuse_float16_weights
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture_with_variables
 from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
 from pipec.compiler.batch_equivalence import (
@@ -141,9 +145,29 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
     refuse_float16_weights(settings.precision, compiler.model)
     with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
         report = log.warning if request.change else log.debug
-        graph = capture_with_variables(one, request.key.variables, report)
+        with _naming_empty_microbatch(one.call, start):
+            graph = capture_with_variables(one, request.key.variables, report)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values_of(sizes))
     return CapturedStep(graph, request.batch, observers)
+
+
+@contextlib.contextmanager
+def _naming_empty_microbatch(call: ModelCall, number: int) -> Iterator[None]:
+    """Let a failed capture say that a given microbatch has an empty tensor."""
+    empty = [
+        path
+        for path, leaf in zip(call.paths, call.leaves, strict=True)
+        if isinstance(leaf, Tensor) and not leaf.numel()
+    ]
+    try:
+        yield
+    except (CaptureError, InputError) as error:
+        if not (call.is_whole and empty):
+            raise
+        raise InputError(
+            f"{empty[0]} of microbatches[{number}] is empty, which the model cannot take: leave this "
+            f"microbatch out. {error}"
+        ) from error
 
 
 # choose

@@ -217,8 +217,7 @@ class CompileRequest:
 
     def findings(self, graph: TrainingGraph) -> BatchFindings:
         """The findings about the batch; with a microbatch weight, each microbatch is a batch of its own."""
-        weighted = self.compiler.settings.microbatch_weight
-        return graph.findings if weighted else graph.findings_for(self.batch, self.values)
+        return graph.findings if self.has_own_batches else graph.findings_for(self.batch, self.values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,6 +151,11 @@ class TrainingGraph:
         return frozenset(found)
 
     @property
+    def has_given_microbatches(self) -> bool:
+        """Whether each microbatch is given as a batch of its own, because no argument is split."""
+        return bool(self.axes) and not any(self.axes)
+
+    @property
     def num_stages(self) -> int:
         return self.assignment.num_stages
 

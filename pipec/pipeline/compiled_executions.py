@@ -725,8 +725,8 @@ def _describe_batch(call: ModelCall, request: CallRequest) -> CallDescription:
     for part in call.parts:
         leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in part.leaves]
         described.append(dict(zip(part.paths, leaves, strict=True)))
-    form = {"rows": str(call.batch_size)} | _describe_form(call)
-    return form | describe_microbatches(described, call.weights)
+    rows = {} if call.given else {"rows": str(call.batch_size)}
+    return rows | describe_microbatches(described, call.weights) | _describe_form(call)
 
 
 def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:

@@ -45,7 +45,7 @@ from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState
-from pipec.runtime.stream.call_arguments import ITERABLE, CallArguments, step_arguments
+from pipec.runtime.stream.call_arguments import ITERABLE, CallArguments, GivenMicrobatches, step_arguments
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.tensors import ReadTensors, Tensors
 from pipec.runtime.whole_model import StateOfRank0, WholeState, local_state
@@ -235,15 +235,27 @@ class Pipeline(ConvertedModule):
         return pytree.tree_map(lambda x: x.as_subclass(ForwardOutput) if _is_real(x) else x, output)
 
     @exclusive_call
-    def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
+    def prepare(
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: bool = False,
+        microbatches: Iterable[Any] | None = None,
+        **kwargs: Any,
+    ) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
         request = CallRequest("prepare", Mode.TRAIN, outputs)
-        self._executions.agree(request, CallArguments(args, kwargs, target))
+        self._executions.agree(request, step_arguments(args, kwargs, target, outputs, microbatches, None))
         return self
 
     def stream_of_leaves(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
-        """As ``stream`` of a loaded artifact, for the leaves of each batch, in the order of the plan."""
-        return LossIterator(self, self._stream.losses_of(Leaves(tuple(leaves)) for leaves in batches))
+        """As ``stream`` of a loaded artifact, for the leaves of each batch, in the order of the plan.
+
+        If it takes given microbatches, all of a step have these leaves.
+        """
+        plan, each = self._artifact.plan, map(Leaves, map(tuple, batches))
+        given = (GivenMicrobatches([leaves] * plan.num_microbatches) for leaves in each)
+        return LossIterator(self, self._stream.losses_of(given if plan.has_given_microbatches else each))
 
     def stream(
         self,

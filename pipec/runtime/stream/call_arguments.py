@@ -39,15 +39,18 @@ class GivenMicrobatches(NamedTuple):
         calls = list[CallArguments]()
         for number, each in enumerate(self.microbatches):
             with in_microbatch(number):
-                calls.append(call_arguments_of(each, takes_target))
+                is_read = isinstance(each, CallArguments)
+                calls.append(each if is_read else call_arguments_of(each, takes_target))
         if not calls:
             raise InputError("microbatches is empty; pass at least one, or leave out the call")
         return calls
 
     def loss_weights(self, count: int) -> tuple[float, ...]:
         """The weight of each microbatch's loss. Raises InputError unless they are ``count`` numbers."""
-        if self.weights is None or self.weights == "sum":
-            return (1.0 if self.weights == "sum" else 1 / count,) * count
+        if self.weights is None:
+            return (1 / count,) * count
+        if isinstance(self.weights, str) and self.weights == "sum":
+            return (1.0,) * count
         try:
             found = tuple(map(float, self.weights))
         except (TypeError, ValueError):
