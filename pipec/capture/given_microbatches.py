@@ -26,8 +26,8 @@ def call_of_microbatches(microbatches: Sequence[ModelCall], weights: tuple[float
     for number, microbatch in enumerate(microbatches):
         if found := _difference(microbatch, microbatches[0]):
             raise InputError(
-                f"microbatch {number} is not like microbatch 0: {found}. Microbatches of a step differ in "
-                "sizes, values and numbers alone; pass others in a step of their own"
+                f"microbatches[{number}] is not like microbatches[0]: {found}. Microbatches of a step differ "
+                "in sizes, values and numbers alone; pass others in a step of their own"
             )
     largest = max(microbatches, key=lambda each: each.num_elements)
     return replace(largest, given=tuple(microbatches), weights=weights)
@@ -40,7 +40,7 @@ def _difference(call: ModelCall, first: ModelCall) -> str:
         return f"{other[0]} is in one of them alone" if other else "arguments have another order"
     for path, leaf, expected in zip(call.paths, call.leaves, first.leaves, strict=True):
         if (found := _fixed_part(leaf)) != (wanted := _fixed_part(expected)):
-            return f"{path} is {found}, and {wanted} in microbatch 0"
+            return f"{path} is {found}, and {wanted} there"
     if pytree.tree_structure(call.tree) != pytree.tree_structure(first.tree):
         return "its arguments are nested otherwise"
     if call.keyword_order != first.keyword_order:

@@ -81,6 +81,7 @@ from pipec.torch_compat.module_state import (
     quiet_logging,
     replace_with_fake_tensors,
     restore_module,
+    without_gradients,
 )
 from pipec.torch_compat.operator_patches import (
     inlined_reentrant_checkpoints,
@@ -176,6 +177,7 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(quiet_logging())
         stack.enter_context(restore_module(step))
+        stack.enter_context(without_gradients(step))
         stack.enter_context(without_kv_cache(request.model))
         stack.enter_context(cached_size_arithmetic())
         stack.enter_context(skip_distribution_validation())
