@@ -148,6 +148,7 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
         with _naming_empty_microbatch(one.call, start):
             graph = capture_with_variables(one, request.key.variables, report)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values_of(sizes))
+    check_given_microbatches(graph, request.call)
     return CapturedStep(graph, request.batch, observers)
 
 
@@ -266,13 +267,12 @@ def _check_microbatches(
     the result of that for the plan.
     """
     graph, count, compiler = staged.graph, len(sizes), request.compiler
-    check_given_microbatches(graph, request.call)
     if graph.first_collective:
         require_equal_rows(sizes)
     require_rows_for_norms(graph.findings, sizes)
     compiler.warn(several_rounds_warning(graph, candidate.policy.replicas, count))
     compiler.warn(single_row_warning(graph, request.batch))
-    compiler.warn(changed_buffer_warning(graph, compiler.model, 1 if request.call.given else count))
+    compiler.warn(changed_buffer_warning(graph, compiler.model, count, candidate.policy.replicas))
     if count > 1:
         require_concatenable_outputs(graph)
         require_independent_rows(request.findings(graph), count, candidate.recorded_options)

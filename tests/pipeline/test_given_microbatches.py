@@ -3,6 +3,7 @@
 import copy
 import random
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,20 @@ def test_a_saved_artifact_takes_any_number_and_sizes(tmp_path: Path) -> None:
         pipec.load(tmp_path / "split").step(microbatches=[(x, y)])
 
 
+def test_collectives_of_replicas_are_refused() -> None:
+    model = Rows()
+    model.norm = nn.SyncBatchNorm(8)
+    pipe = pipec.compile(model, loss_fn=squares, devices=4, replicas=2)
+    with pytest.raises(pipec.InputError, match="norm has a collective between the replicas"):
+        pipe.step(microbatches=[random_rows(3), random_rows(4)])
+
+
+def test_local_batches_are_refused() -> None:
+    pipe = pipec.compile(Rows(), loss_fn=squares, devices=4, replicas=2, batch="local")
+    with pytest.raises(pipec.InputError, match="the same list on every rank"):
+        pipe.step(microbatches=[random_rows(3), random_rows(4)])
+
+
 def test_a_pipeline_takes_both_kinds_of_steps() -> None:
     pipe, plain = compiled(microbatches=2)
     pipe.unsplit_model.norm.eval()
@@ -359,3 +374,32 @@ def test_ranks_that_pass_other_lists_are_told(tmp_path: Path) -> None:
     assert "weights: (1.0, 2.0) on rank 0; (1.0, 3.0) on rank 1" in weights
     assert "step cannot use the arguments of rank 0" in empty or "microbatches is empty" in empty
     assert equal == "True"
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean that its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        self.centre.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return (x - self.centre).pow(2).mean()
+
+
+def test_buffers_change_in_the_order_of_microbatches() -> None:
+    """As in a loop, of which nothing is said; replicas have copies, of which a warning speaks."""
+    torch.manual_seed(0)
+    model = Centred()
+    plain, pipe = copy.deepcopy(model), pipec.compile(copy.deepcopy(model), devices=2)
+    microbatches = [{"x": torch.randn(count, 8)} for count in (3, 4, 1, 5)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pipec.PipecWarning)
+        loss = pipe.step(microbatches=microbatches).item()
+    assert loss == pytest.approx(accumulate(plain, microbatches, [0.25] * 4), 1e-12)
+    assert difference(pipe, plain) < 1e-12
+    with pytest.warns(pipec.PipecWarning, match="changes centre: each replica changes its own copy"):
+        pipec.compile(model, devices=4, replicas=2).step(microbatches=microbatches)
