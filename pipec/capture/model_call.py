@@ -92,7 +92,7 @@ class ModelCall:
 
     @functools.cached_property
     def num_elements(self) -> int:
-        """Those of all tensors together."""
+        """The number of elements of all tensors together."""
         return sum(leaf.numel() for leaf in self.leaves if isinstance(leaf, Tensor))
 
     def check(self, model: nn.Module) -> None:

@@ -199,7 +199,13 @@ class Pipeline(ConvertedModule):
 
     @overload
     def eval_step(
-        self, *args: Any, target: Any = None, outputs: Literal[False] = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: Literal[False] = False,
+        microbatches: Iterable[Any] | None = None,
+        weights: Any = None,
+        **kwargs: Any,
     ) -> Tensor: ...
 
     @overload
@@ -214,14 +220,21 @@ class Pipeline(ConvertedModule):
 
     @exclusive_call
     def eval_step(
-        self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: bool = False,
+        microbatches: Iterable[Any] | None = None,
+        weights: Any = None,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Any]:
-        """What ``step`` would return, without gradients.
+        """What ``step`` would return, without gradients. It takes given microbatches, too.
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
         request = CallRequest("eval_step", Mode.LOSS, outputs)
-        call = self._executions.agree(request, CallArguments(args, kwargs, target))
+        arguments = step_arguments(args, kwargs, target, outputs, microbatches, weights)
+        call = self._executions.agree(request, arguments)
         loss: Tensor | tuple[Tensor, Any] = self._executions.loss(call)
         return loss
 
@@ -278,7 +291,7 @@ class Pipeline(ConvertedModule):
                 the losses that the loop had not yet got, and pass over what was trained on. False: begin with
                 the first batch all the same.
             microbatches: each of ``batches`` is a list of microbatches, as ``step(microbatches=...)`` takes.
-            weights: those of the microbatches' losses, the same for each list.
+            weights: the weights of the microbatches' losses, the same for each list.
 
         Raises:
             InputError: a batch does not fit, or the batches of some rank end before the others'. Nothing was

@@ -327,6 +327,7 @@ def test_a_pipeline_takes_both_kinds_of_steps() -> None:
     x, y = random_rows(8)
     halves = [(x[:4], y[:4]), (x[4:], y[4:])]
     wanted = accumulate(plain, halves, [0.5, 0.5], squares)
+    assert pipe.eval_step(microbatches=halves).item() == pytest.approx(wanted, 1e-12)
     for _ in range(2):
         assert pipe.step(x, target=y).item() == pytest.approx(wanted, 1e-12)
         assert pipe.step(microbatches=halves).item() == pytest.approx(wanted, 1e-12)

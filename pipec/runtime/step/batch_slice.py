@@ -54,7 +54,7 @@ class BatchSlice:
         return self.num_replicas > 1
 
     def own_leaves(self, leaves: Sequence[T]) -> Sequence[T]:
-        """Those of ``leaves`` that this slice reads: of the batch; or of each of its given microbatches."""
+        """The ``leaves`` that this slice reads: of the batch; or of each of its given microbatches."""
         return leaves[self.start : self.start + self.num_rows] if self.is_given else leaves
 
     @property

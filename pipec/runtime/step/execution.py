@@ -28,7 +28,7 @@ from pipec.runtime.step.stream_run import StreamRun, restore_common_version
 from pipec.runtime.step.timestamps import RecordedStep, Timestamps
 
 CallLeaves = Sequence[Sequence[object]]
-"""The flattened arguments of a batch, in a list of one; or those of each given microbatch."""
+"""The flattened arguments of a batch, in a list of one; or of each given microbatch."""
 
 Results = Mapping[str, Tensor]
 """The results of a step by name."""
@@ -160,7 +160,7 @@ class Execution:
 
         Args:
             leaves: The flattened arguments of the step, for the whole batch, or for this replica's part; or
-                those of each given microbatch.
+                a list for each given microbatch.
             batch_slice: Which microbatches of the batch to run.
             seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
