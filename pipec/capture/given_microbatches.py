@@ -1,5 +1,6 @@
 """The call of a step whose microbatches are given: each is a batch of its own, and nothing is split."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -55,7 +56,8 @@ def _fixed_part(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         dims = f"{leaf.ndim} dimension{'s' * (leaf.ndim != 1)}"
         return f"{str(leaf.dtype).removeprefix('torch.')} of {dims} on {leaf.device}"
-    return f"a number of type {type(leaf).__name__}" if type(leaf) in (int, float) else repr(leaf)
+    may_vary = type(leaf) is int or (type(leaf) is float and math.isfinite(leaf))
+    return f"a number of type {type(leaf).__name__}" if may_vary else repr(leaf)
 
 
 def _is_strided(leaf: object) -> bool:

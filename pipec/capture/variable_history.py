@@ -127,7 +127,7 @@ def symbolic_candidates(variables: Sequence[Variable], call: ModelCall) -> list[
     Sizes and whole numbers of the call that are 0 or 1 may not.
     """
     values = variable_values(variables, call.leaves)
-    variables = [x for x in variables if type(values[x.name]) is float or values[x.name] > 1]
+    variables = [each for each in variables if _may_vary(values[each.name])]
     numbers = tuple(own_numbers(variables))
     sizes = tuple(variable for variable in variables if variable not in numbers)
     return [choice for choice in dict.fromkeys([tuple(variables), sizes, numbers]) if choice]

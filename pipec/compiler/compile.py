@@ -134,7 +134,7 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
         request.call.rows(start, start + sizes[0]),
         compiler.canonical,
         settings.device,
-        batch=request.call,
+        batch=None if request.call.given else request.call,
         rewrite_loss=not request.has_own_batches,
         may_have_tail=candidate.num_microbatches != 1 and not candidate.policy.is_asynchronous,
         loss_path=settings.loss_path,

@@ -86,7 +86,7 @@ class CompiledGraphs:
         for graph in (each.graph for each in self.graphs):
             if why := graph.guard_failure(None, {}):
                 return why
-            for part in call.parts if call is not None else ():
+            for part in call.parts if call is not None and graph.input_branches.branches else ():
                 values = variable_values(key.variables, part.leaves)
                 if part.is_whole and not graph.is_valid_for(1, values):
                     continue  # another graph runs this microbatch

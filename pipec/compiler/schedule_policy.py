@@ -138,8 +138,14 @@ class SchedulePolicy:
         return possible or [self._make(self.source, share * worthwhile[0]).num_microbatches]
 
     def least_count(self, num_microbatches: int) -> int:
-        """The least number of microbatches, of these or more, that the schedule supports."""
-        counts = range(num_microbatches, num_microbatches + _MAX_MICROBATCHES_PER_RANK * self.total_ranks)
+        """The least number of microbatches, of these or more, that the schedule supports.
+
+        A replica that a schedule is searched for has one at least.
+        """
+        least = num_microbatches
+        if self.source in SEARCHED_SCHEDULES and isinstance(self.replicas, int):
+            least = max(num_microbatches, self.replicas)
+        counts = range(least, least + _MAX_MICROBATCHES_PER_RANK * self.total_ranks)
         return next(filter(self._supports, counts), num_microbatches)
 
     def placements(self, num_microbatches: int) -> list[Placement]:
