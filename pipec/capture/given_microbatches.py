@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipec.capture.model_call import ModelCall
 from pipec.errors import InputError
+from pipec.ir.argument_checks import short_repr
 from pipec.torch_compat import pytree
 
 
@@ -36,14 +37,12 @@ def call_of_microbatches(microbatches: Sequence[ModelCall], weights: tuple[float
 
 def _difference(call: ModelCall, first: ModelCall) -> str:
     """How a microbatch differs from the first in what all have in common; empty if it does not."""
-    if call.paths != first.paths:
-        other = sorted({*call.paths} ^ {*first.paths})
-        return f"{other[0]} is in one of them alone" if other else "arguments have another order"
-    for path, leaf, expected in zip(call.paths, call.leaves, first.leaves, strict=True):
-        if (found := _fixed_part(leaf)) != (wanted := _fixed_part(expected)):
-            return f"{path} is {found}, and {wanted} there"
     if pytree.tree_structure(call.tree) != pytree.tree_structure(first.tree):
-        return "its arguments are nested otherwise"
+        other = sorted({*call.paths} ^ {*first.paths})
+        return f"{other[0]} is in one of them alone" if other else "its arguments are nested otherwise"
+    for place, (leaf, other) in enumerate(zip(call.leaves, first.leaves, strict=True)):
+        if _fixed_part(leaf) != _fixed_part(other):
+            return f"{call.paths[place]} is {_described(leaf)}, and {_described(other)} there"
     if call.keyword_order != first.keyword_order:
         return "keyword arguments have another order, for which forward() may ask"
     if call.repeated != first.repeated:
@@ -51,13 +50,19 @@ def _difference(call: ModelCall, first: ModelCall) -> str:
     return ""
 
 
-def _fixed_part(leaf: object) -> str:
-    """What all microbatches of a step have in common in an argument."""
+def _fixed_part(leaf: object) -> object:
+    """What all microbatches of a step have in common in an argument: all but sizes and numbers."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.ndim, leaf.device
+    may_vary = type(leaf) is int or (type(leaf) is float and math.isfinite(leaf))
+    return type(leaf) if may_vary else (type(leaf), repr(leaf))
+
+
+def _described(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         dims = f"{leaf.ndim} dimension{'s' * (leaf.ndim != 1)}"
         return f"{str(leaf.dtype).removeprefix('torch.')} of {dims} on {leaf.device}"
-    may_vary = type(leaf) is int or (type(leaf) is float and math.isfinite(leaf))
-    return f"a number of type {type(leaf).__name__}" if may_vary else repr(leaf)
+    return f"the {type(leaf).__name__} {short_repr(leaf)}"
 
 
 def _is_strided(leaf: object) -> bool:

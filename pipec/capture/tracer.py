@@ -229,6 +229,11 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
     changes anything, that attempt is made again.
     """
     if request.variables:
+        try:
+            return tracer.trace_variables(), []
+        except SpecializedVariableError as error:
+            if error.__cause__ is None or not tracer.dry_run().changed:
+                raise
         return tracer.trace_variables(), []
     errors: list[Exception] = []
     waiting = [*itertools.product(FRONT_ENDS, (False,) if request.call.is_whole else (True, False))]

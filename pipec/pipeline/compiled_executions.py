@@ -724,7 +724,7 @@ def _describe_batch(call: ModelCall, request: CallRequest) -> CallDescription:
     described = list[CallDescription]()
     for part in call.parts:
         leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in part.leaves]
-        described.append(dict(zip(part.paths, leaves, strict=True)))
+        described.append(dict(zip(call.paths, leaves, strict=True)))
     rows = {} if call.given else {"rows": str(call.batch_size)}
     return rows | describe_microbatches(described, call.weights) | _describe_form(call)
 

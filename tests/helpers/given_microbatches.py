@@ -72,6 +72,25 @@ def llama() -> Model:
     return LlamaForCausalLM(LlamaConfig(vocab_size=30, num_key_value_heads=2, use_cache=False, **sizes))
 
 
+def experts() -> Model:
+    """With the balance loss of each microbatch, and hooks that its first call installs under a lock."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            vocab_size=30,
+            num_key_value_heads=2,
+            use_cache=False,
+            shared_expert_intermediate_size=8,
+            output_router_logits=True,
+            **sizes,
+            **routed,
+        )
+    )
+
+
 def rows(number: int) -> Microbatch:
     count = 2 + 3 * number % 7
     return torch.randn(count, 8), torch.randn(count, 3)
@@ -107,6 +126,7 @@ KINDS: Mapping[str, tuple[Callable[[], Model], Callable[[int], Microbatch], Call
     "graphs": (Graphs, graphs, None),
     "tokens": (llama, tokens, None),
     "images": (Images, images, None),
+    "experts": (experts, tokens, None),
 }
 
 
@@ -151,7 +171,8 @@ def compare(kind: str, counts: Sequence[int] = (3, 2, 5), **options: Any) -> Non
     import pipec
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
+    is_single = kind == "experts"  # whose grouped products have no float64
+    torch.set_default_dtype(torch.float32 if is_single else torch.float64)
     make_model, make, loss_fn = KINDS[kind]
     model = make_model()
     plain = copy.deepcopy(model)
@@ -161,9 +182,9 @@ def compare(kind: str, counts: Sequence[int] = (3, 2, 5), **options: Any) -> Non
         loss = pipe.step(microbatches=microbatches, weights=weights).item()
         mean = [1 / len(microbatches)] * len(microbatches)
         expected = accumulate(plain, microbatches, weights or mean, loss_fn)
-        digits = 1e-6 if kind == "tokens" else 1e-12  # transformers computes the loss in float32
+        digits = 1e-6 if make is tokens else 1e-12  # transformers computes the loss in float32
         assert abs(loss - expected) <= digits * abs(expected), (step, loss, expected)
-        assert difference(pipe, plain) < 1e-12, step
+        assert difference(pipe, plain) < (1e-6 if is_single else 1e-12), step
     assert re.search(r"given in every microbatch: .*\[[^\]]*\bt\b", str(pipe.plan)), "sizes are symbols"
 
 

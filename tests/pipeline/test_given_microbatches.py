@@ -202,7 +202,7 @@ def test_differences_and_mistakes_are_refused() -> None:
     for microbatches, named in (
         (
             [{**own, "flag": True}, {**own, "flag": False}],
-            r"microbatches\[1\] .*kwargs\['flag'\] is False, and True there",
+            r"microbatches\[1\] .*kwargs\['flag'\] is the bool False, and the bool True there",
         ),
         ([own, own, {**own, "x": own["x"].float()}], r"microbatches\[2\] .*kwargs\['x'\] is float32"),
         ([own, pair(3, 4, keep=2)], r"microbatches\[1\] .*kwargs\['keep'\] is in one of them alone"),
