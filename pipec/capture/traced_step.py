@@ -22,12 +22,12 @@ class TracedStep(nn.Module):
 
     Its arguments have their rows in front. Model and loss get them as the user passes them, with the rows
     where ``axes`` say. ``batched`` tells which leaves are known to be split. ``equal_dimensions`` are groups
-    of other dimensions of one size, each given by the position of its leaf and its own, and behind them the
-    positions of numbers that are this size, with None. The leaves at the
-    positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them. The model
-    gets the keyword arguments of ``keyword_order`` in that order, behind the others. At the positions of
-    ``repeated`` it gets the tensors at others again. ``loss_path`` says where the loss is in its results;
-    None: it is there as ``.loss`` or under ``"loss"``, or a dry run finds it.
+    of other dimensions of one size, each given by the position of its leaf and its own; behind them come
+    numbers of this size, by their position and None. The leaves at the positions ``numbers`` are numbers in
+    0-dim tensors, which lets a front end make symbols of them. The model gets the keyword arguments of
+    ``keyword_order`` in that order, behind the others. At the positions of ``repeated`` it gets the tensors
+    at others again. ``loss_path`` says where the loss is in its results; None: it is there as ``.loss`` or
+    under ``"loss"``, or a dry run finds it.
     """
 
     is_dry_run = False

@@ -357,9 +357,7 @@ class _Tracer:
         first_collective = self._resolve_collectives(captured)
         batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
         if sample.is_whole or (symbolic and batch_symbol_of(captured.module.graph, batched) is None):
-            findings = (
-                NO_FINDINGS  # nothing is split; or the graph is refused, for it is for these rows alone
-            )
+            findings = NO_FINDINGS  # nothing is split; or the graph is for these rows alone, and refused
         else:
             with self._request.timed("analyse the batch"):
                 findings = self._analyse(captured, batched, first_collective)

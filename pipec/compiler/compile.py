@@ -145,7 +145,7 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
     refuse_float16_weights(settings.precision, compiler.model)
     with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
         report = log.warning if request.change else log.debug
-        with _naming_empty_microbatch(one.call, start):
+        with _naming_microbatch(one.call, start):
             graph = capture_with_variables(one, request.key.variables, report)
     graph = replace(graph, variables=request.key.variables, planned_sizes=request.values_of(sizes))
     check_given_microbatches(graph, request.call)
@@ -153,22 +153,17 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
 
 
 @contextlib.contextmanager
-def _naming_empty_microbatch(call: ModelCall, number: int) -> Iterator[None]:
-    """Let a failed capture say that a given microbatch has an empty tensor."""
-    empty = [
-        path
-        for path, leaf in zip(call.paths, call.leaves, strict=True)
-        if isinstance(leaf, Tensor) and not leaf.numel()
-    ]
+def _naming_microbatch(call: ModelCall, number: int) -> Iterator[None]:
+    """Let an error of a given microbatch name it, if the model fails on it or a tensor is empty."""
+    leaves = zip(call.paths, call.leaves, strict=True)
+    empty = [path for path, leaf in leaves if isinstance(leaf, Tensor) and not leaf.numel()]
     try:
         yield
     except (CaptureError, InputError) as error:
-        if not (call.is_whole and empty):
+        if not call.is_whole or not (empty or isinstance(error, FailingModelError)):
             raise
-        raise InputError(
-            f"{empty[0]} of microbatches[{number}] is empty, which the model cannot take: leave this "
-            f"microbatch out. {error}"
-        ) from error
+        what = f"{empty[0]} is empty, which the model cannot take: " if empty else ""
+        raise InputError(f"microbatches[{number}]: {what}{error}") from error
 
 
 # choose

@@ -235,15 +235,10 @@ class Executions:
         """The call. Raises InputError if the arguments are not those of the artifact."""
         plan = self._chosen(request).plan
         if isinstance(arguments, GivenMicrobatches) != plan.has_given_microbatches:
-            is_given = "given microbatches" if plan.has_given_microbatches else "a batch to be split"
-            raise InputError(
-                f"this artifact was compiled for {is_given}: pass "
-                + (
-                    "step(microbatches=[...])"
-                    if plan.has_given_microbatches
-                    else "the arguments of the batch"
-                )
-            )
+            made_for, meant = "a batch to be split", "the arguments of a batch"
+            if plan.has_given_microbatches:
+                made_for, meant = "given microbatches", "microbatches=[...]"
+            raise InputError(f"this artifact was compiled for {made_for}: pass {meant} to {request.method}")
         if not isinstance(arguments, GivenMicrobatches):
             return self._checked_call(request, arguments)
         calls = list[Call]()

@@ -225,11 +225,14 @@ def test_differences_and_mistakes_are_refused() -> None:
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-def test_an_empty_microbatch_is_named() -> None:
+def test_a_microbatch_that_the_model_cannot_take_is_named() -> None:
+    """One row, of which a batch norm has no variance; then none."""
     pipe, _ = compiled()
+    with pytest.raises(pipec.InputError, match=r"microbatches\[1\]: .*\n.*\n.*more than 1 value per channel"):
+        pipe.step(microbatches=[random_rows(3), random_rows(1)])
     pipe.unsplit_model.norm.eval()
-    with pytest.raises(pipec.InputError, match=r"args\[0\] of microbatches\[1\] is empty"):
-        pipe.step(microbatches=[random_rows(3), random_rows(0)])
+    with pytest.raises(pipec.InputError, match=r"microbatches\[2\]: args\[0\] is empty"):
+        pipe.step(microbatches=[random_rows(3), random_rows(4), random_rows(0)])
 
 
 def test_several_programs_cannot_be_skipped_together() -> None:

@@ -57,8 +57,8 @@ class BatchSlice:
         """The ``leaves`` that this slice reads: of the batch; or of each of its given microbatches."""
         return leaves[self.start : self.start + self.num_rows] if self.is_given else leaves
 
-    @property
-    def names(self) -> list[Sizes]:
+    @cached_property
+    def names(self) -> Sequence[Sizes]:
         """What the names in shapes stand for in each microbatch: ``b`` is its number of rows."""
         values = self.values or [{}] * len(self.sizes)
         return [{**own, "b": size} for own, size in zip(values, self.sizes, strict=True)]

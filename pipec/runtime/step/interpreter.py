@@ -284,6 +284,7 @@ class Interpreter(RankState):
                     self._end = self._num_admitted
                     break
                 self.stream_results.expect(number, self._batch)
+                self.sizes[-1] = self._batch.batch_slice.joined_names(0)
             assert self._batch is not None, "the source has not ended"
             batch_slice, inputs = self._batch.batch_slice, self._batch.microbatches[place]
             key = self._seed, self._num_admitted
