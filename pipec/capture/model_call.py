@@ -174,7 +174,8 @@ class ModelCall:
             raise TargetRowsError(
                 f"target has {target.shape[0]} rows but the batch has {size}. Pass as many, or tell "
                 "pipec.compile where they are: batched={'target': 1} if dimension 1 is the batch, or "
-                "{'target': '(t b)'} if dimension 0 is time and batch in one"
+                "{'target': '(t b)'} if dimension 0 is time and batch in one. If the batch cannot be split, "
+                "as merged graphs cannot, pass a list of such batches: step(microbatches=[...])"
             )
 
     @functools.cached_property

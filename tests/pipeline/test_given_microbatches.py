@@ -287,6 +287,7 @@ def test_a_saved_artifact_takes_any_number_and_sizes(tmp_path: Path) -> None:
     pipe, plain = compiled()
     pipe.prepare(microbatches=[random_rows(3), random_rows(5), random_rows(2)])
     assert "3 given microbatches" in str(pipe.plan)
+    assert "checked against the model itself on 1 + 1 rows" in str(pipe.plan)
     assert "planned for a microbatch of t = 5" in str(pipe.plan)
     pipe.save(tmp_path / "saved", tensors=True)
     loaded = pipec.load(tmp_path / "saved")
@@ -307,6 +308,52 @@ def test_a_saved_artifact_takes_any_number_and_sizes(tmp_path: Path) -> None:
     pipe.save(tmp_path / "split")
     with pytest.raises(pipec.InputError, match="compiled for a batch to be split"):
         pipec.load(tmp_path / "split").step(microbatches=[(x, y)])
+
+
+class Flagged(Shared):
+    """Branches on the values of an argument."""
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return (x * 2 if flag.sum() > 0 else x).mean()
+
+
+def test_a_branch_is_decided_for_each_graph() -> None:
+    """One row has a graph of its own, and so a branch of its own; others of one graph take the same."""
+    torch.manual_seed(0)
+    model, on = Flagged(), torch.ones(2)
+    plain, pipe = copy.deepcopy(model), pipec.compile(model, devices=2)
+
+    def flagged(*rows_and_flags: tuple[int, Tensor]) -> list[dict[str, Tensor]]:
+        return [{"x": torch.randn(count, 8), "flag": flag} for count, flag in rows_and_flags]
+
+    for microbatches in (
+        flagged((9, on), (1, -on)),
+        flagged((9, -on), (1, on)),
+        flagged((1, -on), (4, on), (5, on)),
+        flagged((4, -on), (5, -on)),
+    ):
+        loss = pipe.step(microbatches=microbatches, weights="sum").item()
+        assert loss == pytest.approx(accumulate(plain, microbatches, [1.0] * len(microbatches)), 1e-12)
+        assert difference(pipe, plain) < 1e-12
+    with pytest.raises(pipec.InputError, match="different branches"):
+        pipe.step(microbatches=flagged((9, on), (8, -on)))
+
+
+class Otherwise(Shared):
+    """Is something else when it is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return (x * 2 if torch.compiler.is_compiling() and x.shape[0] == 4 else x).mean()
+
+
+def test_the_check_compares_the_first_two_microbatches() -> None:
+    """The second one has a graph that is not what the model is."""
+    microbatches = [{"x": torch.randn(count, 8)} for count in (5, 4, 6)]
+    with pytest.raises(pipec.CaptureError, match="does not compute what the model computes"):
+        pipec.compile(Otherwise(), devices=2).step(microbatches=microbatches)
+    pipec.compile(Otherwise(), devices=2, check="off").step(microbatches=microbatches)
 
 
 def test_collectives_of_replicas_are_refused() -> None:
