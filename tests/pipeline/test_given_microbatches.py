@@ -154,6 +154,9 @@ def test_asynchronous_stream_has_sizes_of_each_microbatch() -> None:
     before = other.num_steps
     assert all(loss.isfinite() for loss in other.stream([*mixed, mixed[0] * 2], microbatches=True))
     assert other.num_steps == before + 7
+    with pytest.raises(pipec.InputError, match="run by several programs"):
+        list(other.stream([cut(2)[0], cut(1)[0]], microbatches=True))
+    assert other.num_steps == before + 8
 
 
 class Shared(nn.Module):
@@ -194,6 +197,9 @@ def test_sizes_that_are_equal_by_chance_and_change_later() -> None:
         loss = pipe.step(microbatches=microbatches, weights="sum").item()
         assert loss == pytest.approx(accumulate(plain, microbatches, [1.0] * len(microbatches)), 1e-12)
         assert difference(pipe, plain) < 1e-12
+        before = pipe.compile_seconds
+        pipe.step(microbatches=microbatches, weights=[0.0] * len(microbatches))
+        assert pipe.compile_seconds == before, "what was compiled is found"
 
 
 def test_differences_and_mistakes_are_refused() -> None:
@@ -321,23 +327,40 @@ class Flagged(Shared):
 def test_a_branch_is_decided_for_each_graph() -> None:
     """One row has a graph of its own, and so a branch of its own; others of one graph take the same."""
     torch.manual_seed(0)
-    model, on = Flagged(), torch.ones(2)
+    model = Flagged()
     plain, pipe = copy.deepcopy(model), pipec.compile(model, devices=2)
 
-    def flagged(*rows_and_flags: tuple[int, Tensor]) -> list[dict[str, Tensor]]:
-        return [{"x": torch.randn(count, 8), "flag": flag} for count, flag in rows_and_flags]
+    def flagged(*rows_and_flags: tuple[int, int]) -> list[dict[str, Tensor]]:
+        return [
+            {"x": torch.randn(count, 8), "flag": torch.full((2 + count % 3,), flag)}
+            for count, flag in rows_and_flags
+        ]
 
     for microbatches in (
-        flagged((9, on), (1, -on)),
-        flagged((9, -on), (1, on)),
-        flagged((1, -on), (4, on), (5, on)),
-        flagged((4, -on), (5, -on)),
+        flagged((9, 1), (1, -1)),
+        flagged((9, -1), (1, 1)),
+        flagged((1, -1), (4, 1), (5, 1)),
+        flagged((4, -1), (5, -1)),
     ):
         loss = pipe.step(microbatches=microbatches, weights="sum").item()
         assert loss == pytest.approx(accumulate(plain, microbatches, [1.0] * len(microbatches)), 1e-12)
         assert difference(pipe, plain) < 1e-12
     with pytest.raises(pipec.InputError, match="different branches"):
-        pipe.step(microbatches=flagged((9, on), (8, -on)))
+        pipe.step(microbatches=flagged((9, 1), (8, -1)))
+
+
+def test_random_numbers_are_those_of_a_microbatch() -> None:
+    """Equal microbatches draw other numbers, also where a microbatch between them has a graph of its own."""
+    layers = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+    pipe = pipec.compile(nn.Sequential(*layers), loss_fn=squares, devices=2)
+    same = random_rows(3)
+    microbatches, found = [same, same, random_rows(1), same], list[float]()
+    for place in (0, 1, 3, 0):
+        torch.manual_seed(7)
+        weights = [float(place == each) for each in range(4)]
+        found.append(pipe.step(microbatches=microbatches, weights=weights).item())
+    assert found[0] == found[3]
+    assert len({*found}) == 3
 
 
 class Otherwise(Shared):
