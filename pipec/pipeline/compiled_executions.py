@@ -66,7 +66,7 @@ from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.random_seeds import peek_seed
 from pipec.runtime.step.microbatch_weight import MicrobatchWeight
 from pipec.runtime.step_state import StepState
-from pipec.runtime.stream.call_arguments import CallArguments, GivenMicrobatches, in_microbatch
+from pipec.runtime.stream.call_arguments import CallArguments, GivenMicrobatches, StepArguments, in_microbatch
 from pipec.runtime.tensors import Tensors
 from pipec.runtime.wrappers import refuse_functional_call
 from pipec.torch_compat import pytree
@@ -161,7 +161,7 @@ class CompiledExecutions(Executions):
 
         return make
 
-    def agree(self, request: CallRequest, arguments: CallArguments | GivenMicrobatches) -> CompiledCall:
+    def agree(self, request: CallRequest, arguments: StepArguments) -> CompiledCall:
         """The call that all ranks make, with its batch dimension found, and lists of a number for each row.
 
         If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
@@ -245,7 +245,7 @@ class CompiledExecutions(Executions):
             raise why from None
         return self._agree(request, arguments)
 
-    def _agree(self, request: CallRequest, arguments: CallArguments | GivenMicrobatches) -> CompiledCall:
+    def _agree(self, request: CallRequest, arguments: StepArguments) -> CompiledCall:
         """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica."""
         self.drain()
         if not self.agreement.is_distributed:
@@ -417,7 +417,7 @@ class CompiledExecutions(Executions):
             self._check_again(call, signature, numbers[0][1])
         groups = [(self._made[number], sizes) for number, sizes in numbers]
         if request.mode is Mode.TRAIN:
-            self.trained = groups[0][0]
+            self.trained = min((made for made, _ in groups), key=lambda made: len(made.plan.fixed_sizes))
         if decision.groups is None or self.tensors.needs_placement:
             self.tensors.place(groups[0][0].plan)
         if len(decision.rows) > 1:
@@ -537,7 +537,7 @@ class CompiledExecutions(Executions):
         last = {mode: self._made.get(number) for mode, number in self._last_made.items()}
         return {mode: each for mode, each in last.items() if each} | {Mode.TRAIN: self.artifact}
 
-    def matching(self, first: Call, arguments: CallArguments | GivenMicrobatches) -> Call | None:
+    def matching(self, first: Call, arguments: StepArguments) -> Call | None:
         assert isinstance(first, CompiledCall)
         call, (artifact, _), values = self.check_call(Mode.TRAIN, arguments), first.groups[0], first.values
         if call.batch_size != first.model_call.batch_size:
@@ -562,7 +562,7 @@ class CompiledExecutions(Executions):
             model_call=call,
         )
 
-    def describe_batch(self, arguments: CallArguments | GivenMicrobatches) -> CallDescription:
+    def describe_batch(self, arguments: StepArguments) -> CallDescription:
         return _describe_batch(self.check_call(Mode.TRAIN, arguments), STEP)
 
     def is_valid(self, call: Call) -> bool:
@@ -638,7 +638,7 @@ class CompiledExecutions(Executions):
             description["frozen parameters"] = describe_argument(frozen)
         return description | (self.agreement.describe_updates() if request.method == "step" else {})
 
-    def check_call(self, mode: Mode, arguments: CallArguments | GivenMicrobatches) -> ModelCall:
+    def check_call(self, mode: Mode, arguments: StepArguments) -> ModelCall:
         """The arguments of a call, batch first. Raises InputError if the model cannot take them.
 
         A call like the last one of its mode, but for the values of tensors, is taken as that was.

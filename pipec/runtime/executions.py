@@ -41,7 +41,7 @@ from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.step_results import merge_slices
 from pipec.runtime.step.stream_results import BatchResult, StreamBatch
 from pipec.runtime.step_state import StepState
-from pipec.runtime.stream.call_arguments import CallArguments, GivenMicrobatches, in_microbatch
+from pipec.runtime.stream.call_arguments import CallArguments, GivenMicrobatches, StepArguments, in_microbatch
 from pipec.runtime.stream.stream_session import CompiledStream, StreamSession
 from pipec.runtime.tensors import Tensors, owner_ranks
 from pipec.torch_compat import pytree
@@ -152,7 +152,7 @@ class Executions:
                 for fqn in dict.fromkeys(name for own in owners for name in own)
             }
 
-    def agree(self, request: CallRequest, arguments: CallArguments | GivenMicrobatches) -> Call:
+    def agree(self, request: CallRequest, arguments: StepArguments) -> Call:
         """The call that all ranks make, with its executions.
 
         A rank that cannot use its arguments raises only when the others know.
@@ -178,13 +178,13 @@ class Executions:
             raise refusal
         return replace(call, seed=answer.value)
 
-    def matching(self, first: Call, arguments: CallArguments | GivenMicrobatches) -> Call | None:
+    def matching(self, first: Call, arguments: StepArguments) -> Call | None:
         """A call as ``first`` with other arguments; None if they need other programs."""
         call = self._checked(STEP, arguments)
         is_equal = call.groups == first.groups and (bool(call.weights) or call.values == first.values)
         return replace(call, seed=first.seed) if is_equal else None
 
-    def describe_batch(self, arguments: CallArguments | GivenMicrobatches) -> CallDescription:
+    def describe_batch(self, arguments: StepArguments) -> CallDescription:
         """What must be equal on all ranks of a batch of a stream. Raises InputError if it does not fit."""
         return self._described(self._checked(STEP, arguments))
 
@@ -231,7 +231,7 @@ class Executions:
         described = [{x.path: describe_leaf(_leaf(x, leaves)) for x in inputs} for leaves in call.leaves]
         return describe_microbatches(described, call.weights)
 
-    def _checked(self, request: CallRequest, arguments: CallArguments | GivenMicrobatches) -> Call:
+    def _checked(self, request: CallRequest, arguments: StepArguments) -> Call:
         """The call. Raises InputError if the arguments are not those of the artifact."""
         plan = self._chosen(request).plan
         if isinstance(arguments, GivenMicrobatches) != plan.has_given_microbatches:
@@ -431,12 +431,12 @@ class Executions:
             start, first = start + sum(sizes), first + len(sizes)
         return batch_slices
 
-    def stream_step(self, arguments: CallArguments | GivenMicrobatches, on_started: OnStarted) -> Tensor:
+    def stream_step(self, arguments: StepArguments, on_started: OnStarted) -> Tensor:
         """Make one step of a stream, and return its loss."""
         loss: Tensor = self.train(self.agree(STEP, arguments), on_started)
         return loss
 
-    def compiled_stream(self, arguments: CallArguments | GivenMicrobatches) -> CompiledStream | None:
+    def compiled_stream(self, arguments: StepArguments) -> CompiledStream | None:
         """What runs a batch, and those after it; None if its steps do not overlap after all.
 
         Every rank calls it with the same arguments.
@@ -450,7 +450,7 @@ class Executions:
         if first.first.has_random_operators:
             advance_default_generator(first.generator_after)
 
-        def split(arguments: CallArguments | GivenMicrobatches) -> StreamBatch | None:
+        def split(arguments: StepArguments) -> StreamBatch | None:
             call = self.matching(first, arguments)
             return None if call is None else execution.batch(call.leaves, *self._batch_slices(call))
 

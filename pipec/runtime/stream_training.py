@@ -10,7 +10,12 @@ from torch import Tensor
 from pipec.errors import InputError, PipecError
 from pipec.runtime.executions import Executions
 from pipec.runtime.step.execution import require_synchronous
-from pipec.runtime.stream.call_arguments import CallArguments, GivenMicrobatches, call_arguments_of
+from pipec.runtime.stream.call_arguments import (
+    CallArguments,
+    GivenMicrobatches,
+    StepArguments,
+    call_arguments_of,
+)
 from pipec.runtime.stream.read_ahead import ReadAhead, ReadItem
 from pipec.runtime.stream.stream_session import StreamSession
 from pipec.runtime.stream_position import ResumableReader, StreamPosition
@@ -35,7 +40,7 @@ class StreamTraining:
         )
         return self._track_position(reader, self.losses_of(given))
 
-    def losses_of(self, batches: Iterator[CallArguments | GivenMicrobatches]) -> Generator[Tensor]:
+    def losses_of(self, batches: Iterator[StepArguments]) -> Generator[Tensor]:
         """The losses of ``batches``, without a position for checkpoints."""
         ahead = ReadAhead(batches)
         return (

@@ -67,10 +67,13 @@ class GivenMicrobatches(NamedTuple):
 
 _NO_LIST = (Mapping, str, Tensor)
 
+StepArguments = CallArguments | GivenMicrobatches
+"""What a step may be given."""
+
 
 def step_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, outputs: bool, microbatches: Any, weights: Any
-) -> CallArguments | GivenMicrobatches:
+) -> StepArguments:
     """What a step was given: a batch, or ``microbatches`` with their ``weights``.
 
     Raises:
