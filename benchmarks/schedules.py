@@ -158,7 +158,9 @@ def measured_seconds(made: Artifact, ranks: Ranks) -> float:
     execution = Execution(made, parameters, {}, ranks)
     recorded: list[RecordedStep] = []
     for _ in range(WARMUP + STEPS):
-        execution.run([torch.zeros(MICROBATCHES)], BatchSlice([1] * MICROBATCHES, MICROBATCHES), 0, recorded)
+        execution.run(
+            [[torch.zeros(MICROBATCHES)]], BatchSlice([1] * MICROBATCHES, MICROBATCHES), 0, recorded
+        )
     steps = ranks.gathered(recorded)[WARMUP:]
     return statistics.median(elapsed(measured_timeline(step.programs, step.timestamps)) for step in steps)
 

@@ -109,7 +109,7 @@ def measure_steps(name: str, ranks: Ranks) -> Row:
     span = BatchSlice([1] * MICROBATCHES, MICROBATCHES)
     times = []
     for _ in range(1 + RUNS):
-        execution.run([torch.zeros(MICROBATCHES)], span, 0)
+        execution.run([[torch.zeros(MICROBATCHES)]], span, 0)
         times.append(time.perf_counter())
     measured = [end - start for start, end in pairwise(times)]
     return Row(name, MICROBATCHES, simulated_seconds(made), measured)

@@ -126,7 +126,7 @@ class _ModelTimer:
             for parameters in self._parameters
         ]
         sizes = [call.batch_size] * _MICROBATCHES
-        self._span = BatchSlice(sizes, sum(sizes), values=graph.planned_sizes)
+        self._span = BatchSlice(sizes, sum(sizes), values=[graph.planned_sizes] * len(sizes))
         self._leaves = _repeated(call, device)
 
     def run(self) -> None:
@@ -143,7 +143,7 @@ class _ModelTimer:
 
     def _step(self, execution: Execution) -> RecordedStep:
         recorded: list[RecordedStep] = []
-        execution.run(self._leaves, self._span, seed=0, recorded=recorded)
+        execution.run([self._leaves], self._span, seed=0, recorded=recorded)
         return recorded[0]
 
 

@@ -241,7 +241,7 @@ def observed_splits(call: ModelCall) -> dict[str, bool]:
     """
     found = {}
     for path, leaf, split in zip(call.paths, call.leaves, call.batched, strict=True):
-        if isinstance(leaf, Tensor) and leaf.ndim and call.batch_size > 1:
+        if isinstance(leaf, Tensor) and leaf.ndim and call.batch_size > 1 and not call.is_whole:
             found[path] = split
     return found
 

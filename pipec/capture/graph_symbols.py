@@ -87,9 +87,9 @@ def variable_symbols(
                 raise SpecializedVariableError(
                     f"the model needs {variable.what} to be as large as another one", variable.name
                 )
-    read = {*found.values()}
+    read, sizes = {*found.values()}, {variable.name for variable in variables if variable.dim is not None}
     for variable in variables:
-        shown = numbers.get(variable.name) if variable.dim is None else variable.name in read
+        shown = variable.name in read if variable.name in sizes else numbers.get(variable.name)
         if not shown or any(value.is_number for value in joint.replacements.values()):
             where = joint.specialized_by or "the model, or nothing reads it"
             raise SpecializedVariableError(

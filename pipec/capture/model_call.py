@@ -32,6 +32,9 @@ class ModelCall:
     the user's order, if ``forward`` gets them in a dict and may ask for it.
     ``repeated`` has the leaves at which a tensor is passed again, each with the leaf that has it first.
 
+    A step of given microbatches is a call like its largest one, with all in ``given`` and the ``weights`` of
+    their losses. Nothing is split there: ``split`` has None alone, and each microbatch counts as one row.
+
     What is read off the arguments is kept, because the checks before a step read it several times.
     """
 
@@ -43,6 +46,18 @@ class ModelCall:
     strided: tuple[int, ...] = ()
     keyword_order: tuple[str, ...] = ()
     repeated: tuple[tuple[int, int], ...] = ()
+    given: tuple["ModelCall", ...] = ()
+    weights: tuple[float, ...] = ()
+
+    @property
+    def parts(self) -> tuple["ModelCall", ...]:
+        """The given microbatches; if there are none, the call alone."""
+        return self.given or (self,)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is split, as in a given microbatch."""
+        return self.split is not None and not any(self.split)
 
     @property
     def tree(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -61,7 +76,12 @@ class ModelCall:
 
     @functools.cached_property
     def batch_size(self) -> int:
-        """Dimension 0 of the first tensor that is split, or of the first tensor at all."""
+        """Dimension 0 of the first tensor that is split, or of the first tensor at all.
+
+        The number of given microbatches; 1 for one of them.
+        """
+        if self.is_whole:
+            return len(self.parts)
         for leaf, split in zip(self.leaves, self.split or [True] * len(self.leaves), strict=True):
             if split and isinstance(leaf, Tensor) and leaf.ndim:
                 return leaf.shape[0]
@@ -69,6 +89,11 @@ class ModelCall:
             "pipec needs a batch to split: no argument is a tensor with at least one dimension. "
             "Pass the inputs of the whole mini-batch to step()."
         )
+
+    @functools.cached_property
+    def num_elements(self) -> int:
+        """The number of elements of all tensors together."""
+        return sum(leaf.numel() for leaf in self.leaves if isinstance(leaf, Tensor))
 
     def check(self, model: nn.Module) -> None:
         """Raise InputError unless the model's ``forward`` takes these arguments. A hook may change them."""
@@ -145,11 +170,12 @@ class ModelCall:
                 "target is missing: this pipeline has a loss_fn(output, target); pass target=..."
             )
         size, target = self.batch_size, self.target
-        if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
+        if not self.is_whole and isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
             raise TargetRowsError(
                 f"target has {target.shape[0]} rows but the batch has {size}. Pass as many, or tell "
                 "pipec.compile where they are: batched={'target': 1} if dimension 1 is the batch, or "
-                "{'target': '(t b)'} if dimension 0 is time and batch in one"
+                "{'target': '(t b)'} if dimension 0 is time and batch in one. If the batch cannot be split, "
+                "as merged graphs cannot, pass a list of such batches: step(microbatches=[...])"
             )
 
     @functools.cached_property
@@ -169,7 +195,13 @@ class ModelCall:
         return [axis is not None for axis in self.axes]
 
     def rows(self, start: int, stop: int) -> "ModelCall":
-        """The call on some rows of the batch. Its tensors are views of this one's."""
+        """The call on some rows of the batch. Its tensors are views of this one's.
+
+        Of given microbatches it is one of them.
+        """
+        if self.given:
+            assert stop == start + 1
+            return self.given[start]
         flags = iter(self.batched)
         return self.map(lambda leaf: leaf[start:stop] if next(flags) else leaf)
 

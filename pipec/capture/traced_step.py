@@ -12,7 +12,7 @@ from pipec.capture.capture_request import CaptureRequest
 from pipec.capture.markers import LOSS_OUTSIDE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import UNKNOWN_LOSS, LossPath, find_loss, result_at
-from pipec.capture.variable_history import equal_dimensions
+from pipec.capture.variable_history import LeafDim, equal_dimensions, own_numbers
 from pipec.errors import InputError, NoLossError
 from pipec.ir import Mode
 from pipec.ir.batch_axis import BatchAxis
@@ -24,11 +24,12 @@ class TracedStep(nn.Module):
 
     Its arguments have their rows in front. Model and loss get them as the user passes them, with the rows
     where ``axes`` say. ``batched`` tells which leaves are known to be split. ``equal_dimensions`` are groups
-    of other dimensions of one size, each given by the position of its leaf and its own. The leaves at the
-    positions ``numbers`` are numbers in 0-dim tensors, which lets a front end make symbols of them. The model
-    gets the keyword arguments of ``keyword_order`` in that order, behind the others. At the positions of
-    ``repeated`` it gets the tensors at others again. ``loss_path`` says where the loss is in its results;
-    None: it is there as ``.loss`` or under ``"loss"``, or a dry run finds it.
+    of other dimensions of one size, each given by the position of its leaf and its own; behind them come
+    numbers of this size, by their position and None. The leaves at the positions ``numbers`` are numbers in
+    0-dim tensors, which lets a front end make symbols of them. The model gets the keyword arguments of
+    ``keyword_order`` in that order, behind the others. At the positions of ``repeated`` it gets the tensors
+    at others again. ``loss_path`` says where the loss is in its results; None: it is there as ``.loss`` or
+    under ``"loss"``, or a dry run finds it.
     """
 
     is_dry_run = False
@@ -40,7 +41,7 @@ class TracedStep(nn.Module):
         mode: Mode,
         axes: Sequence[BatchAxis | None],
         outputs: bool,
-        equal_dimensions: Sequence[Sequence[tuple[int, int]]] = (),
+        equal_dimensions: Sequence[Sequence[LeafDim]] = (),
         numbers: Sequence[int] = (),
         keyword_order: Sequence[str] = (),
         repeated: Sequence[tuple[int, int]] = (),
@@ -75,13 +76,16 @@ class TracedStep(nn.Module):
             torch._check(size == sizes[0])  # else each tensor has a batch symbol of its own
         for (first, axis), *others in self.equal_dimensions:
             for position, dim in others:
-                torch._check(leaves[position].shape[dim] == leaves[first].shape[axis])
+                if dim is None:
+                    leaves[position] = leaves[first].shape[axis]
+                else:
+                    torch._check(leaves[position].shape[dim] == leaves[first].shape[axis])
         for position, place in self.moved_axes:  # laid out as what the user passes, which may be viewed
             restored = place.restore(leaves[position])
             leaves[position] = restored if position in self.strided else restored.contiguous()
         for position, first in self.repeated:
             leaves[position] = leaves[first]
-        if self.numbers or self.moved_axes or self.repeated:
+        if self.numbers or self.equal_dimensions or self.moved_axes or self.repeated:
             args, kwargs, target = pytree.tree_unflatten(leaves, structure)
         before = [self.get_buffer(name) for name in self.replaceable_buffers]
         output = self.result(args, kwargs, target)
@@ -134,7 +138,7 @@ class TracedStep(nn.Module):
 def make_traced_step(request: CaptureRequest) -> TracedStep:
     """The traced step of a request, in which its variables are symbols."""
     call, variables = request.call, request.variables
-    numbers = [variable.position for variable in variables if variable.dim is None]
+    numbers = [variable.position for variable in own_numbers(variables)]
     equal = equal_dimensions(variables)
     return TracedStep(
         *(request.model, request.loss_fn, request.mode, call.axes, request.outputs, equal, numbers),

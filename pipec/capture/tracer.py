@@ -81,6 +81,7 @@ from pipec.torch_compat.module_state import (
     quiet_logging,
     replace_with_fake_tensors,
     restore_module,
+    without_gradients,
 )
 from pipec.torch_compat.operator_patches import (
     inlined_reentrant_checkpoints,
@@ -139,7 +140,7 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         _warn_of_missing_guards(model, captured, failures)
     if is_training:
         _check_trained(graph)
-    if graph.batch is None:
+    if graph.batch is None and not call.is_whole:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
             graph.batch_size,
@@ -155,7 +156,7 @@ def capture_with_variables(
 
     ``report`` logs which are compiled for one value, and why. Raises as ``capture``.
     """
-    attempts = symbolic_candidates(variables)
+    attempts = symbolic_candidates(variables, request.call)
     while attempts:
         attempt = attempts.pop(0)
         try:
@@ -176,6 +177,7 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(quiet_logging())
         stack.enter_context(restore_module(step))
+        stack.enter_context(without_gradients(step))
         stack.enter_context(without_kv_cache(request.model))
         stack.enter_context(cached_size_arithmetic())
         stack.enter_context(skip_distribution_validation())
@@ -227,9 +229,14 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
     changes anything, that attempt is made again.
     """
     if request.variables:
+        try:
+            return tracer.trace_variables(), []
+        except SpecializedVariableError as error:
+            if error.__cause__ is None or not tracer.dry_run().changed:
+                raise
         return tracer.trace_variables(), []
     errors: list[Exception] = []
-    waiting = [*itertools.product(FRONT_ENDS, (True, False))]
+    waiting = [*itertools.product(FRONT_ENDS, (False,) if request.call.is_whole else (True, False))]
     dry_run = None
     while waiting:
         name, symbolic = waiting.pop(0)
@@ -352,8 +359,8 @@ class _Tracer:
         _warn_of_changed_state(self._step.model, captured.changed_state)
         first_collective = self._resolve_collectives(captured)
         batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
-        if symbolic and batch_symbol_of(captured.module.graph, batched) is None:
-            findings = NO_FINDINGS  # the graph is refused, for it is for this number of rows alone
+        if sample.is_whole or (symbolic and batch_symbol_of(captured.module.graph, batched) is None):
+            findings = NO_FINDINGS  # nothing is split; or the graph is for these rows alone, and refused
         else:
             with self._request.timed("analyse the batch"):
                 findings = self._analyse(captured, batched, first_collective)
@@ -365,7 +372,7 @@ class _Tracer:
                     self._request,
                     operators,
                     sample,
-                    symbolic,
+                    symbolic and not sample.is_whole,
                     number_values(captured.module.graph, self._request.variables),
                     self._fqns,
                     self._constants,

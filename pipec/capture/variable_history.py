@@ -6,6 +6,9 @@ other size or number becomes one when it differs in a later call. Dimensions tha
 call share a name, until a call in which they differ. The sizes and whole numbers 0 and 1 never vary, because
 a dimension of one element is broadcast where others are not, nor does a number that is not finite.
 
+Given microbatches are like calls one after the other. In them the sizes and whole numbers 0 and 1 vary too,
+since each microbatch may have a graph of its own: these are never symbols.
+
 Every rank makes the same calls, and so comes to the same variables by itself.
 """
 
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from pipec.capture.model_call import ModelCall
 from pipec.ir import Mode, Variable
+from pipec.ir.batch_split import variable_values
 
 MAX_CALL_KINDS = 64
 """So many kinds of calls are remembered."""
@@ -60,12 +64,17 @@ class VariableHistory:
 
         The first evaluation of a kind has the variables of the steps before it.
         """
-        values = _values(call)
+        values = _values(call.parts[0])
         seen = self._seen.get(_kind(call, mode, values))
         if seen is None and mode is Mode.LOSS:
             trained = self._seen.get(_kind(call, Mode.TRAIN, values))
             seen = _Seen(values, trained.names, trained.fixed) if trained else None
-        return tuple(_variables(call, seen or self._before_any(call, values), values))
+        seen, variables = seen or self._before_any(call, values), list[Variable]()
+        for part in call.parts:
+            values = _values(part)
+            variables = _variables(part, seen, values)
+            seen = _Seen(values, _names(variables), seen.fixed)
+        return tuple(variables)
 
     def _before_any(self, call: ModelCall, values: Mapping[LeafDim, float]) -> _Seen:
         """The history of a call that is the first of its kind."""
@@ -73,9 +82,9 @@ class VariableHistory:
 
     def change(self, call: ModelCall, mode: Mode) -> str:
         """The new values of a call, in words; empty if there are none, or if its kind is new."""
-        values = _values(call)
-        seen = self._seen.get(_kind(call, mode, values))
-        return _change(seen, self.of(call, mode), values) if seen else ""
+        seen = self._seen.get(_kind(call, mode, _values(call)))
+        variables, parts = self.of(call, mode), map(_values, call.parts)
+        return next(filter(None, (_change(seen, variables, values) for values in parts)), "") if seen else ""
 
     def note(self, call: ModelCall, mode: Mode, constants: Collection[str]) -> None:
         """Remember a call that was compiled. Variables among ``constants`` could not be symbols.
@@ -83,14 +92,14 @@ class VariableHistory:
         Those that were expected to vary, and have not done so, are tried again when they do: a size may be a
         symbol together with others that change with it.
         """
-        values, variables = _values(call), self.of(call, mode)
+        values, variables = _values(call.parts[-1]), self.of(call, mode)
         kind = _kind(call, mode, values)
         seen = self._seen.pop(kind, _Seen(values, {}))
-        names = {(x.position, x.dim): x.name for x in variables}
+        names = _names(variables)
         fixed = frozenset(
             site
             for site, name in names.items()
-            if name in constants and seen.values[site] == values[site]
+            if name in constants and seen.values[site] == values[site] and not call.given
             if site in seen.fixed or site not in seen.names
         )
         self._seen[kind] = _Seen(values, names, fixed)
@@ -98,19 +107,29 @@ class VariableHistory:
             del self._seen[oldest]
 
 
-def equal_dimensions(variables: Sequence[Variable]) -> list[list[tuple[int, int]]]:
-    """The dimensions of each name that several have."""
-    groups: dict[str, list[tuple[int, int]]] = {}
-    for variable in variables:
-        if variable.dim is not None:
-            groups.setdefault(variable.name, []).append((variable.position, variable.dim))
+def equal_dimensions(variables: Sequence[Variable]) -> list[list[LeafDim]]:
+    """The dimensions of each name that several have, and behind them the numbers that have it too."""
+    groups: dict[str, list[LeafDim]] = {}
+    for variable in sorted(variables, key=lambda variable: variable.dim is None):
+        groups.setdefault(variable.name, []).append((variable.position, variable.dim))
     return [group for group in groups.values() if len(group) > 1]
 
 
-def symbolic_candidates(variables: Sequence[Variable]) -> list[tuple[Variable, ...]]:
-    """Which of the variables may be symbols together, the best choice first: all, the sizes, the numbers."""
-    sizes = tuple(variable for variable in variables if variable.dim is not None)
-    numbers = tuple(variable for variable in variables if variable.dim is None)
+def own_numbers(variables: Sequence[Variable]) -> list[Variable]:
+    """The variables that are numbers, and not also the size of a dimension."""
+    sizes = {variable.name for variable in variables if variable.dim is not None}
+    return [variable for variable in variables if variable.name not in sizes]
+
+
+def symbolic_candidates(variables: Sequence[Variable], call: ModelCall) -> list[tuple[Variable, ...]]:
+    """Which of the variables may be symbols together, the best choice first: all, the sizes, the numbers.
+
+    Sizes and whole numbers of the call that are 0 or 1 may not.
+    """
+    values = variable_values(variables, call.leaves)
+    variables = [each for each in variables if _may_vary(values[each.name])]
+    numbers = tuple(own_numbers(variables))
+    sizes = tuple(variable for variable in variables if variable not in numbers)
     return [choice for choice in dict.fromkeys([tuple(variables), sizes, numbers]) if choice]
 
 
@@ -119,9 +138,9 @@ def _values(call: ModelCall) -> dict[LeafDim, float]:
     found: dict[LeafDim, float] = {}
     for position, (leaf, batched) in enumerate(zip(call.leaves, call.batched, strict=True)):
         if isinstance(leaf, Tensor):
-            sizes = {(position, dim): size for dim, size in enumerate(leaf.shape) if size > 1}
+            sizes = {(position, dim): x for dim, x in enumerate(leaf.shape) if x > 1 or call.is_whole}
             found |= {site: size for site, size in sizes.items() if not (batched and site[1] == 0)}
-        elif _may_vary(leaf):
+        elif _may_vary(leaf) or (call.is_whole and type(leaf) is int):
             found[position, None] = leaf
     return found
 
@@ -151,27 +170,35 @@ def _may_vary(leaf: Any) -> bool:
     return (type(leaf) is float and math.isfinite(leaf)) or (type(leaf) is int and 1 < leaf < 2**31)
 
 
+def _names(variables: Sequence[Variable]) -> dict[LeafDim, str]:
+    return {(each.position, each.dim): each.name for each in variables}
+
+
 def _kind(call: ModelCall, mode: Mode, values: Mapping[LeafDim, float]) -> Hashable:
     """A key shared by calls that differ in variables alone."""
     return mode, call.signature([Variable("*", position, "", dim) for position, dim in values])
 
 
 def _variables(call: ModelCall, seen: _Seen, values: Mapping[LeafDim, float]) -> list[Variable]:
-    """The variables that changed, each with a name. Dimensions that were equal in every call share one."""
+    """The variables that changed, each with a name. Dimensions that were equal in every call share one.
+
+    So does, in given microbatches, a whole number that was equal to a dimension, as the number of graphs is.
+    """
     equal_dimensions: dict[tuple[object, float], str] = {}
     found: list[Variable] = []
     every = seen.before(values)
-    for (position, dim), value in values.items():
-        before = every[position, dim]
-        if before != value:
-            path = call.paths[position]
-            if dim is None:
-                name = _number_name(path, position, {variable.name for variable in found})
-            else:
-                name = equal_dimensions.setdefault(
-                    (before, value), f"t{len(equal_dimensions) + 1}" if equal_dimensions else "t"
-                )
-            found.append(Variable(name, position, path, dim, call.axes[position]))
+    changed = [(site, (every[site], value)) for site, value in values.items() if every[site] != value]
+    for (_, dim), change in changed:
+        if dim is not None:
+            number = f"t{len(equal_dimensions) + 1}" if equal_dimensions else "t"
+            equal_dimensions.setdefault(change, number)
+    for (position, dim), change in changed:
+        path, shared = call.paths[position], equal_dimensions.get(change)
+        if dim is not None or (call.is_whole and type(call.leaves[position]) is int and shared):
+            name = equal_dimensions[change]
+        else:
+            name = _number_name(path, position, {variable.name for variable in found})
+        found.append(Variable(name, position, path, dim, call.axes[position]))
     return found
 
 
@@ -187,8 +214,8 @@ def _change(seen: _Seen, variables: Sequence[Variable], values: Mapping[LeafDim,
         site = variable.position, variable.dim
         if site in seen.fixed and seen.values[site] != values[site]:
             return f"{variable.what} is {values[site]}, compiled for {seen.values[site]}"
-        if site not in seen.names:
+        if site not in seen.names and seen.values[site] != values[site]:
             return f"{variable.what} is {values[site]}, compiled for {seen.values[site]}: it becomes symbolic"
-        if seen.names[site] != variable.name:
+        if seen.names.get(site, variable.name) != variable.name:
             return f"{variable.what} is {values[site]}, which was the size of other dimensions too until now"
     return ""

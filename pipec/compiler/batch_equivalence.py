@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import nn
 
+from pipec.capture.model_call import ModelCall
 from pipec.errors import InputError, MixedRowsError
 from pipec.graph import BatchFindings, TrainingGraph, UpdatedBuffer
 from pipec.graph.size_text import format_size
 from pipec.ir import Payload, Placement, Plan
 from pipec.ir.text_format import names_in
+from pipec.ops import COLLECTIVES
 
 log = logging.getLogger("pipec")
 
@@ -29,6 +31,23 @@ def require_full_rounds(graph: TrainingGraph, placement: Placement, num_microbat
             "the model has collectives between the replicas of a stage, which need equally many "
             f"microbatches each, but {len(uneven[0])} replicas share {num_microbatches}; pass a multiple of "
             f"{len(uneven[0])} as microbatches"
+        )
+
+
+def check_given_microbatches(graph: TrainingGraph, call: ModelCall) -> None:
+    """Raise InputError if given microbatches have to be joined, whose sizes may differ."""
+    collective = next((node for node in graph.nodes if node.target in COLLECTIVES), None)
+    if call.given and collective is not None:
+        raise InputError(
+            f"{graph.operators[collective.meta['operator']].module or 'the model'} has a collective between "
+            "the replicas of a stage, and given microbatches are batches of their own. Pass a batch to be "
+            "split, or leave the collective out: nn.BatchNorm in place of nn.SyncBatchNorm"
+        )
+    results = [node.meta["val"] for _, node in graph.returned] if call.given else []
+    if any(value.ndim or not value.is_floating_point() for value in results):
+        raise InputError(
+            "loss_fn returns logs that are no floating-point numbers, and given microbatches may have any "
+            "sizes: return means or sums, of which step returns the mean over microbatches"
         )
 
 
@@ -164,14 +183,25 @@ def single_row_warning(graph: TrainingGraph, batch_size: int) -> str:
     )
 
 
-def changed_buffer_warning(graph: TrainingGraph, model: nn.Module, num_microbatches: int) -> str:
-    """The warning that a forward changes buffers other than the statistics of torch's norms."""
+def changed_buffer_warning(
+    graph: TrainingGraph, model: nn.Module, num_microbatches: int, replicas: object
+) -> str:
+    """The warning that a forward changes buffers other than the statistics of torch's norms.
+
+    Given microbatches change them one after the other, as batches do, if there are no ``replicas``.
+    """
     changed = {result.fqn for result in graph.results if isinstance(result, UpdatedBuffer)}
     changed -= graph.step_buffers
     owners = {fqn: model.get_submodule(fqn.rpartition(".")[0]) for fqn in sorted(changed)}
     names = [fqn for fqn, owner in owners.items() if not isinstance(owner, _NORMS)]
-    if not names or num_microbatches == 1:
+    if not names or num_microbatches == 1 or (graph.has_given_microbatches and replicas == 1):
         return ""
+    if graph.has_given_microbatches:
+        return (
+            f"forward() changes {', '.join(names)}: each replica changes its own copy, with the microbatches "
+            "that it takes, and the copies are then averaged, where a loop changes one buffer in turn. Leave "
+            "replicas out, or change it between steps, in the training loop"
+        )
     return (
         f"forward() changes {', '.join(names)}: once for each of the {num_microbatches} microbatches of a "
         "step, where eager torch changes it once. Each replica changes its own copy; the copies are then "

@@ -5,19 +5,24 @@ request, and those of this call are returned. A number of microbatches is a *cou
 microbatch are its *size*.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
+from torch import Tensor
+
 from pipec.artifact.artifact import Artifact
 from pipec.capture.autocast import autocast, refuse_float16_weights
+from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture_with_variables
 from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
 from pipec.compiler.batch_equivalence import (
     batch_warnings,
     changed_buffer_warning,
+    check_given_microbatches,
     require_concatenable_outputs,
     require_independent_graphs,
     require_independent_rows,
@@ -49,6 +54,8 @@ def compile_call(request: CompileRequest) -> CompiledCall:
         CaptureError, InputError, PlanError, InfeasibleError: the call cannot be compiled.
     """
     candidate = request.compiler.decided
+    if request.call.given:
+        return _compile_given(request, candidate)
     try:
         return _compile(request, candidate)
     except (FailingModelError, MixedRowsError) as error:
@@ -72,6 +79,19 @@ def compile_call(request: CompileRequest) -> CompiledCall:
         return compiled
 
 
+def _compile_given(request: CompileRequest, candidate: Candidate) -> CompiledCall:
+    """Compile given microbatches. Where the schedule needs more for a graph, the last ones have no rows."""
+    count = candidate.policy.least_count(request.batch)
+    compiled = _compile(request, replace(candidate, num_microbatches=count))
+    if why := compiled.known.guard_failure(request.key, request.call):
+        raise InputError(
+            f"microbatches lead to different branches of the model's code: {why}. Pass those that lead to "
+            "other branches in a step of their own"
+        )
+    decided = replace(compiled.decided, num_microbatches=candidate.num_microbatches)
+    return replace(compiled, decided=decided)
+
+
 def _compile(request: CompileRequest, candidate: Candidate) -> CompiledCall:
     if request.key.mode is Mode.OUTPUTS and candidate.policy.is_asynchronous:
         raise InputError(
@@ -89,13 +109,14 @@ def _capture_first(
     request: CompileRequest, candidate: Candidate
 ) -> tuple[CapturedStep, Candidate, Sequence[int]]:
     """The graph of the first microbatch, the candidate that it allows, and the counts to try."""
-    step = _step_for(request, candidate, split_sizes(request.batch, candidate.counts(request.batch)[0]))
+    sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
+    step = _step_for(request, candidate, sizes[request.largest :])
     candidate = candidate.restricted_by(step.graph)
     counts = candidate.counts(request.batch)
     if [*counts] != [1]:
         require_independent_rows(request.findings(step.graph), counts[0], candidate.recorded_options)
     sizes = split_sizes(request.batch, counts[0])
-    if not step.graph.is_valid_for(sizes[0], request.values):
+    if not request.call.given and not step.graph.is_valid_for(sizes[0], request.values):
         step = _step_for(request, candidate, sizes)
     return step, candidate, counts
 
@@ -108,7 +129,7 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
     """
     compiler, settings = request.compiler, request.compiler.settings
     observers = (compiler.stopwatch.observe,)
-    if staged := request.valid_graph(request.known.graphs, sizes[0]):
+    if staged := request.valid_graph(request.known.graphs, sizes):
         return CapturedStep(staged.captured, request.batch, observers, staged)
     start, replicas = request.batch - sum(sizes), candidate.policy.replicas
 
@@ -119,7 +140,7 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
         request.call.rows(start, start + sizes[0]),
         compiler.canonical,
         settings.device,
-        batch=request.call,
+        batch=None if request.call.given else request.call,
         rewrite_loss=not request.has_own_batches,
         may_have_tail=candidate.num_microbatches != 1
         and not candidate.policy.is_asynchronous
@@ -132,9 +153,25 @@ def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int
     refuse_float16_weights(settings.precision, compiler.model)
     with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
         report = log.warning if request.change else log.debug
-        graph = capture_with_variables(one, request.key.variables, report)
-    graph = replace(graph, variables=request.key.variables, planned_sizes=request.values)
+        with _naming_microbatch(one.call, start):
+            graph = capture_with_variables(one, request.key.variables, report)
+    graph = replace(graph, variables=request.key.variables, planned_sizes=request.values_of(sizes))
+    check_given_microbatches(graph, request.call)
     return CapturedStep(graph, request.batch, observers)
+
+
+@contextlib.contextmanager
+def _naming_microbatch(call: ModelCall, number: int) -> Iterator[None]:
+    """Let an error of a given microbatch name it, if the model fails on it or a tensor is empty."""
+    leaves = zip(call.paths, call.leaves, strict=True)
+    empty = [path for path, leaf in leaves if isinstance(leaf, Tensor) and not leaf.numel()]
+    try:
+        yield
+    except (CaptureError, InputError) as error:
+        if not call.is_whole or not (empty or isinstance(error, FailingModelError)):
+            raise
+        what = f"{empty[0]} is empty, which the model cannot take: " if empty else ""
+        raise InputError(f"microbatches[{number}]: {what}{error}") from error
 
 
 # choose
@@ -189,25 +226,30 @@ def _generate(
     found: SearchResult | None,
 ) -> CompiledCall:
     """Generate an artifact for each group of consecutive microbatches for which one graph is valid."""
-    sizes, graphs = split_sizes(request.batch, count), list(dict.fromkeys([*request.known.graphs, chosen]))
+    sizes = [1] * request.batch if request.call.given else split_sizes(request.batch, count)
+    graphs = list(dict.fromkeys([*request.known.graphs, chosen]))
     artifacts, groups, rest = dict(request.known.artifacts), MicrobatchGroups(), sizes
     while rest:
-        staged = request.valid_graph(graphs, rest[0])
+        staged = request.valid_graph(graphs, rest)
         if staged is None:
             step = _step_for(request, candidate, rest)
             candidate = candidate.restricted_by(step.graph)
             staged = step.cut_as_decided(candidate)
             graphs.append(staged)
         checked = _check_microbatches(request, candidate, staged, sizes, rest)
-        group = list(takewhile(functools.partial(staged.graph.is_valid_for, values=request.values), rest))
-        key = staged, len(group), rest[0]
+        suffixes = (rest[k:] for k in range(len(rest)))
+        valid = takewhile(functools.partial(request.is_valid_for, staged.graph), suffixes)
+        group = [each[0] for each in valid]
+        rest = rest[len(group) :]
+        if request.call.given:
+            group += [0] * (candidate.policy.least_count(len(group)) - len(group))
+        key = staged, len(group), group[0]
         if key not in artifacts:
             own = found if found and found.key == key else _evaluate(request, candidate, *key)
             if request.trains:
                 candidate = candidate.for_next_steps(own.best.schedule)
             artifacts[key] = _artifact(request, candidate, own, checked)
         groups.append((artifacts[key], group))
-        rest = rest[len(group) :]
     if len(groups) > 1:
         require_independent_graphs(groups[0][0].plan, sizes)
     for staged in graphs:
@@ -233,7 +275,7 @@ def _check_microbatches(
     require_rows_for_norms(graph.findings, sizes)
     compiler.warn(several_rounds_warning(graph, candidate.policy.replicas, count))
     compiler.warn(single_row_warning(graph, request.batch))
-    compiler.warn(changed_buffer_warning(graph, compiler.model, count))
+    compiler.warn(changed_buffer_warning(graph, compiler.model, count, candidate.policy.replicas))
     if count > 1:
         require_concatenable_outputs(graph)
         require_independent_rows(request.findings(graph), count, candidate.recorded_options)

@@ -4,7 +4,7 @@ Rank 0 alone has them: it tells the other ranks which artifacts run a call, and 
 """
 
 import functools
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,11 +83,16 @@ class CompiledGraphs:
 
         Guards on values of the call are not evaluated if ``call`` is None.
         """
-        leaves, sizes = None, {}
-        if call is not None:
-            leaves = call.leaves
-            sizes = {"b": call.batch_size, **variable_values(key.variables, leaves)}
-        return next((why for each in self.graphs if (why := each.graph.guard_failure(leaves, sizes))), "")
+        for graph in (each.graph for each in self.graphs):
+            if why := graph.guard_failure(None, {}):
+                return why
+            for part in call.parts if call is not None and graph.input_branches.branches else ():
+                values = variable_values(key.variables, part.leaves)
+                if part.is_whole and not graph.is_valid_for(1, values):
+                    continue  # another graph runs this microbatch
+                if why := graph.guard_failure(part.leaves, {"b": part.batch_size, **values}):
+                    return why
+        return ""
 
 
 @dataclass(eq=False)
@@ -97,17 +102,23 @@ class _Program:
     rows: int
     groups: MicrobatchGroups
 
-    def is_valid_for(self, rows: int, values: Sizes) -> bool:
-        """Whether the artifacts are valid for such a batch."""
-        return rows == self.rows and all(
-            self._is_valid(artifact.plan, {*sizes} - {0}, values) for artifact, sizes in self.groups
-        )
+    def is_valid_for(self, rows: int, values: Sequence[Sizes]) -> bool:
+        """Whether the artifacts are valid for a batch with these values, or for microbatches with theirs."""
+        first = 0
+        for artifact, sizes in self.groups if rows == self.rows else ():
+            own = values[first : first + sum(sizes)] if len(values) > 1 else values
+            whole = {self.rows} if artifact.plan.tail_stage is not None else set()
+            if not all(is_valid_for(artifact.plan, whole.union(sizes) - {0}, each) for each in own):
+                return False
+            first += sum(sizes)
+        return rows == self.rows
 
-    def _is_valid(self, plan: Plan, sizes: Collection[int], values: Sizes) -> bool:
-        whole = {self.rows} if plan.tail_stage is not None else set()
-        return all(values[name] == fixed for name, fixed in plan.fixed_sizes.items()) and all(
-            holds(guard, {**values, "b": rows}) for rows in whole.union(sizes) for guard in plan.guards
-        )
+
+def is_valid_for(plan: Plan, sizes: Collection[int], values: Sizes) -> bool:
+    """Whether the code of a plan is valid for microbatches of these rows, with these values."""
+    return all(values[name] == fixed for name, fixed in plan.fixed_sizes.items()) and all(
+        holds(guard, {**values, "b": rows}) for rows in sizes for guard in plan.guards
+    )
 
 
 @dataclass(eq=False)
@@ -129,7 +140,7 @@ class CompileCache:
         entry = self._entries.get(signature)
         if entry is None:
             return None
-        values = variable_values(signature.key.variables, call.leaves)
+        values = [variable_values(signature.key.variables, part.leaves) for part in call.parts]
         for program in reversed(entry.programs):
             if program.is_valid_for(rows, values):
                 entry.programs.remove(program)

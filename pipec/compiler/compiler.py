@@ -117,7 +117,7 @@ class Compiler:
         """
         from pipec.compiler.compile import check_graph
 
-        staged = request.valid_graph(request.known.graphs, sizes[0])
+        staged = request.valid_graph(request.known.graphs, sizes)
         if staged is not None:
             check_graph(request, staged, sizes)
 
@@ -181,22 +181,40 @@ class CompileRequest:
         return self.call.batch_size
 
     @property
-    def trains(self) -> bool:
-        return self.key.mode.trains
+    def has_own_batches(self) -> bool:
+        """Whether each microbatch is a batch of its own, and what the model makes of each adds up."""
+        is_weighted = self.compiler.settings.microbatch_weight and self.key.mode is not Mode.OUTPUTS
+        return bool(is_weighted or self.call.given)
 
     @property
-    def has_own_batches(self) -> bool:
-        """Whether each microbatch is a batch of its own, whose loss the user has weighted."""
-        return bool(self.compiler.settings.microbatch_weight) and self.key.mode is not Mode.OUTPUTS
+    def largest(self) -> int:
+        """The microbatch to capture first: the largest of given ones."""
+        parts = self.call.parts
+        return max(range(len(parts)), key=lambda k: parts[k].num_elements)
+
+    @property
+    def trains(self) -> bool:
+        return self.key.mode.trains
 
     @functools.cached_property
     def values(self) -> Sizes:
         """The values of the call's variables."""
         return variable_values(self.key.variables, self.call.leaves)
 
-    def valid_graph(self, graphs: Iterable[StagedGraph], size: int) -> StagedGraph | None:
-        """The first of these graphs that is valid for a microbatch of ``size`` rows of the call, if any."""
-        return next((each for each in graphs if each.graph.is_valid_for(size, self.values)), None)
+    def values_of(self, sizes: Sequence[int]) -> Sizes:
+        """The values of the first of the last microbatches of the call, whose rows are ``sizes``."""
+        if not self.call.given:
+            return self.values
+        part = self.call.given[min(self.batch - sum(sizes), self.batch - 1)]
+        return variable_values(self.key.variables, part.leaves)
+
+    def is_valid_for(self, graph: TrainingGraph, sizes: Sequence[int]) -> bool:
+        """Whether a graph is valid for the first of the last microbatches, whose rows are ``sizes``."""
+        return graph.is_valid_for(sizes[0], self.values_of(sizes))
+
+    def valid_graph(self, graphs: Iterable[StagedGraph], sizes: Sequence[int]) -> StagedGraph | None:
+        """The first of these graphs that is valid for the first of the last microbatches, if any."""
+        return next((each for each in graphs if self.is_valid_for(each.graph, sizes)), None)
 
     def findings(self, graph: TrainingGraph) -> BatchFindings:
         """The findings about the batch; with a microbatch weight, each microbatch is a batch of its own."""

@@ -137,6 +137,17 @@ class SchedulePolicy:
         possible = [share * count for count in dict.fromkeys(worthwhile) if self._supports(share * count)]
         return possible or [self._make(self.source, share * worthwhile[0]).num_microbatches]
 
+    def least_count(self, num_microbatches: int) -> int:
+        """The least number of microbatches, of these or more, that the schedule supports.
+
+        A replica that a schedule is searched for has one at least.
+        """
+        least = num_microbatches
+        if self.source in SEARCHED_SCHEDULES and isinstance(self.replicas, int):
+            least = max(num_microbatches, self.replicas)
+        counts = range(least, least + _MAX_MICROBATCHES_PER_RANK * self.total_ranks)
+        return next(filter(self._supports, counts), num_microbatches)
+
     def placements(self, num_microbatches: int) -> list[Placement]:
         """The placements of the allowed schedules. Raises InputError as making a schedule does."""
         p = self.num_ranks

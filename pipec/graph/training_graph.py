@@ -151,6 +151,11 @@ class TrainingGraph:
         return frozenset(found)
 
     @property
+    def has_given_microbatches(self) -> bool:
+        """Whether each microbatch is given as a batch of its own, because no argument is split."""
+        return bool(self.axes) and not any(self.axes)
+
+    @property
     def num_stages(self) -> int:
         return self.assignment.num_stages
 
@@ -182,6 +187,9 @@ class TrainingGraph:
         if values and any(values[name] != size for name, size in self.fixed_sizes.items()):
             return False
         sizes = {"b": microbatch_size, **(values or {})}
+        symbolic = {*self.variable_symbols.values()}
+        if any(sizes[x] in (0, 1) for x in symbolic & sizes.keys() if type(self.planned_sizes[x]) is int):
+            return False
         values_of = self._symbol_values(sizes)
         return all(guard.subs(values_of) != sympy.false for guard in self.guards)
 

@@ -238,6 +238,11 @@ class Plan:
         return microbatches_on(self.placement, stage, rank, self.num_microbatches)
 
     @property
+    def has_given_microbatches(self) -> bool:
+        """Whether each microbatch is given as a batch of its own, because no argument is split."""
+        return bool(self.batch_axes) and not any(self.batch_axes)
+
+    @property
     def tail_stage(self) -> int | None:
         """The stage that has a tail, if any."""
         return next((stage.index for stage in self.stages if stage.tail), None)

@@ -30,10 +30,11 @@ from pipec.capture.batch_inputs import (
     with_batch_axes,
 )
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
+from pipec.capture.given_microbatches import call_of_microbatches, whole_microbatch
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.batch_equivalence import check_local_batch
-from pipec.compiler.compile_cache import CaptureKey, CaptureSignature
+from pipec.compiler.compile_cache import CaptureKey, CaptureSignature, is_valid_for
 from pipec.compiler.compiler import Compiler, CompileRequest
 from pipec.console import logger
 from pipec.errors import (
@@ -54,11 +55,12 @@ from pipec.ir.batch_split import (
 )
 from pipec.runtime.absent_tensors import is_absent, materialized
 from pipec.runtime.call_agreement import CallAgreement
-from pipec.runtime.executions import STEP, Call, CallRequest, Executions, MakeExecutions
+from pipec.runtime.executions import STEP, Call, CallRequest, Executions, MakeExecutions, values_in
 from pipec.runtime.messages.call_description import (
     CallDescription,
     describe_argument,
     describe_leaf,
+    describe_microbatches,
     describe_tensor,
 )
 from pipec.runtime.messages.exchange import Answer, CallRole, RankNote
@@ -66,7 +68,7 @@ from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.random_seeds import peek_seed
 from pipec.runtime.step.microbatch_weight import MicrobatchWeight
 from pipec.runtime.step_state import StepState
-from pipec.runtime.stream.call_arguments import CallArguments
+from pipec.runtime.stream.call_arguments import CallArguments, GivenMicrobatches, StepArguments, in_microbatch
 from pipec.runtime.tensors import Tensors
 from pipec.runtime.wrappers import refuse_functional_call
 from pipec.torch_compat import pytree
@@ -87,13 +89,14 @@ class _Decision:
 
     ``groups`` has the number of an artifact and the microbatch sizes of each group; None if it is still to be
     compiled. ``rows[k]`` is the number of rows of replica k if each replica passes its own part of the batch;
-    otherwise ``rows`` has one entry, all rows. With ``is_checked``, a call that was compiled before is
+    otherwise ``rows`` has one entry, all rows. ``values`` are the sizes and numbers that may vary, of the
+    batch, or of each given microbatch. With ``is_checked``, a call that was compiled before is
     compared with the model itself once more.
     """
 
     seed: int
     rows: Sequence[int]
-    values: Sizes
+    values: Sequence[Sizes]
     groups: Sequence[tuple[int, list[int]]] | None
     is_checked: bool = False
 
@@ -164,11 +167,13 @@ class CompiledExecutions(Executions):
 
         return make
 
-    def agree(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
+    def agree(self, request: CallRequest, arguments: StepArguments) -> CompiledCall:
         """The call that all ranks make, with its batch dimension found, and lists of a number for each row.
 
         If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
         """
+        if isinstance(arguments, GivenMicrobatches):
+            return self._agree(request, arguments)
         agree = self._agree if self._batch_axis_is_known else self._agree_on_axis
         may_convert = self.batch == "same" and self._takes_lists is not True
         given = arguments.args, dict(arguments.kwargs), arguments.target
@@ -246,7 +251,7 @@ class CompiledExecutions(Executions):
             raise why from None
         return self._agree(request, arguments)
 
-    def _agree(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
+    def _agree(self, request: CallRequest, arguments: StepArguments) -> CompiledCall:
         """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica."""
         self.drain()
         if not self.agreement.is_distributed:
@@ -393,11 +398,11 @@ class CompiledExecutions(Executions):
         key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
         whole = call if self.batch != "local" else None
         signature = CaptureSignature(key, self.compiler.cache.version(key, whole))
-        values = variable_values(key.variables, call.leaves)
+        values = [variable_values(key.variables, part.leaves) for part in call.parts]
         size = rows[0] if len(rows) == 1 else self._rows_to_compile(rows)
         found = self.compiler.cache.find(signature, size, call)
         if found is not None and len(rows) > 1:
-            self._require_one_graph(found, signature, rows, values)
+            self._require_one_graph(found, signature, rows, values[0])
         if request.mode is Mode.OUTPUTS and found is not None:
             self._require_room(found[0][0])
         groups = None if found is None else [(made.number, sizes) for made, sizes in found]
@@ -436,14 +441,14 @@ class CompiledExecutions(Executions):
             self._check_again(call, signature, numbers[0][1])
         groups = [(self._made[number], sizes) for number, sizes in numbers]
         if request.mode.trains:
-            self.trained = groups[0][0]
+            self.trained = min((made for made, _ in groups), key=lambda made: len(made.plan.fixed_sizes))
         if decision.groups is None or self.tensors.needs_placement:
             self.tensors.place(groups[0][0].plan)
         if len(decision.rows) > 1:
             groups = self._of_local_batch(groups, decision.rows)
         return CompiledCall(
             request,
-            call.leaves,
+            [part.leaves for part in call.parts],
             call.with_leaves,
             call.axes,
             sum(decision.rows),
@@ -452,6 +457,7 @@ class CompiledExecutions(Executions):
             decision.seed,
             peek_seed()[1],
             (self.replica, self.num_replicas) if len(decision.rows) > 1 else (0, 1),
+            call.weights,
             model_call=call,
             fingerprint=fingerprint,
             signature=signature,
@@ -534,7 +540,7 @@ class CompiledExecutions(Executions):
                 )
                 read = self.compiler.cache.read(signature)
             if len(decision.rows) > 1:
-                self._require_one_graph(groups, signature, decision.rows, decision.values)
+                self._require_one_graph(groups, signature, decision.rows, decision.values[0])
             self.variables.note(call, mode, groups[0][0].plan.fixed_sizes)
             self.compiler.cache.add(signature, rows, groups)
             kept = [made.number for made in self.compiler.cache.compiled]
@@ -555,16 +561,32 @@ class CompiledExecutions(Executions):
         last = {mode: self._made.get(number) for mode, number in self._last_made.items()}
         return {mode: each for mode, each in last.items() if each} | {self.artifact.plan.mode: self.artifact}
 
-    def matching(self, first: Call, arguments: CallArguments) -> Call | None:
+    def matching(self, first: Call, arguments: StepArguments) -> Call | None:
         assert isinstance(first, CompiledCall)
-        call = self.check_call(Mode.TRAIN, arguments)
+        call, (artifact, _), values = self.check_call(Mode.TRAIN, arguments), first.groups[0], first.values
         if call.batch_size != first.model_call.batch_size:
             return None
-        if call.signature() != first.model_call.signature():
+        variables = artifact.plan.variables if call.given else ()
+        if call.signature(variables) != first.model_call.signature(variables):
             return None
-        return replace(first, leaves=call.leaves, with_leaves=call.with_leaves, model_call=call)
+        if call.given:
+            try:
+                values = [values_in(artifact.plan, part.leaves) for part in call.parts]
+            except InputError:  # of sizes that were equal until now
+                return None
+            if not all(is_valid_for(artifact.plan, {1}, each) for each in values):
+                return None
+        leaves = [part.leaves for part in call.parts]
+        return replace(
+            first,
+            leaves=leaves,
+            with_leaves=call.with_leaves,
+            values=values,
+            weights=call.weights,
+            model_call=call,
+        )
 
-    def describe_batch(self, arguments: CallArguments) -> CallDescription:
+    def describe_batch(self, arguments: StepArguments) -> CallDescription:
         return _describe_batch(self.check_call(Mode.TRAIN, arguments), STEP)
 
     def is_valid(self, call: Call) -> bool:
@@ -615,11 +637,13 @@ class CompiledExecutions(Executions):
 
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
         activity = f"sharing rank 0's batch of {request.name}"
-        contiguous = pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, call.tree)
-        given = contiguous, *_form(call)
+        trees = [part.tree for part in call.parts]
+        contiguous = pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, trees)
+        given = contiguous, call.weights, *_form(call)
         sent = self.ranks.exchange.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
-        (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
-        return ModelCall(args, kwargs, target, *form)
+        trees, weights, *form = pytree.tree_unflatten(*sent)
+        calls = [ModelCall(*tree, *form) for tree in trees]
+        return call_of_microbatches(calls, weights) if weights else calls[0]
 
     def _fingerprint(self, mode: Mode) -> Fingerprint:
         """The values of the model and of torch; the same object as last time if nothing has changed."""
@@ -638,11 +662,13 @@ class CompiledExecutions(Executions):
             description["frozen parameters"] = describe_argument(frozen)
         return description | (self.agreement.describe_updates() if request.method == "step" else {})
 
-    def check_call(self, mode: Mode, arguments: CallArguments) -> ModelCall:
+    def check_call(self, mode: Mode, arguments: StepArguments) -> ModelCall:
         """The arguments of a call, batch first. Raises InputError if the model cannot take them.
 
         A call like the last one of its mode, but for the values of tensors, is taken as that was.
         """
+        if isinstance(arguments, GivenMicrobatches):
+            return self._given_call(mode, arguments)
         args, kwargs, target = arguments.args, dict(arguments.kwargs), arguments.target
         check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
         refuse_active_mode()
@@ -661,7 +687,28 @@ class CompiledExecutions(Executions):
             self._last_checked[mode] = checked, replace(call, args=(), kwargs={}, target=None)
         return call
 
-    def _new_call(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> ModelCall:
+    def _given_call(self, mode: Mode, arguments: GivenMicrobatches) -> ModelCall:
+        check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
+        refuse_active_mode()
+        if self.batch == "local":
+            raise InputError(
+                "given microbatches are the same list on every rank, and replicas take them in turn: pass "
+                'batch="same" or "rank0" to pipec.compile'
+            )
+        calls = list[ModelCall]()
+        for number, (args, kwargs, target) in enumerate(arguments.calls(self.has_target)):
+            with in_microbatch(number):
+                calls.append(self._new_call(mode, args, dict(kwargs), target, is_given=True))
+        return call_of_microbatches(calls, arguments.loss_weights(len(calls)))
+
+    def _new_call(
+        self,
+        mode: Mode,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        is_given: bool = False,
+    ) -> ModelCall:
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
         given = ModelCall(args, kwargs, target)
@@ -669,7 +716,8 @@ class CompiledExecutions(Executions):
             refuse_input_gradients(given)
         call = replace(given, repeated=repeated_tensors(given.leaves))
         call.check(self.compiler.model)
-        call = self._divided(call.in_order_for(self.compiler.model))
+        call = call.in_order_for(self.compiler.model)
+        call = whole_microbatch(call) if is_given else self._divided(call)
         if mode.has_loss:
             call.check_target(needed=self.compiler.settings.loss_fn is not None)
         return call
@@ -708,9 +756,12 @@ def _form(call: ModelCall) -> tuple[Any, ...]:
 
 def _describe_batch(call: ModelCall, request: CallRequest) -> CallDescription:
     """What must be equal on all ranks: rows, types and sizes, and values unless nothing is run."""
-    leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in call.leaves]
-    described = dict(zip(call.paths, leaves, strict=True))
-    return {"rows": str(call.batch_size), **described, **_describe_form(call)}
+    described = list[CallDescription]()
+    for part in call.parts:
+        leaves = [describe_leaf(leaf, values=request.method != "prepare") for leaf in part.leaves]
+        described.append(dict(zip(call.paths, leaves, strict=True)))
+    rows = {} if call.given else {"rows": str(call.batch_size)}
+    return rows | describe_microbatches(described, call.weights) | _describe_form(call)
 
 
 def _describe_types(call: ModelCall, request: CallRequest) -> CallDescription:

@@ -51,7 +51,7 @@ from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step_state import StepState
-from pipec.runtime.stream.call_arguments import ITERABLE, CallArguments
+from pipec.runtime.stream.call_arguments import ITERABLE, CallArguments, GivenMicrobatches, step_arguments
 from pipec.runtime.stream_training import StreamTraining
 from pipec.runtime.tensors import ReadTensors, Tensors
 from pipec.runtime.whole_model import StateOfRank0, WholeState, local_state
@@ -138,7 +138,13 @@ class Pipeline(ConvertedModule):
 
     @overload
     def step(
-        self, *args: Any, target: Any = None, outputs: Literal[False] = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: Literal[False] = False,
+        microbatches: Iterable[Any] | None = None,
+        weights: Any = None,
+        **kwargs: Any,
     ) -> Tensor: ...
 
     @overload
@@ -153,7 +159,13 @@ class Pipeline(ConvertedModule):
 
     @exclusive_call
     def step(
-        self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: bool = False,
+        microbatches: Iterable[Any] | None = None,
+        weights: Any = None,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Any]:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
@@ -164,6 +176,12 @@ class Pipeline(ConvertedModule):
         rows of its replica. Tensors with the rows of the batch are split into microbatches, others are passed
         whole; see ``batched`` of ``compile``. Dropout follows ``torch.manual_seed``: every rank uses rank 0's
         seed.
+
+        Or pass ``microbatches``, a list of what ``stream`` takes as batches: each is a batch of its own, and
+        nothing is split. Their number and every size may differ, also within a list. The loss is the sum of
+        their losses, each times its weight, as in a loop that accumulates gradients. ``weights`` has a number
+        for each; "sum" is 1 for each, and None the mean. Without ``microbatches``, it is an argument of the
+        model. ``logs`` are means over microbatches.
 
         Returns:
             The loss of the batch, on every rank; with ``outputs``, a tuple of the loss and the model's
@@ -178,7 +196,8 @@ class Pipeline(ConvertedModule):
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
         request = CallRequest("step", Mode.TRAIN, True) if outputs else STEP
-        call = self._executions.agree(request, CallArguments(args, kwargs, target))
+        arguments = step_arguments(args, kwargs, target, outputs, microbatches, weights)
+        call = self._executions.agree(request, arguments)
         self._stream.leave_last()
         begun = time.perf_counter()
         loss: Tensor | tuple[Tensor, Any] = self._executions.train(call)
@@ -187,7 +206,13 @@ class Pipeline(ConvertedModule):
 
     @overload
     def eval_step(
-        self, *args: Any, target: Any = None, outputs: Literal[False] = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: Literal[False] = False,
+        microbatches: Iterable[Any] | None = None,
+        weights: Any = None,
+        **kwargs: Any,
     ) -> Tensor: ...
 
     @overload
@@ -202,14 +227,21 @@ class Pipeline(ConvertedModule):
 
     @exclusive_call
     def eval_step(
-        self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: bool = False,
+        microbatches: Iterable[Any] | None = None,
+        weights: Any = None,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Any]:
-        """What ``step`` would return, without gradients.
+        """What ``step`` would return, without gradients. It takes given microbatches, too.
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
         request = CallRequest("eval_step", Mode.LOSS, outputs)
-        call = self._executions.agree(request, CallArguments(args, kwargs, target))
+        arguments = step_arguments(args, kwargs, target, outputs, microbatches, weights)
+        call = self._executions.agree(request, arguments)
         loss: Tensor | tuple[Tensor, Any] = self._executions.loss(call)
         return loss
 
@@ -258,17 +290,35 @@ class Pipeline(ConvertedModule):
         return self._executions.differentiable_outputs(call, self._anchor)
 
     @exclusive_call
-    def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
+    def prepare(
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: bool = False,
+        microbatches: Iterable[Any] | None = None,
+        **kwargs: Any,
+    ) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
         request = CallRequest("prepare", Mode.TRAIN, outputs)
-        self._executions.agree(request, CallArguments(args, kwargs, target))
+        self._executions.agree(request, step_arguments(args, kwargs, target, outputs, microbatches, None))
         return self
 
     def stream_of_leaves(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
-        """As ``stream`` of a loaded artifact, for the leaves of each batch, in the order of the plan."""
-        return LossIterator(self, self._stream.losses_of(Leaves(tuple(leaves)) for leaves in batches))
+        """As ``stream`` of a loaded artifact, for the leaves of each batch, in the order of the plan.
 
-    def stream(self, batches: Iterable[Any], resume: bool | None = None) -> Iterator[Tensor]:
+        If it takes given microbatches, all of a step have these leaves.
+        """
+        plan, each = self._artifact.plan, map(Leaves, map(tuple, batches))
+        given = (GivenMicrobatches([leaves] * plan.num_microbatches) for leaves in each)
+        return LossIterator(self, self._stream.losses_of(given if plan.has_given_microbatches else each))
+
+    def stream(
+        self,
+        batches: Iterable[Any],
+        resume: bool | None = None,
+        microbatches: bool = False,
+        weights: Any = None,
+    ) -> Iterator[Tensor]:
         """Make a step with each of ``batches``, and yield the losses in order.
 
         A batch is what a DataLoader yields: a dict of keyword arguments, ``target`` among them; a pair of
@@ -282,6 +332,8 @@ class Pipeline(ConvertedModule):
             resume: go on where the checkpoint that was loaded last was made, if it was made in a stream: give
                 the losses that the loop had not yet got, and pass over what was trained on. False: begin with
                 the first batch all the same.
+            microbatches: each of ``batches`` is a list of microbatches, as ``step(microbatches=...)`` takes.
+            weights: the weights of the microbatches' losses, the same for each list.
 
         Raises:
             InputError: a batch does not fit, or the batches of some rank end before the others'. Nothing was
@@ -289,7 +341,7 @@ class Pipeline(ConvertedModule):
             KeyboardInterrupt, SystemExit: some rank was sent SIGINT or SIGTERM; see ``before_stop``.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
-        return LossIterator(self, self._stream.losses(batches, resume))
+        return LossIterator(self, self._stream.losses(batches, resume, microbatches, weights))
 
     def as_module(self, outputs: OutputsOption = False) -> PipelineModule:
         """A module that a loop takes for the model, since its loss has a ``backward``.
@@ -1003,6 +1055,7 @@ METHOD_ARGUMENTS = {
     "call": FUNCTION,
     "directory": PATH,
     "max_norm": NUMBER,
+    "microbatches": FLAG,
     "norm_type": NUMBER,
     "resume": FLAG | NONE,
     "stage": instance("the number of a stage", int),

@@ -243,7 +243,7 @@ class _PlanBuilder:
                 flops=sum(
                     evaluate_cost(n.meta["cost"].flops, self.size) for f in stage.functions for n in f.body
                 ),
-                memory=_stage_memory(stage, self.size),
+                memory=_stage_memory(stage, self.size, self.graph.has_given_microbatches),
             ),
         )
 
@@ -446,7 +446,8 @@ def _operators(nodes: Iterable[fx.Node]) -> list[int]:
     return sorted({node.meta["operator"] for node in own or every})
 
 
-def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
+def _stage_memory(stage: StageFunctions, size: int, is_given: bool) -> StageMemory:
+    """The memory of a stage. If microbatches are given, each has inputs of its own."""
     trained = {fqn for function in stage.all_functions for fqn, _ in function.gradients}
 
     def bytes_of(node: fx.Node) -> int:
@@ -459,7 +460,9 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     after = {phase: of_phase[-1].after for phase, of_phase in held.items()}
     peaks = {phase: max(each.peak for each in of_phase) for phase, of_phase in held.items()}
     given = {node: node.meta["role"] for function in stage.functions for node in function.inputs}
-    of_model = {node: role.batched for node, role in given.items() if isinstance(role, ModelInput)}
+    of_model = {
+        node: role.batched or is_given for node, role in given.items() if isinstance(role, ModelInput)
+    }
     split, whole = ([n for n in of_model if of_model[n] is batched] for batched in (True, False))
     buffers = storage_bytes(
         (node for function in stage.functions for _, node in function.buffer_updates), bytes_of

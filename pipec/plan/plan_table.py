@@ -40,6 +40,8 @@ def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
     """One row per stage, and under it what bounds the step."""
     headings = ["stage", "rank", "operators", "weights", "forward", "backward", "sends", "saves", "modules"]
     microbatches = f"{plan.num_microbatches} microbatches of {plan.microbatch_size}"
+    if plan.has_given_microbatches:
+        microbatches = f"{plan.num_microbatches} given microbatches"
     parts = [
         [f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, {microbatches}"],
         table_lines(headings, (_row(plan, stage) for stage in plan.stages), left=["modules"]),
@@ -172,7 +174,12 @@ def _inputs(plan: Plan) -> list[str]:
         kind: [_input(plan, entry) for entry in plan.inputs if entry.batched is split]
         for kind, split in (("split into microbatches", True), ("whole in every microbatch", False))
     }
-    return [f"{kind}: {', '.join(listed)}" for kind, listed in rows.items() if listed]
+    lines = [f"{kind}: {', '.join(listed)}" for kind, listed in rows.items() if listed]
+    if not plan.has_given_microbatches:
+        return lines
+    planned = ", ".join(f"{name} = {size}" for name, size in plan.planned_sizes.items())
+    lines = [line.replace("whole in every microbatch", "given in every microbatch") for line in lines]
+    return [*lines, f"planned for a microbatch of {planned}; others may have any sizes"] if planned else lines
 
 
 def _input(plan: Plan, entry: InputLeaf) -> str:

@@ -29,20 +29,20 @@ from pipec.runtime.absent_tensors import is_absent, release_sharded
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.local_gradients import GradientNorms
 from pipec.runtime.loss_tensors import EVAL_LOSS, STEP_LOSS, StepLoss
-from pipec.runtime.messages.call_description import CallDescription, describe_leaf
+from pipec.runtime.messages.call_description import CallDescription, describe_leaf, describe_microbatches
 from pipec.runtime.messages.collective_group import CollectiveGroup
 from pipec.runtime.optimizers import PipelineOptimizer, StateShard
 from pipec.runtime.random_seeds import advance_default_generator, peek_seed
 from pipec.runtime.stages.input_layout import as_contiguous
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.runtime.step.execution import Execution
+from pipec.runtime.step.execution import CallLeaves, Execution
 from pipec.runtime.step.microbatch_weight import MicrobatchWeight, loss_weights
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.step_results import merge_slices
 from pipec.runtime.step.stream_results import BatchResult, StreamBatch
 from pipec.runtime.step_state import StepState
-from pipec.runtime.stream.call_arguments import CallArguments
+from pipec.runtime.stream.call_arguments import CallArguments, GivenMicrobatches, StepArguments, in_microbatch
 from pipec.runtime.stream.stream_session import CompiledStream, StreamSession
 from pipec.runtime.tensors import Tensors, owner_ranks
 from pipec.runtime.waiting_forward import OutputsOf, WaitingForward
@@ -83,18 +83,22 @@ class Call:
     ``with_leaves`` makes arguments, keyword arguments and target of others. ``rows`` are those of the whole
     batch. ``values`` are its other sizes. ``generator_after`` is torch's default generator after drawing the
     ``seed``. With ``batch="local"``, ``replica`` says which part of the batch the leaves are, of how many.
+
+    If microbatches are given, ``weights`` are those of their losses, and each of them counts as a row, and
+    has leaves and values of its own.
     """
 
     request: CallRequest
-    leaves: Sequence[Any]
+    leaves: CallLeaves
     with_leaves: UnflattenCall
     axes: Sequence[BatchAxis | None]
     rows: int
-    values: Sizes
+    values: Sequence[Sizes]
     groups: MicrobatchGroups
     seed: int
     generator_after: Generator
     replica: tuple[int, int] = (0, 1)
+    weights: Sequence[float] = ()
 
     @property
     def first(self) -> Artifact:
@@ -152,7 +156,7 @@ class Executions:
                 for fqn in dict.fromkeys(name for own in owners for name in own)
             }
 
-    def agree(self, request: CallRequest, arguments: CallArguments) -> Call:
+    def agree(self, request: CallRequest, arguments: StepArguments) -> Call:
         """The call that all ranks make, with its executions.
 
         A rank that cannot use its arguments raises only when the others know.
@@ -178,13 +182,13 @@ class Executions:
             raise refusal
         return replace(call, seed=answer.value)
 
-    def matching(self, first: Call, arguments: CallArguments) -> Call | None:
+    def matching(self, first: Call, arguments: StepArguments) -> Call | None:
         """A call as ``first`` with other arguments; None if they need other programs."""
         call = self._checked(STEP, arguments)
-        is_equal = (call.groups, call.values) == (first.groups, first.values)
+        is_equal = call.groups == first.groups and (bool(call.weights) or call.values == first.values)
         return replace(call, seed=first.seed) if is_equal else None
 
-    def describe_batch(self, arguments: CallArguments) -> CallDescription:
+    def describe_batch(self, arguments: StepArguments) -> CallDescription:
         """What must be equal on all ranks of a batch of a stream. Raises InputError if it does not fit."""
         return self._described(self._checked(STEP, arguments))
 
@@ -228,10 +232,37 @@ class Executions:
         return given
 
     def _described(self, call: Call) -> CallDescription:
-        return {given.path: describe_leaf(_leaf(given, call.leaves)) for given in call.first.plan.inputs}
+        inputs = call.first.plan.inputs
+        described = [{x.path: describe_leaf(_leaf(x, leaves)) for x in inputs} for leaves in call.leaves]
+        return describe_microbatches(described, call.weights)
 
-    def _checked(self, request: CallRequest, arguments: CallArguments) -> Call:
+    def _checked(self, request: CallRequest, arguments: StepArguments) -> Call:
         """The call. Raises InputError if the arguments are not those of the artifact."""
+        plan = self._chosen(request).plan
+        if isinstance(arguments, GivenMicrobatches) != plan.has_given_microbatches:
+            made_for, meant = "a batch to be split", "the arguments of a batch"
+            if plan.has_given_microbatches:
+                made_for, meant = "given microbatches", "microbatches=[...]"
+            raise InputError(f"this artifact was compiled for {made_for}: pass {meant} to {request.method}")
+        if not isinstance(arguments, GivenMicrobatches):
+            return self._checked_call(request, arguments)
+        calls = list[Call]()
+        for number, each in enumerate(arguments.calls(self.has_target)):
+            with in_microbatch(number):
+                calls.append(self._checked_call(request, each))
+        most = plan.num_microbatches
+        sizes = [min(1, max(0, len(calls) - k)) for k in range(-(-len(calls) // most) * most)]
+        return replace(
+            calls[0],
+            leaves=[call.leaves[0] for call in calls],
+            rows=len(calls),
+            values=[call.values[0] for call in calls],
+            groups=[(self._given[request.mode], sizes[k : k + most]) for k in range(0, len(sizes), most)],
+            weights=arguments.loss_weights(len(calls)),
+        )
+
+    def _checked_call(self, request: CallRequest, arguments: CallArguments) -> Call:
+        """The call of a batch, or of one of the given microbatches, which counts as one row."""
         given = self._chosen(request)
         plan, leaves, with_leaves = given.plan, [*arguments.args], _as_positional
         if not isinstance(arguments, Leaves):
@@ -255,10 +286,10 @@ class Executions:
                 f"calls in which {' and '.join(same) or 'none is another'}. Pass the same, or save one for "
                 "each"
             )
-        rows = _batch_size(plan, leaves)
+        rows = 1 if plan.has_given_microbatches else _batch_size(plan, leaves)
         leaves = [_rows_in_front(plan, k, as_contiguous(leaf), rows) for k, leaf in enumerate(leaves)]
         sizes = split_sizes(rows, plan.num_microbatches)
-        values = _values(plan, leaves)
+        values = values_in(plan, leaves)
         for leaf in plan.inputs:
             _check(leaf, leaves, {"b": rows, **values}, plan.batch_axes[leaf.position])
         distinct = {*sizes} - {0}
@@ -272,7 +303,7 @@ class Executions:
         if plan.model_collectives:
             require_equal_rows(sizes)
         groups = [(given, sizes)]
-        return Call(request, leaves, with_leaves, plan.batch_axes, rows, values, groups, *peek_seed())
+        return Call(request, [leaves], with_leaves, plan.batch_axes, rows, [values], groups, *peek_seed())
 
     @property
     def may_differentiate(self) -> bool:
@@ -383,7 +414,9 @@ class Executions:
         changed = {fqn for plan in plans for stage in plan.stages for fqn in stage.updated_buffers}
         read = {fqn: x for fqn, x in self.tensors.here().items() if fqn not in changed and not is_absent(x)}
         read |= {
-            path: x for path, x in zip(plans[0].arguments, call.leaves, strict=False) if isinstance(x, Tensor)
+            path: x
+            for path, x in zip(plans[0].arguments, call.leaves[0], strict=False)
+            if isinstance(x, Tensor)
         }
         self._num_forwards += 1
         waiting = WaitingForward(self._num_forwards, begun, read, self._run_backward)
@@ -454,10 +487,8 @@ class Executions:
         trains, plans = call.request.mode is Mode.TRAIN, [artifact.plan for artifact, _ in call.groups]
         if len(plans) > 1 and plans[0].sync_spec.may_skip_step:
             raise InputError(
-                "the microbatches of the batch have two sizes, and each needs a graph of its own, because "
-                "the model makes a constant of their rows; so a step cannot be skipped as a whole. Pass "
-                "batches that divide evenly, or compile without on_nan=... and in another precision than "
-                "'fp16-mixed'"
+                f"{_several_programs(call)}; so a step cannot be skipped as a whole. Pass others, or compile "
+                "without on_nan=... and in another precision than 'fp16-mixed'"
             )
         batch_slices, recorded = self._batch_slices(call), self.steps.recorded if trains else None
         parts, axes = [], call.first.axes
@@ -471,23 +502,26 @@ class Executions:
 
     def _batch_slices(self, call: Call) -> list[BatchSlice]:
         """The rows and the loss weights of each group of microbatches."""
-        every = [size for _, sizes in call.groups for size in sizes]
-        weights = None
+        if call.weights:
+            return list(_given_slices(call))
+        every, weights = [size for _, sizes in call.groups for size in sizes], None
         if call.request.mode.has_loss:
-            weights = loss_weights(self._microbatch_weight, call.leaves, call.with_leaves, call.axes, every)
+            given = self._microbatch_weight, call.leaves[0], call.with_leaves
+            weights = loss_weights(*given, call.axes, every)
         batch_slices, start, first = list[BatchSlice](), 0, 0
         for _, sizes in call.groups:
             own = None if weights is None else weights[first : first + len(sizes)]
-            batch_slices.append(BatchSlice(sizes, call.rows, start, first, own, *call.replica, call.values))
+            values = [*call.values] * len(sizes)
+            batch_slices.append(BatchSlice(sizes, call.rows, start, first, own, *call.replica, values))
             start, first = start + sum(sizes), first + len(sizes)
         return batch_slices
 
-    def stream_step(self, arguments: CallArguments, on_started: OnStarted) -> Tensor:
+    def stream_step(self, arguments: StepArguments, on_started: OnStarted) -> Tensor:
         """Make one step of a stream, and return its loss."""
         loss: Tensor = self.train(self.agree(STEP, arguments), on_started)
         return loss
 
-    def compiled_stream(self, arguments: CallArguments) -> CompiledStream | None:
+    def compiled_stream(self, arguments: StepArguments) -> CompiledStream | None:
         """What runs a batch, and those after it; None if its steps do not overlap after all.
 
         Every rank calls it with the same arguments.
@@ -497,15 +531,11 @@ class Executions:
         if not execution.is_stream:
             return None
         if len(first.groups) > 1:
-            raise InputError(
-                "the microbatches of a mini-batch have two sizes, and each needs a graph of its own, because "
-                "the model makes a constant of their rows; an asynchronous schedule takes one. Pass batches "
-                "that divide evenly"
-            )
+            raise InputError(f"{_several_programs(first)}; an asynchronous schedule takes one. Pass others")
         if first.first.has_random_operators:
             advance_default_generator(first.generator_after)
 
-        def split(arguments: CallArguments) -> StreamBatch | None:
+        def split(arguments: StepArguments) -> StreamBatch | None:
             call = self.matching(first, arguments)
             return None if call is None else execution.batch(call.leaves, *self._batch_slices(call))
 
@@ -596,6 +626,30 @@ class Executions:
 MakeExecutions = Callable[[Tensors, CallAgreement, StepState], Executions]
 
 
+def _several_programs(call: Call) -> str:
+    """Why the microbatches of a call are run by several programs."""
+    if not call.weights:
+        return (
+            "the batch does not divide evenly into its microbatches, and each of their two sizes needs a "
+            "graph of its own, because the model makes a constant of their rows"
+        )
+    return (
+        "the given microbatches are run by several programs one after the other: because some have a size of "
+        "0 or 1 or one that the model makes a constant of, or are more than a saved artifact was compiled for"
+    )
+
+
+def _given_slices(call: Call) -> Iterator[BatchSlice]:
+    """The given microbatches of each group, each of one row; the last of a group may have none."""
+    start = 0
+    for _, sizes in call.groups:
+        end = start + sum(sizes)
+        empty = len(sizes) - sum(sizes)
+        weights, values = (*call.weights[start:end], *[0.0] * empty), (*call.values[start:end], *[{}] * empty)
+        yield BatchSlice(sizes, call.rows, start, start, weights, values=values, is_given=True)
+        start = end
+
+
 def _as_positional(leaves: list[Any]) -> Any:
     return leaves, {}, None
 
@@ -639,7 +693,7 @@ def _rows_in_front(plan: Plan, position: int, leaf: Any, rows: int) -> Any:
     return axis.rows_first(leaf, rows).contiguous()
 
 
-def _values(plan: Plan, leaves: Sequence[Any]) -> Sizes:
+def values_in(plan: Plan, leaves: Sequence[Any]) -> Sizes:
     """The size or number of each variable. Raises InputError if an argument lacks it, or two disagree."""
     found: dict[str, int | float] = {}
     for variable in plan.variables:

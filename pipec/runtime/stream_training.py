@@ -10,7 +10,12 @@ from torch import Tensor
 from pipec.errors import InputError, PipecError
 from pipec.runtime.executions import Executions
 from pipec.runtime.step.execution import require_synchronous
-from pipec.runtime.stream.call_arguments import CallArguments, call_arguments_of
+from pipec.runtime.stream.call_arguments import (
+    CallArguments,
+    GivenMicrobatches,
+    StepArguments,
+    call_arguments_of,
+)
 from pipec.runtime.stream.read_ahead import ReadAhead, ReadItem
 from pipec.runtime.stream.stream_session import StreamSession
 from pipec.runtime.stream_position import ResumableReader, StreamPosition
@@ -25,12 +30,17 @@ class StreamTraining:
         self._last_reader: ResumableReader | None = None
         self._saved_position: Callable[[], StreamPosition] | None = None
 
-    def losses(self, batches: Iterable[Any], resume: bool | None) -> Generator[Tensor]:
+    def losses(
+        self, batches: Iterable[Any], resume: bool | None, microbatches: bool, weights: Any
+    ) -> Generator[Tensor]:
         """The losses of ``batches``, as ``Pipeline.stream`` says."""
         reader = ResumableReader(batches, self._position_to_resume(resume))
-        return self._track_position(reader, self.losses_of(map(self._arguments, reader)))
+        given = (
+            GivenMicrobatches.of(each, weights) if microbatches else self._arguments(each) for each in reader
+        )
+        return self._track_position(reader, self.losses_of(given))
 
-    def losses_of(self, batches: Iterator[CallArguments]) -> Generator[Tensor]:
+    def losses_of(self, batches: Iterator[StepArguments]) -> Generator[Tensor]:
         """The losses of ``batches``, without a position for checkpoints."""
         ahead = ReadAhead(batches)
         return (

@@ -123,6 +123,23 @@ def _contents(container: Container) -> list[Any]:
     return [id(value) for value in container]
 
 
+@contextlib.contextmanager
+def without_gradients(module: torch.nn.Module) -> Iterator[None]:
+    """Let parameters have no ``.grad`` inside a ``with``.
+
+    If one is a view, as the gradients of a rank are, Dynamo gives the sizes of its base symbols, and makes
+    them constants: it would seem that a size of the arguments had become one.
+    """
+    held = [(each, each.grad) for each in module.parameters() if each.grad is not None]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
+
+
 def replace_with_fake_tensors(module: torch.nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
     """Replace parameters and buffers by fake ones on ``device``, without memory, unless both are on the CPU.
 

@@ -154,7 +154,7 @@ class TrainingRun:
 
     def step(self, inputs: Inputs, sizes: Sequence[int] = SIZES) -> Tensor:
         leaves = ModelCall((), inputs).leaves
-        batch = BatchSlice(sizes, sum(sizes), values=variable_values(self._variables, leaves))
-        loss = self._execution.run(leaves, batch, SEED + self._num_steps)["loss"]
+        batch = BatchSlice(sizes, sum(sizes), values=[variable_values(self._variables, leaves)] * len(sizes))
+        loss = self._execution.run([leaves], batch, SEED + self._num_steps)["loss"]
         self._num_steps += 1
         return loss

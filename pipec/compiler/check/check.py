@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from pipec.compiler.compiler import CompileRequest, CompileSettings
 from pipec.errors import BranchError, CaptureError, InputError, PipecError, UnequalStepError
 from pipec.graph import BatchFindings, ResultRole, TrainingGraph, UpdatedBuffer, is_random
 from pipec.ir import Mode
+from pipec.ir.batch_split import variable_values
 
 log = logging.getLogger("pipec")
 
@@ -71,7 +73,7 @@ def check_call(request: CompileRequest, graph: TrainingGraph, sizes: Sequence[in
     ``graph`` is that of a microbatch, after all passes, and ``sizes`` are the rows of each microbatch of a
     step. The model, its buffers and all generators are left as they were.
     """
-    check = _Check(request, graph, tuple(size for size in sizes if size))
+    check = _Check(request, graph, tuple(size for size in sizes if size), _given_for(request, graph, sizes))
     if reason := check.obstacle():
         return CheckResult(reason=reason)
     result = CheckResult(reason="there are no rows")
@@ -125,11 +127,15 @@ def refuse_unchecked_rows(result: CheckResult, call: ModelCall, findings: BatchF
 
 @dataclass(frozen=True, eq=False)
 class _Check:
-    """A graph to compare with the model of ``request``, for microbatches of ``sizes``."""
+    """A graph to compare with the model of ``request``, for microbatches of ``sizes``.
+
+    ``given`` are two of the given microbatches that the graph is for, if they are given.
+    """
 
     request: CompileRequest
     graph: TrainingGraph
     sizes: Sequence[int]
+    given: Sequence[ModelCall] = ()
 
     @property
     def settings(self) -> CompileSettings:
@@ -150,6 +156,8 @@ class _Check:
     @functools.cached_property
     def own_sizes(self) -> tuple[int, ...]:
         """The rows of the microbatches that the graph is for: others may have a graph of their own."""
+        if self.given:
+            return (1,) * len(self.given)
         return tuple(size for size in self.sizes if self.is_valid_for(size))
 
     @property
@@ -176,7 +184,7 @@ class _Check:
         device = self.settings.device
         if self.graph.first_collective:
             return f"{self.graph.first_collective} needs the other replicas"
-        if len(self.own_sizes) < 2 <= len(self.sizes):
+        if len(self.own_sizes) < 2 <= len(self.sizes) and not self.given:
             return "microbatches of other sizes have other graphs"
         tensors = named_tensors(self.step).values()
         # gradients of both runs, and weights that are rounded to see how much rounding matters
@@ -206,15 +214,16 @@ class _Check:
 
     def compare_on(self, sizes: tuple[int, ...]) -> CheckResult:
         """The agreement on rows of the call, in microbatches of these sizes."""
-        rows, draws, call = sum(sizes), FixedDraws(), _some_rows(self.call, sizes)
+        rows, draws = sum(sizes), FixedDraws()
+        call = replace(self.call, given=tuple(self.given)) if self.given else _some_rows(self.call, sizes)
         try:
             tensors = self._tensors()
         except _CannotDrawError as error:
             return CheckResult(sizes, reason=str(error))
-        is_sum = self.has_own_batches and self.settings.microbatch_weight == "sum"
-        weights = [1.0] * len(sizes) if is_sum else None
+        variables = self.request.key.variables
+        values = [variable_values(variables, part.leaves) for part in call.parts]
         split = SplitRun(
-            self.graph, tensors.by_fqn, self.settings.device, self.request.values, draws, weights
+            self.graph, tensors.by_fqn, self.settings.device, values, draws, self._weights(sizes)
         )
         try:
             wanted = self._unsplit(tensors, call, sizes, draws)
@@ -263,7 +272,9 @@ class _Check:
         """What the model makes of all rows; or the weighted sum of what it makes of its own batches."""
         device, settings = self.settings.device, self.settings
         run = UnsplitRun(self.step, tensors.replaced, tensors.trained)
-        call = call.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+        calls = [
+            x.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf) for x in call.parts
+        ]
         tail = self.graph.tail.nodes if self.graph.tail else ()
         nodes = [*self.graph.nodes, *(node for node in tail if node.op == "call_function")]
         with (
@@ -271,9 +282,12 @@ class _Check:
             autocast(settings.precision, device),
         ):
             if not self.has_own_batches:
-                return run.run([call], sizes, norms=bool(self.graph.findings.num_batch_norms))[0]
-            starts = [sum(sizes[:k]) for k in range(len(sizes))]
-            calls = [call.rows(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+                return run.run(calls, sizes, norms=bool(self.graph.findings.num_batch_norms))[0]
+            if not self.given:
+                starts = [sum(sizes[:k]) for k in range(len(sizes))]
+                calls = [
+                    calls[0].rows(start, start + size) for start, size in zip(starts, sizes, strict=True)
+                ]
             parts = run.run(calls, sizes, norms=False)
         if self.step.mode is Mode.FORWARD:
             whole = dict[int, Tensor]()
@@ -283,12 +297,17 @@ class _Check:
                     whole[k] = torch.cat(results)
             return StepValues(whole)
         loss, gradients = torch.zeros((), device=device), dict[str, Tensor]()
-        for part, size in zip(parts, sizes, strict=True):
-            weight = 1.0 if settings.microbatch_weight == "sum" else size / sum(sizes)
+        weights = self._weights(sizes) or [size / sum(sizes) for size in sizes]
+        for part, weight in zip(parts, weights, strict=True):
             loss = loss + part.results[0] * weight
             for fqn, gradient in part.gradients.items():
                 gradients[fqn] = gradients.get(fqn, 0) + gradient * weight
         return StepValues({0: loss}, gradients)
+
+    def _weights(self, sizes: Sequence[int]) -> list[float] | None:
+        """The weight of the loss of each microbatch; None: its fraction of the rows."""
+        adds = self.has_own_batches and self.settings.microbatch_weight == "sum" and not self.given
+        return [1.0] * len(sizes) if adds else None
 
     def _tensors(self, rounded: bool = False) -> "_Tensors":
         """The tensors of both runs; with ``rounded``, parameters are rounded to the coarsest dtype."""
@@ -336,6 +355,13 @@ class _Tensors:
 
 class _CannotDrawError(Exception):
     """The values of a tensor are unknown, and cannot be drawn."""
+
+
+def _given_for(request: CompileRequest, graph: TrainingGraph, sizes: Sequence[int]) -> list[ModelCall]:
+    """The first two of the last given microbatches, whose rows are ``sizes``, that a graph is for."""
+    last = request.call.given[request.batch - sum(sizes) :]
+    own = (k for k in range(len(last)) if request.is_valid_for(graph, sizes[k:]))
+    return [last[k] for k in islice(own, 2)]
 
 
 def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:

@@ -55,11 +55,17 @@ _Values = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a microbatch, or of the whole batch, and the weight of their loss."""
+    """The rows of a microbatch, or of the whole batch, and the weight of their loss.
+
+    ``leaves`` are those of the arguments of the batch, or of a given microbatch; ``values`` are its other
+    sizes, by name.
+    """
 
     start: int
     count: int
-    weight: float = 1.0
+    weight: float
+    leaves: Sequence[Any]
+    values: Sizes
 
     def of(self, whole: Tensor, per_row: int = 1) -> Tensor:
         return whole[self.start * per_row : (self.start + self.count) * per_row]
@@ -70,13 +76,14 @@ class SplitRun:
     """A graph to run on microbatches of a call.
 
     ``tensors`` holds parameters, buffers and constants by FQN. ``loss_weights`` are those of microbatches if
-    the user gives them; None: their fractions of the rows. ``values`` are the other sizes, by name.
+    the user gives them; None: their fractions of the rows. ``values`` are the other sizes, by name, of all
+    microbatches, or of each given one.
     """
 
     graph: TrainingGraph
     tensors: Mapping[str, Tensor]
     device: torch.device
-    values: Sizes
+    values: Sequence[Sizes]
     draws: FixedDraws
     loss_weights: Sequence[float] | None = None
 
@@ -93,18 +100,19 @@ class SplitRun:
 
 class _Step:
     def __init__(self, run: SplitRun, call: ModelCall, sizes: Sequence[int]) -> None:
-        self._run, self._graph, self._call = run, run.graph, call
-        self._whole = _Rows(0, sum(sizes))
+        self._run, self._graph, self._given = run, run.graph, call.given
+        self._whole = _Rows(0, sum(sizes), 1.0, call.leaves, run.values[0])
         weights = run.loss_weights or [size / self._whole.count for size in sizes]
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self._microbatches = [_Rows(*each) for each in zip(starts, sizes, weights, strict=True)]
+        leaves = [part.leaves for part in call.parts] * (1 if call.given else len(sizes))
+        values = [*run.values] * (1 if call.given else len(sizes))
+        self._microbatches = [_Rows(*x) for x in zip(starts, sizes, weights, leaves, values, strict=True)]
         self._buffers, self._gradients = dict(run.tensors), dict[str, Tensor]()
         self._parts: dict[ResultRole, list[Any]] = defaultdict(list)
         self._tail: dict[ResultRole, Any] = {}
-        self._numbers: dict[int, _Numbers] = {}
+        self._numbers: dict[tuple[Any, ...], _Numbers] = {}
+        self._precomputed: dict[int, Sequence[Any]] = {}
         self._counts = self._batch_counts()
-        precomputed = self._graph.precomputed
-        self._precomputed = self._evaluate(precomputed, self._whole) if precomputed else ()
 
     def run(self, observe: Observer | None) -> StepValues:
         early, late = _before_and_behind_loss(self._graph.module.graph)
@@ -147,14 +155,14 @@ class _Step:
 
     def _value(self, node: fx.Node, rows: _Rows, values: Mapping[fx.Node, Any]) -> Any:
         if node.op != "placeholder":
-            return _compute(node, values, self._numbers_for(rows.count), self._run)
+            return _compute(node, values, self._numbers_for(rows), self._run)
         match node.meta["role"]:
             case Parameter(fqn=fqn) | Buffer(fqn=fqn):
                 return self._buffers[fqn] if fqn in self._buffers else self._graph.constants[fqn]
             case Precomputed(index=index):
-                return self._precomputed[index]
+                return self._precomputed_for(rows if self._given else self._whole)[index]
             case ModelInput(position=position, batched=batched):
-                leaf = self._call.leaves[position]
+                leaf = rows.leaves[position]
                 leaf = leaf.to(self._run.device) if isinstance(leaf, Tensor) else leaf
                 return rows.of(leaf) if batched else leaf
             case LossGradient():
@@ -182,10 +190,17 @@ class _Step:
         found: Any = fx.map_arg(graph.output_node().args[0], values.__getitem__)
         return tuple(found)
 
-    def _numbers_for(self, rows: int) -> "_Numbers":
-        if rows not in self._numbers:
-            self._numbers[rows] = _Numbers(self._graph, {"b": rows, **self._run.values})
-        return self._numbers[rows]
+    def _precomputed_for(self, rows: _Rows) -> Sequence[Any]:
+        if rows.start not in self._precomputed:
+            assert self._graph.precomputed is not None, "its results are arguments"
+            self._precomputed[rows.start] = self._evaluate(self._graph.precomputed, rows)
+        return self._precomputed[rows.start]
+
+    def _numbers_for(self, rows: _Rows) -> "_Numbers":
+        key = rows.count, *rows.values.values()
+        if key not in self._numbers:
+            self._numbers[key] = _Numbers(self._graph, {"b": rows.count, **rows.values})
+        return self._numbers[key]
 
     def _batch_counts(self) -> Sequence[Any]:
         """The values of the whole batch. A graph for microbatches of one size adds up theirs."""

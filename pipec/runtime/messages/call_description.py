@@ -24,6 +24,16 @@ def describe_leaf(leaf: object, values: bool = True) -> str:
     return describe_argument(leaf)
 
 
+def describe_microbatches(each: Sequence[CallDescription], weights: Sequence[float]) -> CallDescription:
+    """The description of a step in given microbatches, if it has weights; else of the only call."""
+    if not weights:
+        return each[0]
+    described = {"microbatches": str(len(each)), "weights": describe_argument(weights)}
+    for number, own in enumerate(each):
+        described |= {f"microbatches[{number}] {path}": value for path, value in own.items()}
+    return described
+
+
 def describe_tensor(tensor: Tensor) -> str:
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     return kind if tensor.is_contiguous() else f"{kind} with strides {list(tensor.stride())}"

@@ -1,10 +1,13 @@
 """The part of a mini-batch that one artifact runs: all of it, unless there are several artifacts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from pipec.ir import Sizes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -13,9 +16,11 @@ class BatchSlice:
 
     ``start`` is the number in the batch of the first row, and ``first`` that of the first microbatch.
     ``custom_loss_weights`` are the microbatch weights, if they are not the fractions of the batch's rows.
-    ``values`` are the other sizes and the numbers that change from call to call, by name. With several
-    replicas that each were given their own part of the batch, this process has the rows of ``replica`` alone:
-    of every ``num_replicas``-th microbatch. Some microbatches may then have no rows.
+    ``values`` has, for each microbatch, the other sizes and the numbers that change from call to call, by
+    name; none if there are none. Microbatches of one batch share them. With ``is_given``, each microbatch was
+    given as a batch of its own, which counts as one row: it has its own values, and its own arguments.
+    With several replicas that each were given their own part of the batch, this process has the rows of
+    ``replica`` alone: of every ``num_replicas``-th microbatch. Some microbatches may then have no rows.
     """
 
     sizes: Sequence[int]
@@ -25,7 +30,8 @@ class BatchSlice:
     custom_loss_weights: Sequence[float] | None = None
     replica: int = 0
     num_replicas: int = 1
-    values: Sizes = field(default_factory=dict)
+    values: Sequence[Sizes] = ()
+    is_given: bool = False
 
     @property
     def own_microbatches(self) -> range:
@@ -46,6 +52,20 @@ class BatchSlice:
     def is_local(self) -> bool:
         """Whether each replica was given its own part of the batch."""
         return self.num_replicas > 1
+
+    def own_leaves(self, leaves: Sequence[T]) -> Sequence[T]:
+        """The ``leaves`` that this slice reads: of the batch; or of each of its given microbatches."""
+        return leaves[self.start : self.start + self.num_rows] if self.is_given else leaves
+
+    @cached_property
+    def names(self) -> Sequence[Sizes]:
+        """What the names in shapes stand for in each microbatch: ``b`` is its number of rows."""
+        values = self.values or [{}] * len(self.sizes)
+        return [{**own, "b": size} for own, size in zip(values, self.sizes, strict=True)]
+
+    def joined_names(self, rows: int) -> Sizes:
+        """What they stand for in ``rows`` rows of several microbatches, which share all other sizes."""
+        return {**next(iter(self.values), {}), "b": rows}
 
     @property
     def num_rows(self) -> int:

@@ -85,7 +85,8 @@ class DryRuns:
 
     def _all_sizes(self, batch_slice: BatchSlice) -> tuple[float, ...]:
         """The sizes that decide which kernels run; numbers do not."""
-        return (*batch_slice.sizes, *(batch_slice.values.get(name, 0) for name in self._sizes))
+        values = (own.get(name, 0) for own in batch_slice.values for name in self._sizes)
+        return (*batch_slice.sizes, *values)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], batch_slice: BatchSlice, seed: int) -> None:
         rank, device = self._program.rank, self._interpreter.device
@@ -121,11 +122,11 @@ class DryRuns:
             {
                 **inputs,
                 **{
-                    each.gradient: zeros_of(values[each.name], {**batch_slice.values, "b": size}, device)
+                    each.gradient: zeros_of(values[each.name], names, device)
                     for each in self._plan.trained_outputs
                 },
             }
-            for inputs, size in zip(microbatches, batch_slice.sizes, strict=True)
+            for inputs, names in zip(microbatches, batch_slice.names, strict=True)
         ]
 
     def _shortened(self, batch_slice: BatchSlice) -> BatchSlice:
@@ -134,9 +135,9 @@ class DryRuns:
         if not any(all(map(le, sizes, before)) for before in self._whole):
             self._whole.append(sizes)
             return batch_slice
-        rows = batch_slice.sizes
+        rows, names = batch_slice.sizes, batch_slice.names
         firsts = {
-            next(k for k in own if rows[k] == rows[each]) for own in self._own_microbatches for each in own
+            next(k for k in own if names[k] == names[each]) for own in self._own_microbatches for each in own
         }
         return replace(batch_slice, sizes=[size if k in firsts else 0 for k, size in enumerate(rows)])
 
@@ -158,7 +159,9 @@ def _repeated(
     """``count`` microbatches, by repeating the given ones."""
     places = [number % len(microbatches) for number in range(count)]
     sizes, weights = [batch_slice.sizes[k] for k in places], [batch_slice.loss_weights[k] for k in places]
-    return [microbatches[k] for k in places], replace(batch_slice, sizes=sizes, custom_loss_weights=weights)
+    values = [batch_slice.values[k] for k in places] if batch_slice.values else ()
+    repeated = replace(batch_slice, sizes=sizes, custom_loss_weights=weights, values=values)
+    return [microbatches[k] for k in places], repeated
 
 
 def _with_own_gradient(tensor: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ from pipec.runtime.step.stream_results import StreamBatch
 from pipec.runtime.step.stream_run import StreamRun, restore_common_version
 from pipec.runtime.step.timestamps import RecordedStep, Timestamps
 
+CallLeaves = Sequence[Sequence[object]]
+"""The flattened arguments of a batch, in a list of one; or of each given microbatch."""
+
 Results = Mapping[str, Tensor]
 """The results of a step by name."""
 
@@ -102,7 +105,7 @@ class Execution:
         if needing:
             self._ranks.barrier()
 
-    def _microbatches(self, leaves: Sequence[object], batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
+    def _microbatches(self, leaves: CallLeaves, batch_slice: BatchSlice) -> list[dict[str, Tensor]]:
         """The inputs of the stages for each microbatch whose rows this process has, by name.
 
         GPUs read copies in pinned memory of what is on the host.
@@ -111,26 +114,26 @@ class Execution:
         own, whole = [microbatches[each] for each in batch_slice.own_microbatches], dict[str, Tensor]()
         sizes = [batch_slice.sizes[each] for each in batch_slice.own_microbatches]
         for leaf in self.artifact.plan.inputs:
-            name, tensor = leaf.value.name, leaves[leaf.position]
+            name = leaf.value.name
             if name not in self._read_here:
                 continue
-            assert isinstance(tensor, Tensor)
-            whole[name] = pinned_copy(tensor) if name in self._read_by_gpus and tensor.is_cpu else tensor
+            given = [self._readable(name, each[leaf.position]) for each in batch_slice.own_leaves(leaves)]
+            whole[name] = given[0]
             if leaf.batched:
                 rows = whole[name][batch_slice.start : batch_slice.start + sum(sizes)]
                 parts: Sequence[Tensor] = rows.split(sizes)
             else:
-                parts = (whole[name],) * len(own)
-            for microbatch, part in zip(own, parts, strict=True):
+                parts = given if batch_slice.is_given else given * len(own)
+            for microbatch, part in zip(own, parts, strict=not batch_slice.is_given):
                 microbatch[name] = part
         for stage in self._counting:
             if self.artifact.plan.dynamic_batch:
-                counts = stage.batch_counts(whole, {**batch_slice.values, "b": batch_slice.batch})
+                counts = stage.batch_counts(whole, batch_slice.joined_names(batch_slice.batch))
             else:  # such code cannot take the whole batch
                 counted = [
-                    stage.batch_counts(each, {**batch_slice.values, "b": size})
-                    for each, size in zip(microbatches, batch_slice.sizes, strict=True)
-                    if size
+                    stage.batch_counts(each, names)
+                    for each, names in zip(microbatches, batch_slice.names, strict=True)
+                    if names["b"]
                 ]
                 counts = {x: torch.stack([part[x] for part in counted]).sum(0) for x in counted[0]}
             for microbatch in microbatches:
@@ -141,9 +144,13 @@ class Execution:
                 microbatch["batch_fraction"] = fraction
         return microbatches
 
+    def _readable(self, name: str, tensor: object) -> Tensor:
+        assert isinstance(tensor, Tensor)
+        return pinned_copy(tensor) if name in self._read_by_gpus and tensor.is_cpu else tensor
+
     def run(
         self,
-        leaves: Sequence[object],
+        leaves: CallLeaves,
         batch_slice: BatchSlice,
         seed: int,
         recorded: list[RecordedStep] | None = None,
@@ -155,7 +162,8 @@ class Execution:
         could tell apart what it has added to them.
 
         Args:
-            leaves: The flattened arguments of the step, for the whole batch, or for this replica's part.
+            leaves: The flattened arguments of the step, for the whole batch, or for this replica's part; or
+                a list for each given microbatch.
             batch_slice: Which microbatches of the batch to run.
             seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
@@ -175,7 +183,7 @@ class Execution:
 
     def forward(
         self,
-        leaves: Sequence[object],
+        leaves: CallLeaves,
         batch_slice: BatchSlice,
         seed: int,
         recorded: list[RecordedStep] | None = None,
@@ -269,7 +277,7 @@ class Execution:
         """How many ranks of this process read each mini-batch of a stream."""
         return len(self._interpreters)
 
-    def batch(self, leaves: Sequence[object], batch_slice: BatchSlice) -> StreamBatch:
+    def batch(self, leaves: CallLeaves, batch_slice: BatchSlice) -> StreamBatch:
         """A mini-batch of a stream: split, with its batch counts."""
         return StreamBatch(self._microbatches(leaves, batch_slice), batch_slice)
 
@@ -309,7 +317,7 @@ class Execution:
                 self._updates.drop_gradients()
             raise
 
-    def _run_batch(self, leaves: Sequence[object], batch_slice: BatchSlice, seed: int) -> Results:
+    def _run_batch(self, leaves: CallLeaves, batch_slice: BatchSlice, seed: int) -> Results:
         """Run a stream of one mini-batch."""
         batch = self.batch(leaves, batch_slice)
         with self.drop_gradients_on_failure():

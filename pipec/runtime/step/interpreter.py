@@ -177,7 +177,7 @@ class Interpreter(RankState):
     def _is_idle(self, instruction: Instruction) -> bool:
         """Whether an instruction is of microbatches that have no rows."""
         own = microbatches_of(instruction, self)
-        return len(own) > 0 and not any(self.sizes[each] for each in own)
+        return len(own) > 0 and not any(self.sizes[each]["b"] for each in own)
 
     def _end_step(self) -> None:
         """Write the buffers that the step has changed, unless the step is skipped."""
@@ -291,7 +291,7 @@ class Interpreter(RankState):
                 elif instruction.op is Op.UPDATE:
                     behind = microbatch + self._microbatches_per_update(instruction.stage)
                     self.groups = self._groups_of(int(min(behind, self._end)) // per_batch - 1)
-                if self.sizes[microbatch % self.num_frames] or not needs_rows[position]:
+                if self.sizes[microbatch % self.num_frames]["b"] or not needs_rows[position]:
                     action()
             number += 1
 
@@ -311,12 +311,12 @@ class Interpreter(RankState):
                     self._end = self._num_admitted
                     break
                 self.stream_results.expect(number, self._batch)
-                self.use(self._batch.batch_slice.values)
+                self.sizes[-1] = self._batch.batch_slice.joined_names(0)
             assert self._batch is not None, "the source has not ended"
             batch_slice, inputs = self._batch.batch_slice, self._batch.microbatches[place]
             key = self._seed, self._num_admitted
-            size, weight = batch_slice.sizes[place], batch_slice.loss_weights[place]
-            self.fill_frames(self._num_admitted, size, inputs, key, weight)
+            sizes, weight = batch_slice.names[place], batch_slice.loss_weights[place]
+            self.fill_frames(self._num_admitted, sizes, inputs, key, weight)
             self._num_admitted += 1
         return microbatch < self._end
 

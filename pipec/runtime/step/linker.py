@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.ir import SCHEDULED_PHASES, Instruction, Link, NonFiniteAction, Op, Payload, Phase, StepPart
+from pipec.ir import SCHEDULED_PHASES, Instruction, Link, NonFiniteAction, Op, Payload, Phase, Sizes, StepPart
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
 from pipec.runtime.optimizers import StageOptimizer, sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
@@ -98,23 +98,23 @@ class Linker:
         if link.payload is Payload.MICROBATCH_RESULT:  # several are on their way at once
             instruction = replace(instruction, slot=instruction.microbatch)
         receiver = rank.transport.receiver(instruction, self._tag(link))
-        wait, post, num_rows = receiver.wait, receiver.post, self._num_rows(instruction)
+        wait, post, sizes = receiver.wait, receiver.post, self._sizes(instruction)
         keep = self._writer(link, instruction.microbatch, instruction.peer)
-        return lambda: post(rank.sizes_with(num_rows())), lambda: keep(wait())
+        return lambda: post(sizes()), lambda: keep(wait())
 
     def _send(self, instruction: Instruction) -> Action:
         link, rank = _link_of(instruction), self._rank
-        send, num_rows = rank.transport.sender(instruction, self._tag(link)), self._num_rows(instruction)
+        send, sizes = rank.transport.sender(instruction, self._tag(link)), self._sizes(instruction)
         read = self._reader(instruction)
-        return lambda: send(read(), rank.sizes_with(num_rows()))
+        return lambda: send(read(), sizes())
 
     def _move(self, instruction: Instruction) -> Action:
         read = self._reader(instruction)
         keep = self._writer(_link_of(instruction), instruction.microbatch, -1)
         return lambda: keep(read())
 
-    def _num_rows(self, instruction: Instruction) -> Callable[[], int]:
-        """The number of rows of a message in the current step."""
+    def _sizes(self, instruction: Instruction) -> Callable[[], Sizes]:
+        """What the names in the shapes of a message stand for in the current step."""
         link, sizes, results = _link_of(instruction), self._rank.sizes, self._rank.step_results
         if link.payload is not Payload.RESULT:
             return functools.partial(sizes.__getitem__, instruction.microbatch)
@@ -122,7 +122,12 @@ class Linker:
             return functools.partial(sizes.__getitem__, -1)
         to_other = self._is_other_pipeline(instruction.peer)
         made_of = microbatches_of(instruction, self._rank)
-        return lambda: 0 if to_other and results.is_local else sum(sizes[each] for each in made_of)
+
+        def of_result() -> Sizes:
+            rows = 0 if to_other and results.is_local else sum(int(sizes[each]["b"]) for each in made_of)
+            return {**sizes[-1], "b": rows}
+
+        return of_result
 
     def _is_other_pipeline(self, peer: int) -> bool:
         """Whether a rank belongs to another one of several whole pipelines."""
@@ -302,11 +307,11 @@ class Linker:
         gathered: list[tuple[str, Tensor, CollectiveWait]] = []
 
         def start() -> None:
-            with_rows = [each for each in own if rank.sizes[each]]
-            parts = [stage.batch_counts(rank.inputs[x], rank.sizes_with(rank.sizes[x])) for x in with_rows]
+            with_rows = [each for each in own if rank.sizes[each]["b"]]
+            parts = [stage.batch_counts(rank.inputs[each], rank.sizes[each]) for each in with_rows]
             gathered.clear()
             for value in sums:
-                none = zeros_of(value, rank.sizes_with(0), rank.device)
+                none = zeros_of(value, {**rank.sizes[-1], "b": 0}, rank.device)
                 terms = [part[value.name] for part in parts] or [none]
                 term = functools.reduce(Tensor.add, terms)
                 every = term.new_empty(group.size, *term.shape)
@@ -320,7 +325,7 @@ class Linker:
                 counts[name] = functools.reduce(Tensor.add, every.unbind())
             gathered.clear()
             for microbatch in own:
-                if rank.sizes[microbatch]:
+                if rank.sizes[microbatch]["b"]:
                     stage.frames[microbatch].update(counts)
             if stage.index in rank.tails:
                 rank.tails[stage.index].frame.update(counts)
@@ -377,7 +382,7 @@ class Linker:
         own = [self._plan.microbatches_on(stage.index, each) for each in replicas]
 
         def counts() -> Sequence[int]:
-            return [sum(rank.sizes[each] > 0 for each in microbatches) for microbatches in own]
+            return [sum(rank.sizes[each]["b"] > 0 for each in microbatches) for microbatches in own]
 
         names, index = self._plan.stages[stage.index].averaged_buffers, replicas.index(rank.number)
         average = BufferAverage(stage, self._group(instruction), names, index, counts)

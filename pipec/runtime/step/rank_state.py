@@ -55,9 +55,9 @@ class RankState:
     one process share tensors, this rank writes those of the ``owned`` stages; None: of all of its stages. A
     program that updates does so with ``updates``.
 
-    ``sizes`` has the rows of each microbatch of the step, then those of the batch. A link that moves once per
-    step has microbatch -1, and so finds the rows of the batch at ``sizes[-1]``. A stream's microbatches take
-    the frames, of which there are ``num_frames``, in turn.
+    ``sizes`` has what the names in shapes stand for in each microbatch of the step, then in the batch: ``b``
+    is the number of rows. A link that moves once per step has microbatch -1, and so finds those of the batch
+    at ``sizes[-1]``. A stream's microbatches take the frames, of which there are ``num_frames``, in turn.
 
     ``part`` is the part of the step that runs, ``factor`` what its gradients are clipped by. ``groups`` are
     the hyperparameters of a stream's updates; those of steps are the optimizer's own. ``table`` is what all
@@ -110,10 +110,8 @@ class RankState:
         self.results = self.stream_results if program.period else self.step_results
         results = result_values(plan) if plan.mode is Mode.TRAIN else ()
         self._loss = next((value for value in results if value.name == "loss"), None)
-        self.sizes = [0] * (self.num_frames + 1)
+        self.sizes: list[Sizes] = [{"b": 0}] * (self.num_frames + 1)
         self.inputs: Sequence[Inputs] = ()
-        self.values: Sizes = {}
-        self._sizes_with: dict[int, Sizes] = {}
         self.groups: GroupHyperparameters = ()
         self.skipped, self.begun = set[int](), set[int]()
         self.begin_part(StepPart.WHOLE)
@@ -144,20 +142,19 @@ class RankState:
             return
         self.inputs, scaled = inputs, self.updates.loss_scale if self.updates else None
         scale = scaled.scale if scaled else 1.0
-        self.sizes[:] = [*batch_slice.sizes, sum(batch_slice.sizes)]
-        self.use(batch_slice.values)
+        self.sizes[:] = [*batch_slice.names, batch_slice.joined_names(batch_slice.num_rows)]
         self.step_results.batch_slice = batch_slice
         for stage in self.stages.values():
             stage.begin_step(scale)
         for index, tail in self.tails.items():
             frame, given = tail.begin_step(batch_slice), inputs[self.own[index][0]]
             self._fill(frame, self._inputs_of[index] & given.keys(), given, scale)
-            frame.update(self.sizes_with(self.sizes[-1]), device=self.device)
+            frame.update(self.sizes[-1], device=self.device)
             frame["batch_fraction"] = torch.ones((), dtype=torch.float64)
             frame["rng"] = OperatorGenerators(self.device, (seed, -1))
         for number, weight in enumerate(batch_slice.loss_weights):
             key = seed, batch_slice.first + number
-            self.fill_frames(number, batch_slice.sizes[number], inputs[number], key, weight * scale)
+            self.fill_frames(number, self.sizes[number], inputs[number], key, weight * scale)
 
     def suspend(self) -> "SuspendedStep":
         """What the backwards need of a step whose forwards have run."""
@@ -169,32 +166,31 @@ class RankState:
         """Fill the frames for the backwards of a step, with the gradients of its outputs."""
         batch_slice, scaled = suspended.batch_slice, self.updates.loss_scale if self.updates else None
         scale = scaled.scale if scaled else 1.0
-        self.sizes[:] = [*batch_slice.sizes, sum(batch_slice.sizes)]
-        self.use(batch_slice.values)
+        self.sizes[:] = [*batch_slice.names, batch_slice.joined_names(batch_slice.num_rows)]
         self.step_results.batch_slice = batch_slice
         for index, stage in self.stages.items():
             stage.begin_step(scale)
             stage.resume(suspended.stages[index])
             for name in self._output_gradients_of[index]:
                 for number in self.own[index]:
-                    if self.sizes[number]:
+                    if self.sizes[number]["b"]:
                         gradient = on_device(output_gradients[name][number], self.device)
                         stage.frames[number][name] = gradient * scale if scale != 1 else gradient
 
     def fill_frames(
-        self, microbatch: int, size: int, inputs: Inputs, key: tuple[int, int], loss_weight: float
+        self, microbatch: int, sizes: Sizes, inputs: Inputs, key: tuple[int, int], loss_weight: float
     ) -> None:
         """Fill the frames of a microbatch on this rank's stages; without rows it only has a version."""
         number, period = microbatch % self.num_frames, self.program.period
-        self.sizes[number] = size
+        self.sizes[number] = sizes
         for index, stage in self.stages.items():
             if rank_of(self.plan.placement, index, microbatch) != self.number:
                 continue
             if period:
                 stage.frames[number][VERSION] = version_read(self.program, index, microbatch)
                 stage.frames[number][BATCH] = microbatch // self.plan.num_microbatches
-            if size:
-                frame = stage.fill_frame(number, key, self.sizes_with(size))
+            if sizes["b"]:
+                frame = stage.fill_frame(number, key, sizes)
                 given = self._output_gradients_of[index] & inputs.keys()  # those of a dry run
                 self._fill(frame, self._inputs_of[index] | given, inputs, loss_weight)
 
@@ -204,18 +200,6 @@ class RankState:
         if self._loss:
             dtype = getattr(torch, self._loss.dtype)
             frame["grad_loss"] = torch.full((), loss_weight, dtype=dtype, device=self.device)
-
-    def use(self, values: Sizes) -> None:
-        """Let names in shapes, other than that of the rows, stand for ``values``."""
-        if values != self.values:
-            self.values = {**values}
-            self._sizes_with.clear()
-
-    def sizes_with(self, rows: int) -> Sizes:
-        """What the names in the shape of a value with so many rows stand for: equal sizes are one object."""
-        if rows not in self._sizes_with:
-            self._sizes_with[rows] = {**self.values, "b": rows}
-        return self._sizes_with[rows]
 
     def forget_step(self) -> None:
         """Free every value of the step."""

@@ -83,7 +83,7 @@ class StepResults:
                 weights = [own.custom_loss_weights[each] for each in order]
             elif name not in self._plan.summed_outputs:
                 weights = [size / own.num_rows for size in sizes]
-            joined = {**own.values, "b": sum(sizes)}
+            joined = own.joined_names(sum(sizes))
             self._merged[name] = merge(self._values[name], [parts[k] for k in order], weights, joined)
         return self._merged[name]
 
@@ -100,7 +100,7 @@ class StepResults:
         """The part of a result that another rank receives."""
         whole, value = self.merged(name), self._values[name]
         stays = to_other_pipeline and self.is_local and has_rows(value)
-        return zeros_of(value, {**self.batch_slice.values, "b": 0}, whole.device) if stays else whole
+        return zeros_of(value, self.batch_slice.joined_names(0), whole.device) if stays else whole
 
     def of_batch(self, device: torch.device) -> dict[str, Tensor]:
         """The results of the batch, merged from those of all replicas.
@@ -124,7 +124,7 @@ class StepResults:
                     is_sum = value.name in self._plan.summed_outputs
                     found[value.name] = merge_replicas(value, parts, own, is_sum)
                 else:
-                    found[value.name] = zeros_of(value, {**own.values, "b": 0}, device)
+                    found[value.name] = zeros_of(value, own.joined_names(0), device)
         return found
 
     def _made_by(self, rank: int, name: str) -> Tensor:
@@ -164,14 +164,14 @@ def gradient_parts(
     None stands for zeros.
     """
     found, first, dims = dict[int, Tensor](), own.start, _batch_dims(value)
-    for number, size in enumerate(own.sizes):
-        sizes, whole = {**own.values, "b": size}, gradient
+    for number, (size, names) in enumerate(zip(own.sizes, own.names, strict=True)):
+        whole = gradient
         if not size:
             continue
         if whole is None:
-            found[number] = zeros_of(value, sizes, device)
+            found[number] = zeros_of(value, names, device)
         elif dims:
-            along, per_row = evaluate_dim(value.shape[dims[0]], sizes), whole.shape[dims[0]] // own.batch
+            along, per_row = evaluate_dim(value.shape[dims[0]], names), whole.shape[dims[0]] // own.batch
             found[number] = whole.narrow(dims[0], first * per_row, along).contiguous()
         else:
             found[number] = whole if is_sum else whole * (size / own.batch)
@@ -191,11 +191,11 @@ def merge_replicas(value: Value, parts: Sequence[Tensor], own: BatchSlice, is_su
     if count == 1:
         return parts[0]
     if dims := _batch_dims(value):
-        along = [evaluate_dim(value.shape[dims[0]], {**own.values, "b": size}) for size in own.sizes]
+        along = [evaluate_dim(value.shape[dims[0]], names) for names in own.names]
         rows = [iter(part.split(along[k::count], dims[0])) for k, part in enumerate(parts)]
         return torch.cat([next(rows[microbatch % count]) for microbatch in range(len(own.sizes))], dims[0])
     is_term = is_sum or parts[0].is_floating_point() or parts[0].is_complex()
-    return merge(value, parts, None if is_term else (), own.values)
+    return merge(value, parts, None if is_term else (), own.joined_names(0))
 
 
 def result_values(plan: Plan) -> list[Value]:
@@ -209,7 +209,7 @@ def merge_slices(
     """The results of a batch from those of the slices that make it up."""
     first, sizes = batch_slices[0], [batch_slice.num_rows for batch_slice in batch_slices]
     sums = {*plan.summed_outputs, "loss"} if first.custom_loss_weights else plan.summed_outputs
-    weights, joined = [size / first.batch for size in sizes], {**first.values, "b": sum(sizes)}
+    weights, joined = [size / first.batch for size in sizes], first.joined_names(sum(sizes))
     return {
         value.name: merge(
             value, [part[value.name] for part in parts], None if value.name in sums else weights, joined

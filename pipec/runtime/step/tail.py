@@ -31,7 +31,7 @@ class StageTail:
     def begin_step(self, batch_slice: BatchSlice) -> Frame:
         """Begin a step; returns the frame, which is still empty."""
         self._sizes, self._first_rows = batch_slice.sizes, batch_slice.first_rows
-        self._values = batch_slice.values
+        self._names = batch_slice.joined_names(0)
         return self.frame
 
     def forget_step(self) -> None:
@@ -48,7 +48,7 @@ class StageTail:
         """Start to gather the rows of all replicas, each with as many as the one that has most."""
         most = self._most_rows()
         for value in self._tail.inputs:
-            shape = [evaluate_dim(dim, {**self._values, "b": most}) for dim in value.shape]
+            shape = [evaluate_dim(dim, {**self._names, "b": most}) for dim in value.shape]
             padded = torch.zeros(shape, dtype=getattr(torch, value.dtype), device=self._stage.device)
             own = [self._parts[value.name][each] for each in self._of(self._index) if self._sizes[each]]
             if own:

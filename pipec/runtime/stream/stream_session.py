@@ -12,7 +12,7 @@ from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.rank_state import GroupHyperparameters
 from pipec.runtime.step.stream_results import BatchResult, StreamBatch
-from pipec.runtime.stream.call_arguments import CallArguments
+from pipec.runtime.stream.call_arguments import StepArguments
 from pipec.runtime.stream.read_ahead import ReadAhead, ReadItem
 
 Announce = Callable[[int, ReadItem], Callable[[], bool]]
@@ -30,7 +30,7 @@ class CompiledStream:
 
     execution: Execution
     seed: int
-    split: Callable[[CallArguments], StreamBatch | None]
+    split: Callable[[StepArguments], StreamBatch | None]
     is_valid: Callable[[], bool]
 
 
@@ -156,7 +156,7 @@ class StreamSession:
                 self._ahead.forget(self._first + number)
             return batch
 
-    def _split(self, given: CallArguments) -> StreamBatch | None:
+    def _split(self, given: StepArguments) -> StreamBatch | None:
         try:
             return self._compiled.split(given)
         except PipecError:  # which is raised when the run is over and the batch is the next one

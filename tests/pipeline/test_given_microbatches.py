@@ -1,0 +1,481 @@
+"""Steps in given microbatches, each a batch of its own with sizes of its own, against plain accumulation."""
+
+import copy
+import random
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import given_microbatches
+import pytest
+import torch
+from given_microbatches import KINDS, Graphs, Rows, accumulate, compare, difference, graphs, squares
+from torch import Tensor, nn
+from worker_processes import run_ranks, run_script
+
+import pipec
+
+SCRIPT = Path(given_microbatches.__file__)
+
+_FAST = {("rows", "1f1b"), ("graphs", "interleaved-1f1b"), ("images", "gpipe")}
+_TABLE = [(kind, schedule) for kind in KINDS for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b")]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def random_rows(count: int, target: int | None = None) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 8), torch.randn(count if target is None else target, 3)
+
+
+def compiled(**options: Any) -> tuple[Any, nn.Module]:
+    """A pipeline, and a copy of its model."""
+    torch.manual_seed(0)
+    model = Rows()
+    plain = copy.deepcopy(model)
+    return pipec.compile(model, loss_fn=squares, **{"devices": 2, **options}), plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [pytest.param(*each, marks=() if each in _FAST else pytest.mark.slow) for each in _TABLE],
+)
+def test_is_plain_accumulation(kind: str, schedule: str) -> None:
+    """Three steps of 3, 2 and 5 microbatches of unequal sizes; the second has weights."""
+    compare(kind, devices=2, schedule=schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rows", "graphs"])
+@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 1), (4, 2)])
+def test_under_torchrun(kind: str, num_ranks: int, replicas: int, tmp_path: Path) -> None:
+    if replicas > 1 and kind == "rows":
+        pytest.skip("replicas average the buffers of batch norms")
+    printed = run_ranks(SCRIPT, num_ranks, tmp_path, [kind, str(num_ranks), str(replicas)])
+    assert [each.splitlines()[-1] for each in printed] == ["equal"] * num_ranks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": 4, "replicas": 2},
+        {"recompute": "full"},
+        {"microbatches": 4},
+        {"check": "always"},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any]) -> None:
+    compare("graphs", counts=(3, 1, 4), **{"devices": 2, **options})
+
+
+def random_graphs(draw: random.Random) -> dict[str, Any]:
+    """Sizes of 0 and 1 among them."""
+    nodes, edges, count = draw.randint(1, 8), draw.randint(0, 6) or -1, draw.randint(1, 4)
+    return graphs(0, nodes, edges, count)
+
+
+@pytest.mark.parametrize("num_lists", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_lists(num_lists: int) -> None:
+    """Lists of 1 to 6 microbatches with random sizes and weights."""
+    draw = random.Random(num_lists)
+    torch.manual_seed(num_lists)
+    model = Graphs(width=4, depth=2)
+    plain, pipe = copy.deepcopy(model), pipec.compile(model, devices=2)
+    for step in range(num_lists):
+        microbatches = [random_graphs(draw) for _ in range(draw.randint(1, 6))]
+        count = len(microbatches)
+        weights: Any = draw.choice([None, "sum", [draw.uniform(-1, 2) for _ in microbatches]])
+        factors = {None: [1 / count] * count, "sum": [1.0] * count}.get(str(weights) * bool(weights) or None)
+        loss = pipe.step(microbatches=microbatches, weights=weights).item()
+        assert loss == pytest.approx(accumulate(plain, microbatches, factors or weights), 1e-12, 1e-12), step
+        assert difference(pipe, plain) < 1e-10, step
+
+
+@pytest.mark.parametrize("options", [{}, {"devices": 4, "replicas": 2, "shard": "parameters"}], ids=str)
+def test_training_is_plain_training(options: dict[str, Any]) -> None:
+    """The pipeline's own optimizer clips, every second step accumulates, and a stream of lists follows."""
+    torch.manual_seed(1)
+    made = compiled(optimizer=lambda given: torch.optim.Adam(given, 0.01), clip_grad_norm=0.1, **options)
+    pipe, plain = made
+    if options:  # replicas average statistics
+        pipe.unsplit_model.norm.eval()
+        plain.norm.eval()
+    optimizer = torch.optim.Adam(plain.parameters(), 0.01)
+    lists = [[random_rows(2 + k % 4) for k in range(count)] for count in (3, 2, 4, 1, 2, 3)]
+
+    def expected(microbatches: Any, updates: bool) -> float:
+        weights = [1 / len(microbatches)] * len(microbatches)
+        loss = accumulate(plain, microbatches, weights, squares)
+        if updates:
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    for first, second in (lists[:2], lists[2:4]):
+        with pipe.accumulate():
+            assert pipe.step(microbatches=first).item() == pytest.approx(expected(first, False), 1e-12)
+        assert pipe.step(microbatches=second).item() == pytest.approx(expected(second, True), 1e-12)
+    losses = [loss.item() for loss in pipe.stream(lists, microbatches=True)]
+    assert losses == pytest.approx([expected(each, True) for each in lists], 1e-12)
+    for name, value in pipe.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-14)
+
+
+def test_asynchronous_stream_has_sizes_of_each_microbatch() -> None:
+    """Halves of a batch in turn; batches that are split into the same halves train alike.
+
+    The other lists have other halves, which no batch is split into, and then another number.
+    """
+    options: dict[str, Any] = {
+        "schedule": "pipedream-2bw",
+        "optimizer": lambda given: torch.optim.SGD(given, 0.1),
+    }
+    (pipe, _), (other, _) = compiled(microbatches=2, **options), compiled(**options)
+    for each in (pipe, other):
+        each.unsplit_model.norm.eval()
+    batches = [random_rows(5) for _ in range(6)]
+
+    def cut(at: int) -> list[Any]:
+        return [[(x[:at], y[:at]), (x[at:], y[at:])] for x, y in batches]
+
+    wanted = [loss.item() for loss in pipe.stream(batches)]
+    found = [loss.item() for loss in other.stream(cut(3), microbatches=True, weights=[0.6, 0.4])]
+    assert found == pytest.approx(wanted, 1e-12)
+    mixed = [one if k % 2 else two for k, (one, two) in enumerate(zip(cut(3), cut(2), strict=True))]
+    before = other.num_steps
+    assert all(loss.isfinite() for loss in other.stream([*mixed, mixed[0] * 2], microbatches=True))
+    assert other.num_steps == before + 7
+    with pytest.raises(pipec.InputError, match="run by several programs"):
+        list(other.stream([cut(2)[0], cut(1)[0]], microbatches=True))
+    assert other.num_steps == before + 8
+
+
+class Shared(nn.Module):
+    """Two arguments whose sizes may be equal, a number, and a branch on a size, and one on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor, scale: float = 1.0, keep: int = 4, flag: bool = True) -> Tensor:
+        shift = 1 if (y > -100).all() else 0
+        x, y = self.second(torch.tanh(self.first(x))) + shift, self.second(y)
+        if x.shape[0] > 6:
+            x = 2 * x
+        return (x[:, None] * y[None]).tanh()[..., :keep].sum() * scale
+
+
+def pair(x: int, y: int, **others: Any) -> dict[str, Any]:
+    return {"x": torch.randn(x, 8), "y": torch.randn(y, 8), **others}
+
+
+def test_sizes_that_are_equal_by_chance_and_change_later() -> None:
+    """Equal sizes, one that differs in a later step, equal ones again, 1, and numbers that differ."""
+    torch.manual_seed(0)
+    model = Shared()
+    plain, pipe = copy.deepcopy(model), pipec.compile(model, devices=2)
+    same = pair(3, 4)
+    for microbatches in (
+        [pair(4, 4), pair(4, 4)],
+        [pair(4, 4), pair(5, 5)],
+        [pair(4, 5), pair(6, 4)],
+        [pair(1, 3), pair(4, 1), pair(1, 1), pair(4, 4)],
+        [pair(9, 4), pair(3, 4)],
+        [same, same],
+        [pair(3, 4, scale=0.5), pair(3, 4, scale=0.0), pair(3, 4, scale=1.0)],
+        [pair(3, 4, keep=1), pair(3, 4, keep=3), pair(3, 5, keep=0)],
+    ):
+        loss = pipe.step(microbatches=microbatches, weights="sum").item()
+        assert loss == pytest.approx(accumulate(plain, microbatches, [1.0] * len(microbatches)), 1e-12)
+        assert difference(pipe, plain) < 1e-12
+        before = pipe.compile_seconds
+        pipe.step(microbatches=microbatches, weights=[0.0] * len(microbatches))
+        assert pipe.compile_seconds == before, "what was compiled is found"
+
+
+def test_differences_and_mistakes_are_refused() -> None:
+    pipe = pipec.compile(Shared(), devices=2)
+    own = pair(3, 4)
+    for microbatches, named in (
+        (
+            [{**own, "flag": True}, {**own, "flag": False}],
+            r"microbatches\[1\] .*kwargs\['flag'\] is the bool False, and the bool True there",
+        ),
+        ([own, own, {**own, "x": own["x"].float()}], r"microbatches\[2\] .*kwargs\['x'\] is float32"),
+        ([own, pair(3, 4, keep=2)], r"microbatches\[1\] .*kwargs\['keep'\] is in one of them alone"),
+        ([own, {**own, "x": torch.randn(2, 3, 8)}], r"microbatches\[1\] .*kwargs\['x'\] is float64 of 3 dim"),
+        ([own, {"x": own["x"]}], r"microbatches\[1\]: .*missing a required argument: 'y'"),
+        ([own, {**own, "y": own["y"] - 1000}], r"different branches .*y > -100"),
+        ([], "empty"),
+        (own, "microbatches is a dict"),
+    ):
+        with pytest.raises(pipec.InputError, match=named):
+            pipe.step(microbatches=microbatches)
+    for given, named in (
+        ({"weights": [1.0]}, "weights has 1 numbers for 2"),
+        ({"weights": [1.0, float("nan")]}, "expected a finite number"),
+        ({"outputs": True}, "outputs of given microbatches"),
+        (own, "given microbatches, and x, y as well"),
+    ):
+        with pytest.raises(pipec.InputError, match=named):
+            pipe.step(microbatches=[own, own], **given)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_a_microbatch_that_the_model_cannot_take_is_named() -> None:
+    """One row, of which a batch norm has no variance; then none."""
+    pipe, _ = compiled()
+    with pytest.raises(pipec.InputError, match=r"microbatches\[1\]: .*\n.*\n.*more than 1 value per channel"):
+        pipe.step(microbatches=[random_rows(3), random_rows(1)])
+    pipe.unsplit_model.norm.eval()
+    with pytest.raises(pipec.InputError, match=r"microbatches\[2\]: args\[0\] is empty"):
+        pipe.step(microbatches=[random_rows(3), random_rows(4), random_rows(0)])
+
+
+def test_several_programs_cannot_be_skipped_together() -> None:
+    pipe, _ = compiled(on_nan="skip")
+    pipe.unsplit_model.norm.eval()
+    with pytest.raises(pipec.InputError, match="given microbatches are run by several programs"):
+        pipe.step(microbatches=[random_rows(3), random_rows(1)])
+    with_nan = random_rows(4)
+    with_nan[0][0] = float("nan")
+    pipe.step(microbatches=[random_rows(3), with_nan])
+    assert pipe.num_skipped == 1
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_logs_are_means_over_microbatches() -> None:
+    def logged(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        error = (output - target).abs()
+        return error.mean(), {"largest": error.max()}
+
+    def by_row(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return (output - target).abs().mean(), {"errors": (output - target).abs().mean(1)}
+
+    torch.manual_seed(0)
+    model = Rows()
+    model.norm.eval()
+    given = [random_rows(3), random_rows(5)]
+    wanted = sum((model(x) - y).abs().max().item() for x, y in given) / 2
+    pipe = pipec.compile(copy.deepcopy(model), loss_fn=logged, devices=2)
+    pipe.step(microbatches=given, weights=[0.9, 0.1])
+    assert pipe.logs["largest"].item() == pytest.approx(wanted, 1e-12)
+    with pytest.raises(pipec.InputError, match="logs that are no floating-point numbers"):
+        pipec.compile(model, loss_fn=by_row, devices=2).step(microbatches=given)
+
+
+def test_without_microbatches_weights_are_an_argument_of_the_model() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            return (self.second(torch.tanh(self.first(x))).sum(1) * weights).mean()
+
+    model, x, weights = Weighted(), torch.randn(4, 8), torch.rand(4)
+    assert pipec.compile(copy.deepcopy(model), devices=2).step(x, weights=weights).item() == pytest.approx(
+        model(x, weights).item(), 1e-12
+    )
+
+
+def test_a_saved_artifact_takes_any_number_and_sizes(tmp_path: Path) -> None:
+    """Fewer microbatches than it was compiled for, as many, and more; then what it cannot take."""
+    pipe, plain = compiled()
+    pipe.unsplit_model.norm.eval()
+    plain.norm.eval()
+    pipe.prepare(microbatches=[random_rows(1), random_rows(3), random_rows(5), random_rows(2)])
+    assert "3 given microbatches" in str(pipe.plan)
+    assert "checked against the model itself on 1 + 1 rows" in str(pipe.plan)
+    assert "planned for a microbatch of t = 5" in str(pipe.plan)
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved")
+    for count in (1, 3, 2, 7):
+        microbatches = [random_rows(2 + k) for k in range(count)]
+        weights = [0.1 + k for k in range(count)]
+        loss = loaded.step(microbatches=microbatches, weights=weights).item()
+        assert loss == pytest.approx(accumulate(plain, microbatches, weights, squares), 1e-12)
+        assert difference(loaded, plain) < 1e-12
+    x, y = random_rows(4)
+    with pytest.raises(pipec.InputError, match=r"microbatches\[1\]: .*right where t >= 2"):
+        loaded.step(microbatches=[random_rows(4), random_rows(1)])
+    with pytest.raises(pipec.InputError, match=r"microbatches\[0\]: .*target is 3, but t is 4"):
+        loaded.step(microbatches=[random_rows(4, target=3)])
+    with pytest.raises(pipec.InputError, match="compiled for given microbatches"):
+        loaded.step(x, target=y)
+    pipe.step(x, target=y)
+    pipe.save(tmp_path / "split")
+    with pytest.raises(pipec.InputError, match="compiled for a batch to be split"):
+        pipec.load(tmp_path / "split").step(microbatches=[(x, y)])
+
+
+class Flagged(Shared):
+    """Branches on the values of an argument."""
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return (x * 2 if flag.sum() > 0 else x).mean()
+
+
+def test_a_branch_is_decided_for_each_graph() -> None:
+    """One row has a graph of its own, and so a branch of its own; others of one graph take the same."""
+    torch.manual_seed(0)
+    model = Flagged()
+    plain, pipe = copy.deepcopy(model), pipec.compile(model, devices=2)
+
+    def flagged(*rows_and_flags: tuple[int, int]) -> list[dict[str, Tensor]]:
+        return [
+            {"x": torch.randn(count, 8), "flag": torch.full((2 + count % 3,), flag)}
+            for count, flag in rows_and_flags
+        ]
+
+    for microbatches in (
+        flagged((9, 1), (1, -1)),
+        flagged((9, -1), (1, 1)),
+        flagged((1, -1), (4, 1), (5, 1)),
+        flagged((4, -1), (5, -1)),
+    ):
+        loss = pipe.step(microbatches=microbatches, weights="sum").item()
+        assert loss == pytest.approx(accumulate(plain, microbatches, [1.0] * len(microbatches)), 1e-12)
+        assert difference(pipe, plain) < 1e-12
+    with pytest.raises(pipec.InputError, match="different branches"):
+        pipe.step(microbatches=flagged((9, 1), (8, -1)))
+
+
+def test_random_numbers_are_those_of_a_microbatch() -> None:
+    """Equal microbatches draw other numbers, also where a microbatch between them has a graph of its own."""
+    layers = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+    pipe = pipec.compile(nn.Sequential(*layers), loss_fn=squares, devices=2)
+    same = random_rows(3)
+    microbatches, found = [same, same, random_rows(1), same], list[float]()
+    for place in (0, 1, 3, 0):
+        torch.manual_seed(7)
+        weights = [float(place == each) for each in range(4)]
+        found.append(pipe.step(microbatches=microbatches, weights=weights).item())
+    assert found[0] == found[3]
+    assert len({*found}) == 3
+
+
+class Otherwise(Shared):
+    """Is something else when it is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return (x * 2 if torch.compiler.is_compiling() and x.shape[0] == 4 else x).mean()
+
+
+def test_the_check_compares_the_first_two_microbatches() -> None:
+    """The second one has a graph that is not what the model is."""
+    microbatches = [{"x": torch.randn(count, 8)} for count in (5, 4, 6)]
+    with pytest.raises(pipec.CaptureError, match="does not compute what the model computes"):
+        pipec.compile(Otherwise(), devices=2).step(microbatches=microbatches)
+    pipec.compile(Otherwise(), devices=2, check="off").step(microbatches=microbatches)
+
+
+def test_collectives_of_replicas_are_refused() -> None:
+    model = Rows()
+    model.norm = nn.SyncBatchNorm(8)
+    pipe = pipec.compile(model, loss_fn=squares, devices=4, replicas=2)
+    with pytest.raises(pipec.InputError, match="norm has a collective between the replicas"):
+        pipe.step(microbatches=[random_rows(3), random_rows(4)])
+
+
+def test_local_batches_are_refused() -> None:
+    pipe = pipec.compile(Rows(), loss_fn=squares, devices=4, replicas=2, batch="local")
+    with pytest.raises(pipec.InputError, match="the same list on every rank"):
+        pipe.step(microbatches=[random_rows(3), random_rows(4)])
+
+
+def test_a_pipeline_takes_both_kinds_of_steps() -> None:
+    pipe, plain = compiled(microbatches=2)
+    pipe.unsplit_model.norm.eval()
+    plain.norm.eval()
+    x, y = random_rows(8)
+    halves = [(x[:4], y[:4]), (x[4:], y[4:])]
+    wanted = accumulate(plain, halves, [0.5, 0.5], squares)
+    assert pipe.eval_step(microbatches=halves).item() == pytest.approx(wanted, 1e-12)
+    for _ in range(2):
+        assert pipe.step(x, target=y).item() == pytest.approx(wanted, 1e-12)
+        assert pipe.step(microbatches=halves).item() == pytest.approx(wanted, 1e-12)
+
+
+@pytest.mark.slow
+def test_ranks_that_pass_other_lists_are_told(tmp_path: Path) -> None:
+    """Another number, another order, other weights; then only rank 0's list is used."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os
+            import torch, pipec
+            from given_microbatches import Rows, rows, squares
+            rank = int(os.environ["RANK"])
+            torch.set_default_dtype(torch.float64)
+
+            def pipeline(**options):
+                torch.manual_seed(0)
+                return pipec.compile(Rows(), loss_fn=squares, devices=2, timeout=20.0, **options)
+
+            def attempt(**given):
+                try:
+                    pipe.step(**given)
+                except pipec.InputError as error:
+                    print(*str(error).splitlines()[:3], sep=" | ")
+
+            pipe = pipeline()
+            one, two, three = (rows(number) for number in range(3))
+            attempt(microbatches=[one, two, three][: 3 - rank])
+            attempt(microbatches=[one, two] if rank else [two, one])
+            attempt(microbatches=[one, two], weights=[1.0, 2.0 + rank])
+            attempt(microbatches=[one] if rank else [])
+            loss = pipe.step(microbatches=[one, two, three], weights="sum").item()
+            shared = pipeline(batch="rank0")
+            given = {"microbatches": [one, two, three], "weights": "sum"}
+            print(loss == shared.step(**({} if rank else given)).item())
+            """
+        )
+    )
+    number, order, weights, empty, equal = run_script(script, [], 2, tmp_path).splitlines()
+    assert "microbatches: 3 on rank 0; 2 on rank 1" in number
+    assert "microbatches[0] args[0]: float64[" in order
+    assert "weights: (1.0, 2.0) on rank 0; (1.0, 3.0) on rank 1" in weights
+    assert "step cannot use the arguments of rank 0" in empty or "microbatches is empty" in empty
+    assert equal == "True"
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean that its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        self.centre.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return (x - self.centre).pow(2).mean()
+
+
+def test_buffers_change_in_the_order_of_microbatches() -> None:
+    """As in a loop, of which nothing is said; replicas have copies, of which a warning speaks."""
+    torch.manual_seed(0)
+    model = Centred()
+    plain, pipe = copy.deepcopy(model), pipec.compile(copy.deepcopy(model), devices=2)
+    microbatches = [{"x": torch.randn(count, 8)} for count in (3, 4, 1, 5)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pipec.PipecWarning)
+        loss = pipe.step(microbatches=microbatches).item()
+    assert loss == pytest.approx(accumulate(plain, microbatches, [0.25] * 4), 1e-12)
+    assert difference(pipe, plain) < 1e-12
+    with pytest.warns(pipec.PipecWarning, match="changes centre: each replica changes its own copy"):
+        pipec.compile(model, devices=4, replicas=2).step(microbatches=microbatches)
