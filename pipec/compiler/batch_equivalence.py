@@ -43,7 +43,7 @@ def check_given_microbatches(graph: TrainingGraph, call: ModelCall) -> None:
             "the replicas of a stage, and given microbatches are batches of their own. Pass a batch to be "
             "split, or leave the collective out: nn.BatchNorm in place of nn.SyncBatchNorm"
         )
-    results = [node.meta["val"] for _, node in graph.returned] if call.given else []
+    results = [node.meta["val"] for _, node in graph.returned] if len(call.given) > 1 else []
     if any(value.ndim or not value.is_floating_point() for value in results):
         raise InputError(
             "loss_fn returns logs that are no floating-point numbers, and given microbatches may have any "

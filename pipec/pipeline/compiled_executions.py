@@ -717,13 +717,27 @@ class CompiledExecutions(Executions):
         call = replace(given, repeated=repeated_tensors(given.leaves))
         call.check(self.compiler.model)
         call = call.in_order_for(self.compiler.model)
-        call = whole_microbatch(call) if is_given else self._divided(call)
-        if mode.has_loss:
-            call.check_target(needed=self.compiler.settings.loss_fn is not None)
-        return call
+        try:
+            return self._checked_target(mode, whole_microbatch(call) if is_given else self._divided(call))
+        except InputError:
+            if is_given or not mode.has_loss or not self._is_never_split:
+                raise
+        whole = self._checked_target(mode, whole_microbatch(call))
+        return call_of_microbatches([whole], (1.0,))
+
+    @property
+    def _is_never_split(self) -> bool:
+        """Whether there is one microbatch, so that tensors need not have the same rows."""
+        options = self.compiler.decided.recorded_options
+        return options["microbatches"] == 1 and options["replicas"] == 1 and self.batch != "local"
 
     def _divided(self, call: ModelCall) -> ModelCall:
         return with_batch_axes(call, self.batched, positional_names(self.compiler.model), self.known_splits)
+
+    def _checked_target(self, mode: Mode, call: ModelCall) -> ModelCall:
+        if mode.has_loss:
+            call.check_target(needed=self.compiler.settings.loss_fn is not None)
+        return call
 
 
 @functools.lru_cache(maxsize=32)

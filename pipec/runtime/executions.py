@@ -239,6 +239,12 @@ class Executions:
     def _checked(self, request: CallRequest, arguments: StepArguments) -> Call:
         """The call. Raises InputError if the arguments are not those of the artifact."""
         plan = self._chosen(request).plan
+        if (
+            plan.has_given_microbatches
+            and plan.num_microbatches == 1
+            and isinstance(arguments, CallArguments)
+        ):
+            arguments = GivenMicrobatches([arguments])
         if isinstance(arguments, GivenMicrobatches) != plan.has_given_microbatches:
             made_for, meant = "a batch to be split", "the arguments of a batch"
             if plan.has_given_microbatches:

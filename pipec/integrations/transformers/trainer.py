@@ -134,8 +134,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def has_own_loss(self) -> bool:
         """Whether a subclass, or a Trainer of TRL, computes a loss of the outputs of the model."""
         owners = (each for each in type(self).__mro__ if "compute_loss" in vars(each))
-        own = next(each for each in owners if not each.__module__.startswith(__package__))
-        return own is not Trainer
+        own = next(each for each in owners if each is not PipelineTrainer)
+        return own is not Trainer and not own.__module__.startswith(__package__)
 
     def _loss_fn(self) -> Callable[..., Any] | None:
         """The loss that the Trainer would compute of outputs and labels; None: the model's own."""
