@@ -171,7 +171,7 @@ def with_trainer(made: Any) -> dict[str, Any]:
     }
 
 
-def with_sft(packs: bool) -> dict[str, Any]:
+def with_sft(packs: bool = False, padding_free: bool = False) -> dict[str, Any]:
     """Texts of different lengths; packed, an adapter is trained. Then on from the second update."""
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -188,8 +188,9 @@ def with_sft(packs: bool) -> dict[str, Any]:
             "learning_rate": 0.1,
             "optim": "sgd",
             "max_grad_norm": 0.3,
-            "max_length": 12,
+            "max_length": None if padding_free else 12,
             "packing": packs,
+            "padding_free": padding_free,
             "eval_strategy": "steps",
             "eval_steps": 2,
             "save_steps": 2,
@@ -344,7 +345,8 @@ CASES = {
     "llama": lambda: with_trainer(llama),
     "bert": lambda: with_trainer(bert),
     "sft": lambda: with_sft(False),
-    "packed": lambda: with_sft(True),
+    "packed": lambda: with_sft(packs=True),
+    "padding_free": lambda: with_sft(padding_free=True),
     "adapters": with_adapters,
     "distilled": with_distillation,
     "dpo": with_preferences,

@@ -46,7 +46,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         *((case, layout) for case in ("llama", "bert") for layout in LAYOUTS),
         *(("sft", layout) for layout in LAYOUTS),
-        ("packed", "2x2 replicas"),
+        *((case, layout) for case in ("packed", "padding_free") for layout in ("alone", "2x2 replicas")),
         ("adapters", "4 ranks"),
         *((case, layout) for case in ("distilled", "dpo", "grpo") for layout in LAYOUTS if "4" not in layout),
     ],
@@ -55,7 +55,8 @@ def test_a_trainer_is_the_same_with_a_pipeline(case: str, layout: str, plain: An
     expected, folder = plain(case)
     num_ranks, replicas = LAYOUTS[layout]
     printed = run_script(SCRIPT, [case, str(tmp_path), str(replicas)], num_ranks, tmp_path)
-    rounding = 1e-6 if case in ("dpo", "grpo") else 1e-9  # TRL's log-probabilities are in float32
+    in_float32 = case in ("dpo", "grpo", "packed", "padding_free")  # TRL's log-probabilities are
+    rounding = 1e-6 if in_float32 else 1e-9
     assert json.loads(printed.splitlines()[-1]) == approximately(expected, rounding)
     require_same_files(tmp_path, folder, rounding)
 

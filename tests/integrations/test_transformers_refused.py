@@ -94,12 +94,11 @@ def test_optimizers_that_cannot_update_stage_by_stage(tmp_path: Path) -> None:
         trainer(tmp_path, options={"optim": "lomo"})
 
 
-@pytest.mark.parametrize("name", ["padding_free", "activation_offloading"])
-def test_arguments_of_trl(name: str, tmp_path: Path) -> None:
+def test_arguments_of_trl(tmp_path: Path) -> None:
     from pipec.integrations.transformers import PipecSFTConfig
 
-    with pytest.raises(InputError, match=f"{name} is set"):
-        PipecSFTConfig(str(tmp_path), use_cpu=True, **{name: True})
+    with pytest.raises(InputError, match="activation_offloading is set"):
+        PipecSFTConfig(str(tmp_path), use_cpu=True, activation_offloading=True)
 
 
 def test_packing_for_a_model_whose_documents_see_each_other() -> None:
@@ -113,17 +112,20 @@ def test_packing_for_a_model_whose_documents_see_each_other() -> None:
         _require_separate_documents(model)
 
 
-def test_packed_rows() -> None:
-    from pipec.integrations.transformers.sft import PackedRows
+def test_a_row_is_split_before_documents() -> None:
+    from pipec.integrations.transformers.sft import split_documents
 
-    collator = PackedRows(pad_token_id=9)
-    batch = collator([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}, {"input_ids": [4], "labels": [5]}])
-    assert {name: rows.tolist() for name, rows in batch.items()} == {
-        "input_ids": [[1, 2, 3], [4, 9, 9]],
-        "labels": [[-100, 2, -100], [-100, -100, -100]],
-        "position_ids": [[0, 1, 0], [0, 0, 0]],
-    }
-    assert collator.num_tokens(batch) == 4
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 0]])
+    tokens = torch.arange(11)[None]
+    row = {"input_ids": tokens, "position_ids": positions, "labels": tokens.masked_fill(positions == 0, -100)}
+
+    def parts(count: int) -> list[list[int]]:
+        return [part["input_ids"][0].tolist() for part in split_documents(row, count)]
+
+    assert parts(1) == [[*range(11)]]
+    assert parts(2) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    assert parts(3) == [[0, 1, 2], [3, 4, 5, 6, 7, 8]], "the last documents have no labels"
+    assert parts(11) == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
 
 
 OVERRIDDEN = {

@@ -39,7 +39,6 @@ _REFUSED = {
     ),
     "auto_find_batch_size": "leave it out: microbatches and memory_limit make a step fit",
     "save_on_each_node": "leave it out: output_dir is one folder, which all nodes see",
-    "padding_free": "it makes one row of a batch, which has no microbatches; packing=True keeps rows",
     "activation_offloading": 'pass offload="activations"',
     "neftune_noise_alpha": "add the noise in the model, by a forward hook of its embedding",
 }

@@ -5,6 +5,7 @@ loss within the step. So the patch is taken off, and the same losses and metrics
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from pipec.integrations.transformers.trainer import PipelineTrainer, Target, is_
 class PipecSFTConfig(PipelineArguments, SFTConfig):  # type: ignore[misc]
     """``SFTConfig`` of TRL with the options of ``pipec.compile``; see ``PipecArguments``.
 
-    Raises InputError for ``padding_free`` and ``activation_offloading``.
+    Raises InputError for ``activation_offloading``.
     """
 
 
@@ -30,8 +31,8 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
     """``SFTTrainer`` of TRL whose model trains as a pipeline, alone and under ``torchrun``.
 
     It takes what an ``SFTTrainer`` takes, with ``PipecSFTConfig`` as ``args``. Losses and logged metrics are
-    those of TRL, computed of the logits of each microbatch. Packed rows stay rows, whose documents do not see
-    each other, where TRL makes one row of a batch.
+    those of TRL, computed of the logits of each microbatch. With ``packing`` or ``padding_free`` a batch is
+    one row of documents, of which each microbatch has some.
     """
 
     def _as_pipeline(self, model: nn.Module) -> nn.Module:
@@ -44,7 +45,6 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
             )
         if self.padding_free:
             _require_separate_documents(whole)
-            self.data_collator = PackedRows(self._tokenizer.pad_token_id)
         return super()._as_pipeline(model)
 
     def _loss_fn(self) -> Callable[..., Any]:
@@ -61,58 +61,69 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
     ) -> Any:
         """As in ``SFTTrainer``. In training the outputs are the loss alone."""
         trains = model.training and torch.is_grad_enabled()
-        inputs = {**inputs, "use_cache": False}
-        target = target_of(inputs, num_items_in_batch)
-        if trains:
-            result = model(**inputs, target=target)
+        if self.padding_free:
+            inputs, given = _row(inputs), self._in_microbatches(inputs, num_items_in_batch, trains)
         else:
-            result = self.pipe.eval_step(**inputs, target=target, outputs=return_outputs)
+            inputs = {**inputs, "use_cache": False}
+            given = {"target": target_of(inputs, num_items_in_batch), **inputs}
+        if trains:
+            result = model(**given)
+        elif self.padding_free and return_outputs:
+            result = self.pipe.eval_step(**given), self.pipe(**inputs)
+        else:
+            result = self.pipe.eval_step(**given, outputs=return_outputs)
         self._add_metrics("train" if trains else "eval", inputs)
         return (result, result) if trains and return_outputs else result
+
+    def _in_microbatches(
+        self, inputs: Mapping[str, Tensor], num_items_in_batch: Tensor | None, trains: bool
+    ) -> dict[str, Any]:
+        """The one row of a batch as microbatches, each with some of its documents, and their weights."""
+        rows = self.args.per_device_train_batch_size if trains else self.args.per_device_eval_batch_size
+        parts, every = split_documents(inputs, self.args.microbatches or rows), list[dict[str, Any]]()
+        for part in parts:
+            row = _row(part)
+            every.append(
+                {"target": {"labels": part["labels"], "num_items_in_batch": num_items_in_batch}, **row}
+            )
+        is_mean = num_items_in_batch is None or not (self.label_smoother is None or self.compute_loss_func)
+        counts = [int((part["labels"] != -100).sum()) for part in parts]
+        weights = [count / max(sum(counts), 1) for count in counts] if is_mean else "sum"
+        return {"microbatches": every, "weights": weights}
 
     def _add_metrics(self, mode: str, inputs: dict[str, Tensor]) -> None:
         """Note what ``SFTTrainer`` logs."""
         logs = {name: total.item() for name, total in self.pipe.logs.items()}
-        count, metrics = max(logs["num_tokens"], 1), self._metrics[mode]
+        count, metrics = logs["num_tokens"] or 1, self._metrics[mode]
         metrics["entropy"].append(logs["entropy"] / count)
         metrics["mean_token_accuracy"].append(logs["num_correct"] / count)
         if mode == "train":
-            packed = isinstance(self.data_collator, PackedRows)
-            count = self.data_collator.num_tokens(inputs) if packed else inputs["attention_mask"].sum().item()
-            self._total_train_tokens += count
+            counted = inputs["input_ids"].numel() if self.padding_free else inputs["attention_mask"].sum()
+            self._total_train_tokens += int(counted)
         metrics["num_tokens"] = [self._total_train_tokens]
 
 
-class PackedRows:
-    """Collates rows of packed documents: ``input_ids``, ``labels`` and ``seq_lengths``.
+def split_documents(inputs: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """The one row of a batch, (1, tokens), cut before documents into ``count`` parts of about as many tokens.
 
-    ``position_ids`` begin at 0 with each document, and there is no attention mask: models of transformers
-    then make masks in blocks, so that no document sees another one. Shorter rows are filled with documents
-    of one token. The first token of a document is no label.
+    A document begins where ``position_ids`` are 0. There are fewer parts where documents are long, and none
+    without a label, of which there would be no loss.
     """
+    num_tokens = inputs["input_ids"].shape[1]
+    starts = (inputs["position_ids"][0] == 0).nonzero().flatten()
+    wanted = [num_tokens * k / count for k in range(1, count)]
+    nearest = {int(starts[(starts - place).abs().argmin()]) for place in wanted}
+    bounds = [*sorted({0, *nearest}), num_tokens]
+    parts = [{name: inputs[name][:, a:b] for name in _OF_TOKENS} for a, b in itertools.pairwise(bounds)]
+    return [part for part in parts if (part["labels"] != -100).any()] or parts[:1]
 
-    def __init__(self, pad_token_id: int) -> None:
-        self._pad_token_id = pad_token_id
 
-    def num_tokens(self, inputs: Mapping[str, Tensor]) -> int:
-        """How many tokens of a batch are not there to fill rows."""
-        fills = (inputs["input_ids"] == self._pad_token_id) & (inputs["position_ids"] == 0)
-        return fills.numel() - int(fills.flip(1).cumprod(1).sum())
+_OF_TOKENS = ("input_ids", "labels", "position_ids")
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = max(len(example["input_ids"]) for example in examples)
-        rows = [self._row(example, longest) for example in examples]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _row(self, example: dict[str, Any], longest: int) -> dict[str, Tensor]:
-        tokens = torch.as_tensor(example["input_ids"])
-        labels = torch.as_tensor(example.get("labels", tokens))
-        missing = longest - len(tokens)
-        lengths = example.get("seq_lengths", [len(tokens)])
-        positions = torch.cat([*map(torch.arange, lengths), torch.zeros(missing, dtype=torch.long)])
-        labels = torch.cat([labels, labels.new_full((missing,), -100)]).masked_fill(positions == 0, -100)
-        tokens = torch.cat([tokens, tokens.new_full((missing,), self._pad_token_id)])
-        return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+def _row(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the model for a row of documents, which masks them by their positions."""
+    return {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"], "use_cache": False}
 
 
 @torch.no_grad()
@@ -174,7 +185,7 @@ def _token_metrics(labels: Tensor, mask: Tensor, log_probs: Tensor) -> dict[str,
     """Sums over the tokens that count: their number, entropies, and how many were the most likely one."""
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return {
-        "num_tokens": mask.sum(),
+        "num_tokens": mask.sum(dtype=torch.float32),
         "entropy": entropy.masked_fill(~mask, 0.0).sum(),
-        "num_correct": ((log_probs.argmax(-1) == labels) & mask).sum(),
+        "num_correct": ((log_probs.argmax(-1) == labels) & mask).sum(dtype=torch.float32),
     }
