@@ -11,6 +11,7 @@ from typing import Any
 import huggingface_models
 import pytest
 import torch
+from torch import Tensor, nn
 
 from pipec.errors import InputError
 
@@ -110,6 +111,20 @@ def test_packing_for_a_model_whose_documents_see_each_other() -> None:
     model.forward = lambda position_ids, **given: forward(**given)
     with pytest.raises(InputError, match="documents of a row see each other in LlamaForCausalLM"):
         _require_separate_documents(model)
+
+
+def test_losses_of_documents_that_would_not_add_up() -> None:
+    from pipec.integrations.transformers.sft import _require_division
+
+    def mean(output: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+        return nn.functional.cross_entropy(output.logits[0], labels[0])
+
+    def divided(output: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.logits[0], labels[0], reduction="sum") / num_items_in_batch
+
+    _require_division(divided, 16)
+    with pytest.raises(InputError, match="compute_loss_func does not divide by num_items_in_batch"):
+        _require_division(mean, 16)
 
 
 def test_a_row_is_split_before_documents() -> None:

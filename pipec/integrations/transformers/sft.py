@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTConfig, SFTTrainer
 
 from pipec.errors import InputError
@@ -45,6 +46,8 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
             )
         if self.padding_free:
             _require_separate_documents(whole)
+            if self.compute_loss_func is not None:
+                _require_division(self.compute_loss_func, whole.config.get_text_config().vocab_size)
         return super()._as_pipeline(model)
 
     def _loss_fn(self) -> Callable[..., Any]:
@@ -86,10 +89,10 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
             every.append(
                 {"target": {"labels": part["labels"], "num_items_in_batch": num_items_in_batch}, **row}
             )
-        is_mean = num_items_in_batch is None or not (self.label_smoother is None or self.compute_loss_func)
+        if num_items_in_batch is not None:  # which divides the sum over the tokens of each
+            return {"microbatches": every, "weights": "sum"}
         counts = [int((part["labels"] != -100).sum()) for part in parts]
-        weights = [count / max(sum(counts), 1) for count in counts] if is_mean else "sum"
-        return {"microbatches": every, "weights": weights}
+        return {"microbatches": every, "weights": [count / max(sum(counts), 1) for count in counts]}
 
     def _add_metrics(self, mode: str, inputs: dict[str, Tensor]) -> None:
         """Note what ``SFTTrainer`` logs."""
@@ -150,6 +153,19 @@ def _require_separate_documents(model: nn.Module) -> None:
         raise InputError(
             f"packing: documents of a row see each other in {type(model).__name__}, which makes no masks of "
             f"position_ids; {refusal}"
+        )
+
+
+def _require_division(loss: Callable[..., Tensor], num_words: int) -> None:
+    """Raise InputError unless a loss is divided by ``num_items_in_batch``: else microbatches' do not add up."""
+    logits = torch.linspace(-1, 1, 8 * num_words).reshape(1, 8, num_words)
+    output, labels = CausalLMOutput(logits=logits), torch.arange(8)[None] % num_words
+    once, twice = (loss(output, labels, num_items_in_batch=torch.tensor(count)) for count in (5, 10))
+    if not torch.allclose(once, 2 * twice):
+        raise InputError(
+            "compute_loss_func does not divide by num_items_in_batch, so that the losses of documents in "
+            "several microbatches do not add up to that of the batch; divide a sum over tokens by it, or leave "
+            "out packing and padding_free"
         )
 
 
