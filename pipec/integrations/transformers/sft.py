@@ -157,15 +157,15 @@ def _require_separate_documents(model: nn.Module) -> None:
 
 
 def _require_division(loss: Callable[..., Tensor], num_words: int) -> None:
-    """Raise InputError unless a loss is divided by ``num_items_in_batch``: else microbatches' do not add up."""
+    """Raise InputError unless a loss is divided by ``num_items_in_batch``, and microbatches' add up."""
     logits = torch.linspace(-1, 1, 8 * num_words).reshape(1, 8, num_words)
     output, labels = CausalLMOutput(logits=logits), torch.arange(8)[None] % num_words
     once, twice = (loss(output, labels, num_items_in_batch=torch.tensor(count)) for count in (5, 10))
     if not torch.allclose(once, 2 * twice):
         raise InputError(
             "compute_loss_func does not divide by num_items_in_batch, so that the losses of documents in "
-            "several microbatches do not add up to that of the batch; divide a sum over tokens by it, or leave "
-            "out packing and padding_free"
+            "several microbatches do not add up to that of the batch; divide a sum over tokens by it, or "
+            "leave out packing and padding_free"
         )
 
 
