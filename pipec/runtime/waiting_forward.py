@@ -37,7 +37,7 @@ class WaitingForward:
         self.number, self._begun, self.run_backward = number, begun, run_backward
         self.trained: Sequence[TrainedOutput] = begun[0][0].artifact.plan.trained_outputs
         """The outputs that a backward starts from."""
-        self._read = [(name, tensor, _version(tensor)) for name, tensor in read.items()]
+        self._read = [(name, tensor, tensor.detach(), _version(tensor)) for name, tensor in read.items()]
 
     @property
     def artifacts(self) -> Sequence[Artifact]:
@@ -52,12 +52,12 @@ class WaitingForward:
                 "time: call it once, on the sum of the losses, or call the module again. retain_graph=True "
                 "does not keep them"
             )
-        for name, tensor, version in self._read:
-            if _version(tensor) != version:
+        for name, tensor, before, version in self._read:
+            if _version(tensor) != version or tensor.data_ptr() != before.data_ptr():
                 return (
-                    f"{name} was changed in place between the call of the module and the backward of its "
-                    "outputs, which reads it again: call optimizer.step() after the backward, and change a "
-                    "clone of what is passed"
+                    f"{name} was changed between the call of the module and the backward of its outputs, "
+                    "which reads it again: call optimizer.step() after the backward, change a clone of what is "
+                    "passed, and give back the .data that was there"
                 )
         return ""
 

@@ -295,6 +295,12 @@ def refusals() -> dict[str, Callable[[nn.Module], object]]:
             next(module.parameters()).mul_(2)
         loss.backward()
 
+    def replaced_data(module: nn.Module) -> None:
+        loss = spread(module(X))
+        weight = next(module.parameters())
+        weight.data = weight.data * 2
+        loss.backward()
+
     def changed_batch(module: nn.Module) -> None:
         given = X.clone()
         loss = spread(module(given))
@@ -307,6 +313,7 @@ def refusals() -> dict[str, Callable[[nn.Module], object]]:
     return {
         "again": second,
         "0.weight was changed": changed_weight,
+        "give back the .data": replaced_data,
         r"args\[0\] was changed": changed_batch,
         "some tensors alone": one_gradient,
         "inputs=": lambda module: spread(module(X)).backward(inputs=[*module.parameters()]),
