@@ -232,7 +232,12 @@ def _first_success(tracer: "_Tracer", request: CaptureRequest) -> tuple[Training
         try:
             return tracer.trace_variables(), []
         except SpecializedVariableError as error:
-            if error.__cause__ is None or not tracer.dry_run().changed:
+            if error.__cause__ is None:
+                raise
+            first = tracer.dry_run()
+            if isinstance(first.error, NoLossError):
+                raise first.error from error
+            if not first.changed:
                 raise
         return tracer.trace_variables(), []
     errors: list[Exception] = []
@@ -336,8 +341,6 @@ class _Tracer:
             raise
         except Exception as error:
             raise_if_unsupported(error)
-            if isinstance(found := self.dry_run().error, NoLossError):
-                raise found from error
             raise SpecializedVariableError(error_summary(error)) from error
         if not graph.is_valid_for(self._call.batch_size, graph.planned_sizes):
             raise SpecializedVariableError("what holds of it does not hold of this call")

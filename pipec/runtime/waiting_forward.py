@@ -56,8 +56,8 @@ class WaitingForward:
             if _version(tensor) != version or tensor.data_ptr() != before.data_ptr():
                 return (
                     f"{name} was changed between the call of the module and the backward of its outputs, "
-                    "which reads it again: call optimizer.step() after the backward, change a clone of what is "
-                    "passed, and give back the .data that was there"
+                    "which reads it again: call optimizer.step() after the backward, change a clone of what "
+                    "is passed, and give back the .data that was there"
                 )
         return ""
 
