@@ -728,8 +728,7 @@ class CompiledExecutions(Executions):
     @property
     def _is_never_split(self) -> bool:
         """Whether there is one microbatch, so that tensors need not have the same rows."""
-        options = self.compiler.decided.recorded_options
-        return options["microbatches"] == 1 and options["replicas"] == 1 and self.batch != "local"
+        return self.compiler.decided.recorded_options["microbatches"] == 1 and self.batch != "local"
 
     def _divided(self, call: ModelCall) -> ModelCall:
         return with_batch_axes(call, self.batched, positional_names(self.compiler.model), self.known_splits)

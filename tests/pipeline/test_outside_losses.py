@@ -252,11 +252,16 @@ def test_a_model_of_transformers(
     assert_same(pipe, plain, rounding)
 
 
-def test_mixed_precision() -> None:
-    plain = net().float()
-    pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=2, precision="bf16-mixed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision(dtype: torch.dtype) -> None:
+    """In float16 gradients are scaled up for the backwards, and down for the script."""
+    plain, sgd = net().float(), functools.partial(torch.optim.SGD, lr=0.1)
+    options: dict[str, Any] = {"precision": "bf16-mixed"}
+    if dtype == torch.float16:
+        options = {"precision": "fp16-mixed", "optimizer": sgd}
+    pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=2, **options)
     spread(pipe(X.float()).float()).backward()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         output = plain(X.float())
     spread(output.float()).backward()
     for fqn, gradient in gradients(pipe).items():
