@@ -83,12 +83,8 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """The one row of a batch as microbatches, each with some of its documents, and their weights."""
         rows = self.args.per_device_train_batch_size if trains else self.args.per_device_eval_batch_size
-        parts, every = split_documents(inputs, self.args.microbatches or rows), list[dict[str, Any]]()
-        for part in parts:
-            row = _row(part)
-            every.append(
-                {"target": {"labels": part["labels"], "num_items_in_batch": num_items_in_batch}, **row}
-            )
+        parts = split_documents(inputs, self.args.microbatches or rows)
+        every = [{"target": target_of({**part}, num_items_in_batch), **_row(part)} for part in parts]
         if num_items_in_batch is not None:  # which divides the sum over the tokens of each
             return {"microbatches": every, "weights": "sum"}
         counts = [int((part["labels"] != -100).sum()) for part in parts]
