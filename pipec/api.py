@@ -73,12 +73,16 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
             these passed different arguments. (``costs`` may differ; rank 0's count.)
     """
     check_arguments({"model": MODEL}, {"model": model})
-    options = Options.of({"devices": devices, **given})
+    return compile_with(model, Options.of({"devices": devices, **given}))
+
+
+def compile_with(model: nn.Module, options: Options, *, between_modules: bool = False) -> Pipeline:
+    """What ``compile`` does. With ``between_modules`` stages consist of whole modules, as those of torch."""
     ranks, weights = _ranks(options), None
     if options.weights is not None:
         folder = options.weights
         weights = _agreed_weights(ranks, folder, lambda: (model, weights_for(model, folder)))[1]
-    return _pipeline(model, options, ranks, weights)
+    return _pipeline(model, options, ranks, weights, between_modules)
 
 
 def from_pretrained(
@@ -150,7 +154,11 @@ def _note_version(version: str) -> None:
 
 
 def _pipeline(
-    model: nn.Module, options: Options, ranks: Ranks, weights: PretrainedWeights | None
+    model: nn.Module,
+    options: Options,
+    ranks: Ranks,
+    weights: PretrainedWeights | None,
+    between_modules: bool = False,
 ) -> Pipeline:
     _note_version(torch.__version__)
     if ranks.world.is_distributed:
@@ -184,6 +192,7 @@ def _pipeline(
         profile,
         _sync_spec(options, ranks),
         optimizer,
+        between_modules=between_modules,
         buffers_on_any_stage=ranks.world.is_distributed or len({*ranks.devices.values()}) == 1,
         recorded=recorded_options(options),
     )

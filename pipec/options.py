@@ -120,11 +120,11 @@ class Options:
     )
     schedule: str | Path | Callable[[int, int], Schedule] = option(
         "1f1b",
-        instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
+        instance("the name of a schedule, the path of a CSV file of compute orders", str, Path) | FUNCTION,
         """The name of a schedule such as ``"zb-h1"``, ``"auto"`` for the fastest one that fits, or
-        ``"auto-async"`` for the fastest one with asynchronous schedules; a ``Path`` to a file of compute
-        orders; or a function of the numbers of ranks and microbatches. See docs/schedules.md.""",
-        flag=Flag("A name such as 1f1b or zb-h1, auto, auto-async, or a .txt file of compute orders.", str),
+        ``"auto-async"`` for the fastest one with asynchronous schedules; a CSV file of compute orders, such
+        as ``"order.csv"``; or a function of the numbers of ranks and microbatches. See docs/schedules.md.""",
+        flag=Flag("A name such as 1f1b or zb-h1, auto, auto-async, or a .csv file of compute orders.", str),
     )
     microbatches: int | None = option(
         None,

@@ -31,7 +31,6 @@ from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links
 from pipec.schedules import ENTRY_POINTS, Workload, one_f_one_b
 from pipec.schedules.chain_simulation import simulate_schedule
-from pipec.schedules.custom import FORMAT as SCHEDULE
 from pipec.torch_compat.versions import untested_version
 
 ROOT = Path(__file__).parent.parent
@@ -113,7 +112,7 @@ def test_figures_are_those_of_the_pages_that_they_link_to() -> None:
 
 
 def test_pages_name_formats_and_versions_as_the_code_has_them() -> None:
-    written = f"{ARTIFACT}, {CHECKPOINT}, pipec profile {PROFILE}, {TOPOLOGY}, {SCHEDULE}."
+    written = f"{ARTIFACT}, {CHECKPOINT}, pipec profile {PROFILE}, {TOPOLOGY}."
     assert written.replace("pipec ", "") in read("CHANGELOG.md")
     assert re.findall(r"^## (\S+) \(", read("CHANGELOG.md"), re.MULTILINE)[0] == pipec.__version__
     assert yaml.safe_load(read("CITATION.cff"))["version"] == pipec.__version__
@@ -123,7 +122,7 @@ def test_pages_name_formats_and_versions_as_the_code_has_them() -> None:
     assert [" ".join(each) for each in shown] == [ARTIFACT, CHECKPOINT, f"pipec profile {PROFILE}"]
     (torch_range,) = (each for each in PROJECT["dependencies"] if each.startswith("torch"))
     others = sorted(re.split(r"[<>=]", each)[0] for each in PROJECT["dependencies"] if each != torch_range)
-    for each in (TOPOLOGY, SCHEDULE, torch_range, ENTRY_POINTS, f"pip install {' '.join(others)}"):
+    for each in (TOPOLOGY, torch_range, ENTRY_POINTS, f"pip install {' '.join(others)}"):
         assert each in read("docs/stability.md")
 
 

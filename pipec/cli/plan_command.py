@@ -1,5 +1,6 @@
 """``pipec plan``: compile a model, and print, write or draw its plan."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -32,8 +33,8 @@ def plan(
         typer.Option(
             "--output",
             "-o",
-            help="A folder for plan, code and programs; or a file for a drawing of the step: .html, .svg, "
-            ".txt, or .json for Perfetto and Chrome.",
+            help="A folder for plan, code and programs; a file for a drawing of the step: .html, .svg, .txt, "
+            "or .json for Perfetto and Chrome; or a .csv for the orders that torch's pipelining loads.",
         ),
     ] = None,
     *,
@@ -43,7 +44,8 @@ def plan(
     """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and other candidates.
 
     A folder that -o writes is an artifact without parameters; Pipeline.save(folder, tensors=True) saves those
-    too.
+    too. With -o order.csv stages are cut between modules, as torch's pipelining needs, and their names are
+    written to order.json.
 
     JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank; with --code
     also sources, by stage.
@@ -57,12 +59,17 @@ def plan(
         from pipec.hardware.topology import read_topology
 
         devices = len(read_topology(options["topology"]).devices)
-    pipe = compile_target(target, devices, options)
+    for_torch = output is not None and output.suffix == ".csv"
+    pipe = compile_target(target, devices, options, between_modules=for_torch)
     wrote = "" if output is None else f"wrote plan, code and programs to {output}"
     sources = {str(stage): pipe.source(stage) for stage in range(len(pipe.plan.stages))}
     if output is not None and _is_drawing(output):
         pipe.visualize(output)
         wrote = f"wrote {output}"
+    elif output is not None and for_torch:
+        wrote = (
+            f"wrote the orders to {output}, and the modules of each stage to {_write_orders(pipe, output)}"
+        )
     elif output is not None:
         pipe.save(output)
     if as_json:
@@ -89,6 +96,18 @@ def _summary(pipe: "Pipeline") -> dict[str, object]:
         **({"steady": own} if own else {}),
         "peak_bytes": [need.peak_bytes for need in pipe.memory()],
     }
+
+
+def _write_orders(pipe: "Pipeline", path: Path) -> Path:
+    """Write the compute orders, and the names of the modules of each stage to a file beside them."""
+    orders, modules, beside = pipe.plan.to_csv(), pipe.plan.module_fqns(), path.with_suffix(".json")
+    for file, text in ((path, orders), (beside, json.dumps(modules, indent=2) + "\n")):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{file} cannot be written: {error}") from error
+    return beside
 
 
 def _is_drawing(path: Path) -> bool:

@@ -22,7 +22,7 @@ CompareSchedule = Annotated[
 ]
 ScheduleName = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="gpipe, 1f1b, zb-h1, auto, ...; or a .txt file of compute orders."),
+    typer.Argument(metavar="NAME", help="gpipe, 1f1b, zb-h1, auto, ...; or a .csv file of compute orders."),
 ]
 Stages = Annotated[
     int | None,
@@ -86,7 +86,7 @@ def schedule(
     from pipec.viz import draw_steps, steps_text
 
     refuse_folder(name)
-    if ":" in name and not name.endswith(".txt"):
+    if ":" in name and not name.endswith(".csv"):
         raise InputError(f"{name} is a model: pipec plan {name} --devices 4 -o step.html draws its step")
     check_drawing(output)
     numbers = _replicas_of_stages(stages, replicas)
@@ -161,6 +161,7 @@ def _schedule_and_work(
     A stage with twice as many replicas as another takes twice as long.
     """
     from pipec.schedules import ASYNCHRONOUS_SCHEDULES, custom_schedule, make_schedule
+    from pipec.schedules.custom import ORDERS_SUFFIX
     from pipec.schedules.replicated import replicate_schedule, round_robin
 
     scaled = work.scaled([count / min(replicas) for count in replicas])
@@ -175,7 +176,7 @@ def _schedule_and_work(
         return round_robin(num_microbatches, replicas), scaled
 
     def one_pipeline(count: int) -> "Schedule":
-        if name.endswith(".txt"):
+        if name.endswith(ORDERS_SUFFIX):
             return custom_schedule(Path(name), len(replicas), count)
         return make_schedule(name, len(replicas), count, work)
 

@@ -24,27 +24,31 @@ def compile_target(
     target: str,
     devices: int,
     options: Mapping[str, Any],
+    *,
+    between_modules: bool = False,
 ) -> "Pipeline":
     """Compile a step with the example of ``target``, without running it.
 
-    ``options`` are options of ``pipec.compile``, as ``compile_flags`` reads them.
+    ``options`` are options of ``pipec.compile``, as ``compile_flags`` reads them. With ``between_modules``
+    stages consist of whole modules.
     """
-    schedule, replicas = options["schedule"], parse_replicas(options["replicas"])
-    from pipec.api import compile
+    replicas = parse_replicas(options["replicas"])
+    from pipec.api import compile_with
     from pipec.hardware.calibration import calibrate
+    from pipec.options import Options
     from pipec.runtime.processes.launch import resolve_devices, world
 
     device = next(iter(resolve_devices(devices, world()).values()))
     example = load_example(target)
     parsed = {
-        "schedule": Path(schedule) if schedule.endswith(".txt") else schedule,
         "replicas": replicas,
         "optimizer": load_optimizer(options["optimizer"]),
         "costs": calibrate(device) if options["costs"] == "calibrate" else options["costs"],
         "loss_fn": example.loss_fn,
         "batched": example.batched,
     }
-    pipe = compile(example.model, devices, **{**options, **parsed})
+    given = Options.of({"devices": devices, **options, **parsed})
+    pipe = compile_with(example.model, given, between_modules=between_modules)
     return pipe.prepare(*example.args, target=example.target, **example.kwargs)
 
 

@@ -1,7 +1,8 @@
 """One point of the search space: the decisions that are fixed, and those left to the search."""
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,12 +156,12 @@ class Candidate:
             return self._choosing_replicas(self.options.topology.without_memory_limits(), count, size)
         if not isinstance(self.policy.replicas, int):
             devices = equal_devices(self.policy.total_ranks, self.options.topology.slowest_link)
-            return AssignStages(CutStages(devices, size, (), updates, self.policy.replicas, count))
+            return AssignStages(self._cut(devices, size, (), updates, self.policy.replicas, count))
         if not _is_straight(placement):
             devices = equal_devices(len(placement), self.options.topology.slowest_link)
-            return self._for_replicas(CutStages(devices, size))
+            return self._for_replicas(self._cut(devices, size))
         devices = self.pipeline_topology().without_memory_limits()
-        return self._for_replicas(CutStages(devices, size, updates=updates))
+        return self._for_replicas(self._cut(devices, size, updates=updates))
 
     def cuts_within_memory(self, placement: Placement) -> bool:
         """Whether stages so placed can be cut for less memory."""
@@ -177,7 +178,7 @@ class Candidate:
             return self._choosing_replicas(self.options.topology.with_reserved_memory(reserved), count, size)
         most = [max(reserved[rank] for rank in group) for group in self.replica_groups()]
         devices = self.pipeline_topology().with_reserved_memory(most)
-        return self._for_replicas(CutStages(devices, size, in_flight, self.updates(count)))
+        return self._for_replicas(self._cut(devices, size, in_flight, self.updates(count)))
 
     def updates(self, count: int) -> UpdateCost | None:
         """The cost of the updates after each mini-batch of ``count`` microbatches; None if synchronous."""
@@ -204,7 +205,11 @@ class Candidate:
     def _choosing_replicas(self, topology: Topology, count: int, size: int) -> Pass:
         """The pass for which the planner chooses the replicas of each stage, on any devices."""
         devices, most = topology.single_level(), self.policy.total_ranks
-        return AssignStages(CutStages(devices, size, None, self.updates(count), most, count))
+        return AssignStages(self._cut(devices, size, None, self.updates(count), most, count))
+
+    @property
+    def _cut(self) -> Callable[..., CutStages]:
+        return functools.partial(CutStages, between_modules=self.options.between_modules)
 
     def _for_replicas(self, assign: Assign) -> Pass:
         """The pass that applies the cut of one pipeline to all its replicas."""

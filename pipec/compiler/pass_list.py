@@ -37,8 +37,9 @@ class CompilerOptions:
     "none" or "full". With ``may_offload``, saved values may be copied to host memory. ``profile`` holds
     measured costs of the training graph that decides the cut. ``sync_spec`` says whether the programs update,
     clip and shard, and ``optimizer`` what its updates cost. ``buffers_on_any_stage`` is False if one process
-    has several devices and each buffer is on one of them. ``recorded`` holds the options of ``compile`` that
-    an artifact records.
+    has several devices and each buffer is on one of them. With ``between_modules``, no cut is inside of a
+    module that has operators of its own. ``recorded`` holds the options of ``compile`` that an artifact
+    records.
     """
 
     device_model: DeviceModel
@@ -49,6 +50,7 @@ class CompilerOptions:
     sync_spec: SyncSpec = NO_SYNC
     optimizer: OptimizerProperties | None = None
     buffers_on_any_stage: bool = True
+    between_modules: bool = False
     recorded: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -21,6 +21,7 @@ from pipec.schedules import (
     make_schedule,
     v_placement,
 )
+from pipec.schedules.custom import ORDERS_SUFFIX
 from pipec.schedules.order_builder import looped_name
 from pipec.schedules.replicated import (
     consecutive_placement,
@@ -268,15 +269,19 @@ def make_schedule_policy(
 ) -> SchedulePolicy:
     """The policy of pipelines on ``num_ranks`` ranks, with this number of ``stages`` or of ``replicas``.
 
-    ``"auto-async"`` is ``"auto"`` among asynchronous schedules, too. ``replicas="auto"`` starts with one.
+    ``"auto-async"`` is ``"auto"`` among asynchronous schedules, too. A name that ends in ``.csv`` is that of
+    a file of orders. ``replicas="auto"`` starts with one.
 
     Raises:
         InputError: the source is no schedule, or does not support these stages or replicas on these ranks.
     """
+    asynchronous = source == "auto-async"
+    if isinstance(source, str) and source.endswith(ORDERS_SUFFIX):
+        source = Path(source)
     one = SchedulePolicy(
-        "auto" if source == "auto-async" else source,
+        "auto" if asynchronous else source,
         num_ranks,
-        asynchronous=source == "auto-async",
+        asynchronous=asynchronous,
         chooses_stages=source in ("1f1b", "auto") and stages is None,
     )
     if stages is not None:
@@ -337,14 +342,15 @@ _ROWS_FOR_ANY = 1024
 
 
 def resolve_num_microbatches(policy: SchedulePolicy, num_microbatches: int | None) -> int | None:
-    """The requested number of microbatches, or that of a file of orders.
+    """The requested number of microbatches, or that of a file of orders, which has those of one replica.
 
     Raises:
         InputError: the schedule does not support these numbers of ranks and microbatches.
     """
     source = policy.source
     if isinstance(source, Path) and num_microbatches is None:
-        return custom_schedule(source, policy.num_ranks, None).num_microbatches
+        assert isinstance(policy.replicas, int), "unequal replicas of a file are refused"
+        return custom_schedule(source, policy.num_ranks, None).num_microbatches * policy.replicas
     if policy.is_asynchronous:
         policy.placements(num_microbatches or policy.microbatch_counts(_ROWS_FOR_ANY)[0])
     elif isinstance(source, str) and source not in SEARCHED_SCHEDULES:

@@ -26,6 +26,7 @@ class Operator:
     """One torch-level call of the model's forward, in program order: the unit in which stages are cut.
 
     ``checkpoint`` numbers the call of ``torch.utils.checkpoint`` around it, from 1; 0 if there is none.
+    ``callers`` are the modules in whose forward it is, the outermost first, without the model itself.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Operator:
     module_type: str
     source: str
     checkpoint: int = field(default=0, compare=False)
+    callers: tuple[str, ...] = field(default=(), compare=False)
 
 
 class LoweringLevel(IntEnum):

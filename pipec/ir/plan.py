@@ -56,6 +56,9 @@ class Tail:
 class Stage:
     """Consecutive forward operators ``first_operator .. last_operator``, and all nodes they caused.
 
+    ``modules`` are the modules of its operators, and ``whole_modules`` the outermost ones of which no other
+    stage has an operator. ``divided_module`` names the module inside of which the stage begins, and the
+    source line; it is empty if the cut before the stage is between modules.
     ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed_parameters`` is the
     subset owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
     forward replaces (BatchNorm statistics). Of these, ``step_buffers`` get the same new value from every
@@ -73,6 +76,8 @@ class Stage:
     first_operator: int
     last_operator: int
     modules: tuple[str, ...] = ()
+    whole_modules: tuple[str, ...] = ()
+    divided_module: str = ""
     parameters: tuple[str, ...] = ()
     borrowed_parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()

@@ -29,6 +29,7 @@ from pipec.graph import (
 )
 from pipec.graph.in_place import owns_new_storage
 from pipec.graph.lifetimes import BytesOf, FunctionMemory, storage_bytes, storage_owners
+from pipec.graph.module_cuts import ModulePart, module_parts
 from pipec.graph.phase_functions import PhaseFunction, StageFunctions, batch_count_nodes
 from pipec.graph.size_text import format_guard
 from pipec.hardware.collective_costs import all_reduce_seconds, unshard_seconds
@@ -200,10 +201,17 @@ class _PlanBuilder:
 
     # stages
 
+    @functools.cached_property
+    def module_parts(self) -> Sequence[ModulePart]:
+        """What each stage has of the model's modules."""
+        cut = self.graph.assignment
+        return module_parts(self.graph.operators, cut.stages[: len(self.graph.operators)], len(self.stages))
+
     def stage(self, stage: StageFunctions) -> Stage:
         forwards = stage.phase_functions(Phase.FORWARD)
         operators = _operators(node for function in forwards for node in function.body)
         modules = (self.graph.operators[op].module for op in operators if self.graph.operators)
+        part = self.module_parts[stage.index]
         parameters, buffers = _fqns(stage.parameters), _fqns(stage.buffers)
         updated = {fqn for function in stage.all_functions for fqn, _ in function.buffer_updates}
         return Stage(
@@ -211,6 +219,8 @@ class _PlanBuilder:
             first_operator=operators[0] if operators else 0,
             last_operator=operators[-1] if operators else -1,
             modules=tuple(dict.fromkeys(filter(None, modules))),
+            whole_modules=part.modules,
+            divided_module=part.divided,
             parameters=parameters,
             borrowed_parameters=tuple(fqn for fqn in parameters if self.owners[fqn] != stage.index),
             buffers=buffers,

@@ -14,6 +14,7 @@ from pipec.ir.text_format import (
     value_bytes,
 )
 from pipec.plan.predictions import plan_memory, simulate_plan
+from pipec.plan.torch_schedule import module_fqns, orders_csv
 from pipec.timeline.attribution import attribute_waits, critical_path, critical_path_times
 from pipec.timeline.events import Timeline
 from pipec.timeline.steady_state import steady_state
@@ -34,6 +35,27 @@ class PrintablePlan(Plan):
 
     def __repr__(self) -> str:
         return str(self)
+
+    def to_csv(self) -> str:
+        """The compute orders as a CSV with a row for each rank, which torch's pipelining and torchtitan load.
+
+        With replicas they are the orders of one pipeline. ``pipec.compile(..., schedule="order.csv")`` reads
+        such a file.
+
+        Raises:
+            PlanError: torch's pipelining cannot run the plan: it is asynchronous, a part of its loss needs
+                the rows of all microbatches, the script computes the loss, or replicas are unequal.
+        """
+        return orders_csv(self, self.programs)
+
+    def module_fqns(self) -> list[list[str]]:
+        """The names of the modules of each stage, as torchtitan's ``module_fqns_per_model_part``.
+
+        Raises:
+            PlanError: a cut is inside of a module, which the error names with the source line, or stages
+                share a parameter.
+        """
+        return module_fqns(self)
 
 
 def plan_table(plan: Plan, programs: Sequence[Program]) -> str:

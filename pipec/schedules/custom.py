@@ -1,36 +1,35 @@
-"""A user's own schedule: a function, or a text of compute orders.
+"""A user's own schedule: a function, or a CSV file of compute orders in the form of torch's pipelining.
 
-The text has a line for each rank, with its computes in the order in which they run::
+The file has a row for each rank, with its computes in the order in which they run::
 
-    # two ranks, three microbatches
-    0: F0 F1 B0 W0 F2 B1 W1 B2 W2
-    1: F0 B0 W0 F1 B1 W1 F2 B2 W2
+    0F0,0F1,0I0,0F2,0W0,0I1,0W1,0B2
+    1F0,1B0,1F1,1B1,1F2,1B2
 
-``F3`` is the forward of microbatch 3, ``B3`` its backward, or its input gradient if the rank runs ``W3``, its
-weight gradient, too. Where ranks hold several stages, a first line ``placement: 0 1 1 0`` gives the rank of
-each stage, and ``F3.2`` is the forward of stage 2. In ``placement: 0,1 2`` ranks 0 and 1 are the replicas of
-stage 0 and take its microbatches in turn. A ``#`` begins a comment.
+``0F2`` is the forward of stage 0 on microbatch 2, ``0B2`` its backward, and ``0I1`` and ``0W1`` are the
+halves of a backward: the gradients of the input and of the weights. The ranks of the stages follow from the
+rows. An empty cell, in which a rank waits, says nothing here.
 """
 
+import csv
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipec.errors import DAMAGED_DATA_ERRORS, InputError, PipecError
-from pipec.ir import Compute, Phase, Placement, Schedule
+from pipec.ir import Compute, Phase, Placement, Schedule, one_rank_per_stage
 from pipec.ir.argument_checks import MOST_MICROBATCHES, check_arguments, integer_between, short_repr
 from pipec.ir.columns import ComputeColumns
 from pipec.ir.stream import Stream
-from pipec.ir.text_format import PHASE_LETTERS
-from pipec.schedules.order_builder import linear_placement
+from pipec.schedules.order_builder import PHASES
 
-_PLACEMENT = re.compile(r"\s*\d{1,9}((,|\s+)\d{1,9})*\s*")
-_CELL = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
-_PHASES = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "W": Phase.BACKWARD_WEIGHT}
+ORDERS_SUFFIX = ".csv"
+"""Names of schedules that end so are those of files of compute orders."""
 
-
-FORMAT = "pipec schedule 1"
+_CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_LETTERS = {phase: letter for letter, phase in PHASES.items()}
 
 
 def custom_schedule(
@@ -118,73 +117,60 @@ def _columns(order: Sequence[Compute]) -> ComputeColumns:
 
 
 def parse_orders(text: str, name: str) -> Schedule:
-    """The schedule written in ``text``; ``format_orders`` writes such a text.
-
-    A line ``format: pipec schedule 1`` may name the version of the format.
+    """The schedule that the rows of ``text`` hold; ``format_orders`` writes such a text.
 
     Raises:
-        InputError: a line is neither a rank's order nor the placement; the message names the line.
+        InputError: a cell is no compute, or a stage is on no rank or on several.
     """
-    placement: Placement | None = None
-    orders: list[list[Compute]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        head, _, body = line.partition("#")[0].partition(":")
-        if head.strip() == "placement" and _PLACEMENT.fullmatch(body):
-            placement = tuple(tuple(map(int, word.split(","))) for word in body.split())
-        elif head.strip() == "format":
-            if body.strip() != FORMAT:
-                raise InputError(
-                    f"{name}, line {number}: the format is {body.strip()!r}, and this version of pipec reads "
-                    f"{FORMAT!r}; use a later version of pipec"
-                )
-        elif head.strip() == str(len(orders)) and ":" in line:
-            orders.append(_split(list(_parse_computes(body, len(orders), f"{name}, line {number}"))))
-        elif head.strip() or body.strip():
-            raise InputError(
-                f"{name}, line {number}: found {line.strip()!r}; expected '{len(orders)}: F0 B0 ...', the "
-                f"order of rank {len(orders)}, or 'placement: 0 1 ...'"
-            )
+    rows = list(csv.reader(text.splitlines()))
+    orders = [[*_parse_computes(row, f"{name}, line {line}")] for line, row in enumerate(rows, 1)]
     computes = [compute for order in orders for compute in order]
     if not computes:
-        raise InputError(f"{name}: no rank computes anything; expected lines such as '0: F0 B0'")
+        raise InputError(f"{name}: no rank computes anything; expected a row for each rank such as 0F0,0B0")
     num_microbatches = max(compute.microbatch for compute in computes) + 1
-    placement = placement or linear_placement(len(orders))
-    return Schedule(name, num_microbatches, placement, tuple(map(ComputeColumns.of, orders)))
+    return Schedule(name, num_microbatches, _placement(orders, name), tuple(map(ComputeColumns.of, orders)))
 
 
-def _parse_computes(body: str, rank: int, where: str) -> Iterator[Compute]:
-    for word in body.split():
-        match = _CELL.fullmatch(word)
-        if not match:
-            raise InputError(
-                f"{where}: found {word!r}; expected F, B or W and a microbatch: F3, or F3.2 of stage 2"
-            )
-        letter, microbatch, stage = match.groups()
-        yield Compute(_PHASES[letter], rank if stage is None else int(stage), int(microbatch))
+def _parse_computes(cells: Sequence[str], where: str) -> Iterator[Compute]:
+    for cell in map(str.strip, cells):
+        pair = _OVERLAP.fullmatch(cell)
+        for word in map(str.strip, pair[1].split(";") if pair else [cell] * bool(cell)):
+            match = _CELL.fullmatch(word)
+            if not match and _COMMUNICATION.fullmatch(word):
+                raise InputError(
+                    f"{where}: found {word}, which computes nothing; pipec adds all communication itself. "
+                    'Write the computes alone, as torch does in the format "compute_only"'
+                )
+            if not match:
+                raise InputError(
+                    f"{where}: found {word!r}; expected a stage, F, B, I or W, and a microbatch, such as 0F3"
+                )
+            stage, letter, microbatch = match.groups()
+            yield Compute(PHASES[letter], int(stage), int(microbatch))
 
 
-def _split(order: list[Compute]) -> list[Compute]:
-    """The same order, with input gradients for backwards whose weight gradients are in the order, too."""
-    weights = {
-        (compute.stage, compute.microbatch) for compute in order if compute.phase is Phase.BACKWARD_WEIGHT
-    }
-    return [
-        Compute(Phase.BACKWARD_INPUT, compute.stage, compute.microbatch)
-        if compute.phase is Phase.BACKWARD and (compute.stage, compute.microbatch) in weights
-        else compute
-        for compute in order
-    ]
+def _placement(orders: Sequence[Sequence[Compute]], name: str) -> Placement:
+    """The rank of each stage: the one whose row has its computes."""
+    ranks: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for compute in order:
+            if (found := ranks.setdefault(compute.stage, rank)) != rank:
+                raise InputError(
+                    f"{name}, line {rank + 1}: stage {compute.stage} is on rank {rank}, and in line "
+                    f"{found + 1} on rank {found}; expected each stage in one row. A file has the orders of "
+                    "one pipeline: pass replicas=... for several"
+                )
+    if missing := [stage for stage in range(len(ranks)) if stage not in ranks]:
+        raise InputError(
+            f"{name}: stage {max(ranks)} is in a row, but stage {missing[0]} in none; expected stages from "
+            "0 on without gaps"
+        )
+    return one_rank_per_stage(rank for _, rank in sorted(ranks.items()))
 
 
 def format_orders(schedule: Schedule) -> str:
-    """The text from which ``parse_orders`` makes the same schedule."""
-    several = schedule.placement != linear_placement(schedule.num_ranks)
-    words = (",".join(map(str, ranks)) for ranks in schedule.placement)
-    lines = [f"placement: {' '.join(words)}"] if several else []
-    for rank, order in enumerate(schedule.orders):
-        labels = (
-            f"{PHASE_LETTERS[compute.phase]}{compute.microbatch}" + (f".{compute.stage}" if several else "")
-            for compute in order
-        )
-        lines.append(f"{rank}: {' '.join(labels)}")
-    return "\n".join([*lines, ""])
+    """The text from which ``parse_orders`` makes the same schedule, of one rank for each stage."""
+    return "".join(
+        ",".join(f"{each.stage}{_LETTERS[each.phase]}{each.microbatch}" for each in order) + "\n"
+        for order in schedule.orders
+    )

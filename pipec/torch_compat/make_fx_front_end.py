@@ -279,8 +279,8 @@ class _NodeRecorder(TorchDispatchMode):
         if self._is_forward:
             self._numbers.append(node.meta["seq_nr"])
             self._forward_nodes.append(node)
-            path = self._paths.get(id(self._modules[-1]), "")
-            node.meta["nn_module_stack"] = {path: (path, type(self._modules[-1]).__name__)}
+            calls = [(self._paths.get(id(each), ""), type(each).__name__) for each in self._modules]
+            node.meta["nn_module_stack"] = {str(depth): call for depth, call in enumerate(calls)}
             return
         if current is not None:
             self._cause = self._forward_node(current._sequence_nr()) or self._cause

@@ -210,8 +210,8 @@ def test_schedule_searches_within_a_memory_limit() -> None:
 
 
 def test_schedule_of_a_file_of_compute_orders(tmp_path: Path) -> None:
-    path = tmp_path / "mine.txt"
-    path.write_text("0: F0 F1 B0 W0 B1 W1\n1: F0 B0 F1 B1 W0 W1\n")
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
     facts = pipec_json("schedule", path, "--stages", 2, "--microbatches", 2)
     assert (facts["makespan"], facts["bubble_rate"]) == (7.0, 1 - 6 / 7)
 
@@ -245,7 +245,7 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
         (("gpipe", "--stages", 0), "Invalid value for '--stages'"),
         (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .json, .svg, .txt"),
         (("zb-2p", "--memory-limit", "3GB"), "Invalid value for '--memory-limit'"),
-        (("orders.txt",), "orders.txt"),
+        (("orders.csv",), "orders.csv"),
         (("gpipe", "--devices", 4), "No such option: --devices"),
         ((MLP,), f"pipec plan {MLP} --devices 4 -o step.html draws its step"),
         ((ROOT,), f"pipec run {ROOT} --trace -o page.html draws the steps of a saved artifact"),

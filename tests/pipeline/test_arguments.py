@@ -125,8 +125,8 @@ class Unprintable:
             r"<lambda>\(2, 2\) returned None; expected a Schedule",
         ),
         (
-            {"schedule": Path("/nowhere.txt")},
-            "/nowhere.txt cannot be read: .*; expected a file of compute orders",
+            {"schedule": Path("/nowhere.csv")},
+            "/nowhere.csv cannot be read: .*; expected a file of compute orders",
         ),
         ({"costs": 5}, r"costs is 5; expected a pipec\.Profile or the path of its file or what pipec\.calib"),
         ({"optimizer": lambda: None}, r"the optimizer factory .* raised TypeError: .*takes 0 positional"),
@@ -187,7 +187,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("targets.py").write_text(TARGETS)
     Path("broken.py").write_text("def f(:\n")
-    Path("bytes.txt").write_bytes(b"\xff\xfe")
+    Path("bytes.csv").write_bytes(b"\xff\xfe")
     return tmp_path
 
 
@@ -200,7 +200,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plan targets.py:nothing --devices 2", "returned NoneType; expected pipec.Example("),
         ("plan broken.py:f --devices 2", "broken.py raised SyntaxError: invalid syntax"),
         ("plan ..:f --devices 2", "target is '..:f'; expected path/to/file.py:factory"),
-        ("schedule bytes.txt", "bytes.txt cannot be read: 'utf-8' codec can't decode"),
+        ("schedule bytes.csv", "bytes.csv cannot be read: 'utf-8' codec can't decode"),
         ("schedule 1f1b --output /dev/null/x.svg", "/dev/null/x.svg cannot be written: "),
         ("schedule 1f1b --forward inf", "forward is inf; expected 0 or more, and finite"),
         ("schedule 1f1b --stages 4000 --microbatches 100000", "make 400000000 forwards; expected at most"),

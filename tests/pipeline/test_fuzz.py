@@ -219,10 +219,10 @@ def test_a_damaged_profile(profiled: pipec.Profile, tmp_path: Path, data: st.Dat
 @often
 @given(data=st.data())
 def test_a_damaged_file_of_orders(tmp_path: Path, data: st.DataObject) -> None:
-    """What ``pipec schedule orders.txt`` does."""
+    """What ``pipec schedule orders.csv`` does."""
     name = data.draw(st.sampled_from(["1f1b", "zb-h1", "dualpipe-v"]))
     text = format_orders(make_schedule(name, 2, 4)).encode()
-    path = tmp_path / "orders.txt"
+    path = tmp_path / "orders.csv"
     path.write_bytes(data.draw(damaged(text)))
     refused_or_fine(lambda: simulate_schedule(custom_schedule(path, 2, None), Workload.uniform(2)))
 

@@ -33,14 +33,13 @@ def verified(schedule: Schedule) -> None:
 
 
 V_ORDERS = """\
-placement: 0 1 1 0
-0: F0.0 F0.3 B0.3 W0.3 B0.0 W0.0
-1: F0.1 F0.2 B0.2 B0.1
+0F0,3F0,3I0,3W0,0I0,0W0
+1F0,2F0,2B0,1B0
 """
 
 
 def test_orders_are_read_and_written() -> None:
-    schedule = parse_orders("# mine\n0: F0 F1 B0 W0 B1  # whole\n\n1: F0 B0 F1 B1", "mine")
+    schedule = parse_orders("0F0, 0F1,,0I0,0W0,0B1\r\n1F0,1B0,1F1,1B1,,", "mine")
     assert (schedule.name, schedule.placement, schedule.num_microbatches) == (
         "mine",
         one_rank_per_stage((0, 1)),
@@ -54,8 +53,11 @@ def test_orders_are_read_and_written() -> None:
     verified(schedule)
     several = parse_orders(V_ORDERS, "v")
     assert several.orders[1][2] == Compute(Phase.BACKWARD, 2, 0)
+    assert several.placement == one_rank_per_stage((0, 1, 1, 0))
     assert format_orders(several) == V_ORDERS
     verified(several)
+    pairs = parse_orders("0F0,1F0,1B0,(0F1;0B0)OVERLAP_F_B,1F1,1B1,0B1", "pairs")
+    assert format_orders(pairs) == "0F0,1F0,1B0,0F1,0B0,1F1,1B1,0B1\n"
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -68,12 +70,18 @@ def test_every_schedule_can_be_written_and_read_back(name: str) -> None:
     ("text", "message"),
     [
         (
-            "0: F0 B0\n2: F0 B0",
-            r"mine, line 2: found '2: F0 B0'; expected '1: F0 B0 ...', the order of rank 1",
+            "0F0,0B0\n0: F0 B0",
+            r"mine, line 2: found '0: F0 B0'; expected a stage, F, B, I or W",
         ),
-        ("0: F0 C0", r"mine, line 1: found 'C0'; expected F, B or W and a microbatch: F3"),
-        ("placement: a b", r"mine, line 1: found 'placement: a b'; expected '0: F0 B0 ...'"),
-        ("# nothing", r"mine: no rank computes anything"),
+        ("0F0,0B0\n1F0,0B1", r"mine, line 2: stage 0 is on rank 1, and in line 1 on rank 0; .* replicas="),
+        ("0F0,0B0\n2F0,2B0", r"mine: stage 2 is in a row, but stage 1 in none"),
+        (
+            "0F0,0SEND_F0",
+            r"mine, line 1: found 0SEND_F0, which computes nothing; pipec adds",
+        ),
+        ("0UNSHARD,0F0", r"mine, line 1: found 0UNSHARD, which computes nothing"),
+        ("0F0,0BACKWARD0", r"mine, line 1: found '0BACKWARD0'; expected a stage"),
+        (",,\n", r"mine: no rank computes anything"),
     ],
 )
 def test_a_text_that_is_none_of_orders_is_refused(text: str, message: str) -> None:
@@ -82,13 +90,16 @@ def test_a_text_that_is_none_of_orders_is_refused(text: str, message: str) -> No
 
 
 def test_a_function_or_a_file_is_asked_for_the_right_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "mine.txt"
+    path = tmp_path / "mine.csv"
     path.write_text(format_orders(one_f_one_b(2, 3)))
     assert custom_schedule(path, 2, 3).orders == custom_schedule(one_f_one_b, 2, 3).orders
     with pytest.raises(
         InputError, match=r"'mine' is for 2 ranks and 3 microbatches, but 2 ranks and 4 micro"
     ):
         custom_schedule(path, 2, 4)
+    path.write_text("0F0,0B0\n\n1F0,1B0\n")
+    with pytest.raises(InputError, match=r"orders of 3 ranks .* each rank with a stage"):
+        custom_schedule(path, 3, 1)
 
 
 def test_packages_register_schedules_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,16 +176,16 @@ def test_what_is_there_twice_or_not_at_all_is_refused() -> None:
 
 
 ORDERS = (
-    "0: F0 F1 F2 F3 B0 B1 B2 B3\n1: F1 F0 F2 F3 B0 B1 B2 B3",
-    "0: F0 F1 F2 F3 B1 B0 B2 B3\n1: F0 B0 F1 B1 F2 B2 F3 B3",
-    "0: F0 F1 F2 F3 B3 B2 B1 B0\n1: F3 F2 F1 B1 F0 B0 B3 B2",
+    "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F1,1F0,1F2,1F3,1B0,1B1,1B2,1B3",
+    "0F0,0F1,0F2,0F3,0B1,0B0,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3",
+    "0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n1F3,1F2,1F1,1B1,1F0,1B0,1B3,1B2",
 )
 """Orders in which a rank reads messages of a link in another order than the other one sends them."""
 
 
 @pytest.fixture(params=ORDERS)
 def orders(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    path = tmp_path / "orders.txt"
+    path = tmp_path / "orders.csv"
     path.write_text(request.param)
     return path
 
@@ -186,7 +197,7 @@ def test_ranks_may_have_microbatches_in_different_orders(orders: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 def test_processes_may_have_microbatches_in_different_orders(transport: str, tmp_path: Path) -> None:
-    paths = [tmp_path / f"orders_{number}.txt" for number in range(len(ORDERS))]
+    paths = [tmp_path / f"orders_{number}.csv" for number in range(len(ORDERS))]
     for path, text in zip(paths, ORDERS, strict=True):
         path.write_text(text)
     script = Path(microbatch_orders_script.__file__)

@@ -28,7 +28,8 @@ class CutStages:
     order, which is their own order if devices and links are equal. Costs are for steps of
     ``num_microbatches`` microbatches of ``microbatch_size`` rows, with the ``updates`` of an asynchronous
     schedule after each mini-batch. Where memory is limited, rank k of a schedule has ``in_flight[k]``
-    microbatches in flight, or as many as under 1F1B if it is None.
+    microbatches in flight, or as many as under 1F1B if it is None. With ``between_modules`` no module with
+    operators of its own is divided.
 
     Raises:
         PlanError: there are fewer operators than stages.
@@ -41,10 +42,12 @@ class CutStages:
     updates: UpdateCost | None = None
     replicas: int | tuple[int, ...] = 1
     num_microbatches: int | None = None
+    between_modules: bool = False
 
     def __call__(self, graph: TrainingGraph) -> Assignment:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
-        colocations, num_devices = find_colocations(graph), len(self.topology.devices)
+        colocations = find_colocations(graph, self.between_modules)
+        num_devices = len(self.topology.devices)
         blocks = operator_blocks(seconds, colocations)
         if self.replicas == 1:
             self._check_enough(graph, blocks[-1] + 1 if blocks else 0, colocations)
@@ -72,7 +75,7 @@ class CutStages:
             raise PlanError(
                 f"there are {num_devices} devices, but the model can be cut into {num_blocks} stages at "
                 f"most, because {widest.reason}: all operators from {where} are on one stage. "
-                "Use fewer devices, give each use a buffer of its own, or pad to a fixed size."
+                f"Use fewer devices, or {widest.remedy}."
             )
 
     def _in_flight(self, later_devices: int) -> int:

@@ -26,6 +26,7 @@ from pipec.graph import (
     source_parameters,
     storage_owner,
 )
+from pipec.graph.module_cuts import undivided_ranges
 from pipec.ir import VersionPolicy
 from pipec.planner.chain import OperatorChain, Transfer
 
@@ -71,23 +72,29 @@ class UpdateCost:
 
 @dataclass(frozen=True)
 class Colocation:
-    """The first and last of a range of operators that must be on one stage, and why they must."""
+    """The first and last of a range of operators that must be on one stage, why, and what would change it."""
 
     reason: str
     first: int
     last: int
+    remedy: str = ""
 
 
-def find_colocations(graph: TrainingGraph) -> list[Colocation]:
+def find_colocations(graph: TrainingGraph, between_modules: bool = False) -> list[Colocation]:
     """The colocations of more than one operator. Overlapping ones are merged, with the reason of the first.
 
     Operators that read or change a buffer that forward() changes are on one stage. Otherwise a microbatch
     would wait on an early stage for the microbatch before it to pass a later one. The operators that make and
     read a value of data-dependent size are on one stage too, because no other stage knows the size; values
-    that depend on the model's inputs alone are excepted, because each stage computes them for itself.
+    that depend on the model's inputs alone are excepted, because each stage computes them for itself. With
+    ``between_modules`` the operators of a module are on one stage, if it has some of its own.
     """
     merged: list[Colocation] = []
     colocations = [*_colocations_of_buffers(graph), *_colocations_of_values(graph)]
+    if between_modules:
+        reason, remedy = "stages are cut between modules", "divide a module into several"
+        ranges = undivided_ranges(graph.operators)
+        colocations += [Colocation(reason, *each, remedy) for each in ranges if each[0] < each[1]]
     for each in sorted(colocations, key=lambda each: each.first):
         if merged and each.first <= merged[-1].last:
             merged[-1] = replace(merged[-1], last=max(merged[-1].last, each.last))
@@ -101,7 +108,8 @@ def _colocations_of_values(graph: TrainingGraph) -> Iterator[Colocation]:
         if has_data_dependent_size(node) and not depends_on_inputs_only(node):
             operators = [_operator_of(each) for each in (node, *node.users) if each.op == "call_function"]
             if min(operators) < max(operators):
-                yield Colocation("a tensor has a data-dependent size", min(operators), max(operators))
+                reason, remedy = "a tensor has a data-dependent size", "pad to a fixed size"
+                yield Colocation(reason, min(operators), max(operators), remedy)
 
 
 def _colocations_of_buffers(graph: TrainingGraph) -> Iterator[Colocation]:
@@ -115,7 +123,8 @@ def _colocations_of_buffers(graph: TrainingGraph) -> Iterator[Colocation]:
             changed_by = [node] if node.op == "call_function" else []
             operators = [_operator_of(user) for user in [*readers.get(role.fqn, ()), *changed_by]]
             if operators and min(operators) < max(operators):
-                yield Colocation(f"forward() changes buffer {role.fqn}", min(operators), max(operators))
+                reason, remedy = f"forward() changes buffer {role.fqn}", "give each use a buffer of its own"
+                yield Colocation(reason, min(operators), max(operators), remedy)
 
 
 def _operator_of(node: fx.Node) -> int:
