@@ -247,19 +247,23 @@ def _imported(
 
 @dataclass
 class _Contents:
-    """The entries of a folder: weights by name, the optimizer's state by parameter and key, its groups."""
+    """The entries of a folder: weights by name, the optimizer's state by parameter and key, its groups.
+
+    ``names`` has the parameters of groups, unless they are an entry.
+    """
 
     folder: _TorchFolder
     weights: dict[str, str] = field(default_factory=dict)
     state: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     groups: dict[int, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    names: dict[int, tuple[str, ...]] = field(default_factory=dict)
     file: bytes | None = None
     skipped_entries: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, folder: _TorchFolder) -> "_Contents":
         """Raises CheckpointError without weights, or if the optimizer's state has another form."""
-        made = cls(folder)
+        made, flat = cls(folder), list[tuple[str, str]]()
         for entry, path in folder.paths.items():
             start = next((k for k, key in enumerate(path[:2]) if key in _TOP), 0)  # may be nested one level
             match path[start:]:
@@ -269,10 +273,12 @@ class _Contents:
                     made.state[name][key] = entry
                 case "optim" | "optimizer", "param_groups", int(number), str(key):
                     made.groups[number][key] = entry
+                case "optim" | "optimizer", str(name) if name.startswith(("state.", "param_groups.")):
+                    flat.append((name, entry))
                 case "optim" | "optimizer", *_:
                     raise CheckpointError(
                         f"{folder.directory} has {entry}, which get_state_dict(model, optimizer) does not "
-                        "return; save the optimizer's state with it, and do not flatten it"
+                        "return; save the optimizer's state with it"
                     )
                 case "pipec", "metadata":
                     made.file = folder.value(entry)
@@ -284,7 +290,33 @@ class _Contents:
                 f"{', '.join(made.skipped_entries[:3])}. Save "
                 'them as dcp.save({"model": model.state_dict()}, checkpoint_id=...)'
             )
+        made._add_flattened(flat)
         return made
+
+    def _add_flattened(self, entries: list[tuple[str, str]]) -> None:
+        """Add the optimizer's state in the form of ``flatten_optimizer_state_dict``, ``state.NAME.KEY``.
+
+        It has the hyperparameters of each parameter. Parameters that have the same ones become a group.
+
+        Raises:
+            CheckpointError: a name begins with that of no weight.
+        """
+        hyperparameters: dict[str, dict[str, str]] = defaultdict(dict)
+        for name, entry in entries:
+            kind, _, rest = name.partition(".")
+            weight, _, key = rest.rpartition(".")
+            if weight not in self.weights:
+                raise CheckpointError(
+                    f"{self.folder.directory} has {name}, but {weight or rest!r} is no weight under model"
+                )
+            (self.state if kind == "state" else hyperparameters)[weight][key] = entry
+        grouped: dict[str, list[str]] = defaultdict(list)
+        for weight in filter(hyperparameters.__contains__, self.weights):
+            values = {key: self.folder.value(entry) for key, entry in hyperparameters[weight].items()}
+            grouped[repr(sorted(values.items()))].append(weight)
+        for number, names in enumerate(grouped.values()):
+            self.groups[number] = hyperparameters[names[0]]
+            self.names[number] = tuple(names)
 
     def metadata(self, optimizer: str | None, num_steps: int | None) -> CheckpointMetadata:
         if self.file is not None:
@@ -305,9 +337,9 @@ class _Contents:
 
     def _optimizer(self, kind: str) -> OptimizerState:
         groups = []
-        for _, entries in sorted(self.groups.items()):
+        for number, entries in sorted(self.groups.items()):
             values = {key: self.folder.value(entry) for key, entry in entries.items()}
-            names = tuple(values.pop("params", ()))
+            names = tuple(values.pop("params", self.names.get(number, ())))
             values.pop("param_names", None)
             groups.append(ParamGroup(kind, names, plain(values, "a group of the optimizer")))
         state: dict[str, dict[str, list[Any] | str]] = {

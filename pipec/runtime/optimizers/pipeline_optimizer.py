@@ -146,6 +146,7 @@ class PipelineOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Load a state dict of this optimizer, or of the same optimizer of the unsplit model.
 
+        It may have names in place of numbers, as torch's ``get_optimizer_state_dict`` returns it.
         If the factory returns several optimizers, a list with the state dict of each is accepted too.
 
         Raises:
@@ -196,7 +197,10 @@ class PipelineOptimizer(Optimizer):
         return merge(self._gather(self.parts()), {name: each.shape for name, each in self.dummies.items()})
 
     def _names_of_saved(self, saved: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-        """The name of each parameter number of a state dict: its own, or that of the same position here."""
+        """The name of each parameter of a state dict: its own, or that of the same position here.
+
+        Groups have numbers of parameters, as ``state_dict`` writes them, or their names.
+        """
         sizes, expected = (
             [len(group["params"]) for group in groups] for groups in (saved, self.param_groups)
         )
@@ -207,7 +211,8 @@ class PipelineOptimizer(Optimizer):
             )
         found: dict[int, str] = {}
         for index, (group, own) in enumerate(zip(saved, self.param_groups, strict=True)):
-            names = group.get("param_names", own["param_names"])
+            is_named = bool(group["params"]) and isinstance(group["params"][0], str)
+            names = group.get("param_names", group["params"] if is_named else own["param_names"])
             if unmatched := sorted(set(names) ^ set(own["param_names"])):
                 raise InputError(
                     f"{unmatched[0]} and {len(unmatched) - 1} other names of group {index} are in the state "
