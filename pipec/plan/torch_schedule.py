@@ -1,6 +1,7 @@
 """A plan for torch's pipelining: the compute orders of one pipeline, and the modules of each stage."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pipec.console import notice
 from pipec.errors import PlanError
@@ -63,12 +64,15 @@ def _require_plain_orders(plan: Plan) -> None:
 
 
 def _one_pipeline(plan: Plan, programs: Sequence[Program]) -> Schedule:
-    """The orders of the first replica of each stage, its ranks and microbatches numbered without gaps."""
+    """The orders of the first replica of each stage, its ranks and microbatches numbered without gaps.
+
+    Halves of a backward that follow each other are one backward, which takes torch less time.
+    """
     replicas = len(plan.placement[0])
     firsts = [ranks[0] for ranks in plan.placement]
     by_rank, ranks = {each.rank: each for each in programs}, sorted(set(firsts))
     placement = one_rank_per_stage(map(ranks.index, firsts))
-    orders = tuple(tuple(_computes(by_rank[rank], replicas)) for rank in ranks)
+    orders = tuple(_merged([*_computes(by_rank[rank], replicas)]) for rank in ranks)
     return Schedule(plan.schedule, -(-plan.num_microbatches // replicas), placement, orders)
 
 
@@ -77,3 +81,15 @@ def _computes(program: Program, replicas: int) -> Iterator[Compute]:
     for each in program.instructions:
         if each.op.phase in _PHASES and each.segment <= 0:
             yield Compute(each.op.phase, each.stage, each.microbatch // replicas)
+
+
+def _merged(order: Sequence[Compute]) -> tuple[Compute, ...]:
+    """The order with a backward in place of an input gradient that its weight gradient follows."""
+    found = list[Compute]()
+    for each in order:
+        halves = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+        if found and (found[-1].phase, each.phase) == halves and found[-1] == replace(each, phase=halves[0]):
+            found[-1] = replace(each, phase=Phase.BACKWARD)
+        else:
+            found.append(each)
+    return tuple(found)

@@ -16,10 +16,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from pipec.errors import DAMAGED_DATA_ERRORS, InputError, PipecError
 from pipec.ir import Compute, Phase, Placement, Schedule, one_rank_per_stage
 from pipec.ir.argument_checks import MOST_MICROBATCHES, check_arguments, integer_between, short_repr
-from pipec.ir.columns import ComputeColumns
+from pipec.ir.columns import PHASE_CODE, ComputeColumns
 from pipec.ir.stream import Stream
 from pipec.schedules.order_builder import PHASES
 
@@ -105,7 +107,26 @@ def _normalized(schedule: Schedule, where: str) -> Schedule:
             f"{where} has orders of {len(orders)} ranks and placement {short_repr(placement)}; expected "
             f"stages on ranks 0 to {len(orders) - 1}, each rank with a stage, and each stage with ranks"
         )
-    return Schedule(str(schedule.name), count, placement, tuple(orders), stream)
+    return Schedule(str(schedule.name), count, placement, tuple(_split_alike(orders)), stream)
+
+
+def _split_alike(orders: Sequence[ComputeColumns]) -> Sequence[ComputeColumns]:
+    """The orders with each whole backward in two halves, one after the other, if others are split.
+
+    The stages have either whole backwards or halves.
+    """
+    whole, half, rest = (
+        PHASE_CODE[phase] for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+    )
+    if not any((order.phases == half).any() for order in orders):
+        return orders
+    found = list[ComputeColumns]()
+    for order in orders:
+        matrix = order.repeated(1 + (order.phases == whole)).matrix
+        (halves,) = np.nonzero(matrix[0] == whole)
+        matrix[0, halves[::2]], matrix[0, halves[1::2]] = half, rest
+        found.append(ComputeColumns(matrix))
+    return found
 
 
 def _columns(order: Sequence[Compute]) -> ComputeColumns:

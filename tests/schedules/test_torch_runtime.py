@@ -1,13 +1,16 @@
 """Orders and cuts of pipec in torch's own pipelining runtime, and what is refused there."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch_pipelining_script
 from torch import nn
+from torch.distributed import pipelining
 from torch.optim import SGD
 from torch_pipelining_script import MICROBATCHES, example
 from typer.testing import CliRunner
@@ -15,9 +18,11 @@ from worker_processes import run_ranks
 
 import pipec
 from pipec.cli import app
-from pipec.schedules import format_orders, make_schedule
+from pipec.schedules import custom_schedule, make_schedule
+from pipec.schedules.order_builder import PHASES
 
 SCRIPT = Path(torch_pipelining_script.__file__)
+LETTERS = {phase: letter for letter, phase in PHASES.items()}
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v", "zb-1p", "auto", "looped-bfs-v3")
 
 
@@ -53,23 +58,18 @@ def test_torch_runs_orders_and_cuts_of_pipec(tmp_path: Path) -> None:
         close({name: x.grad for name, x in given.model.named_parameters()}, theirs)
 
 
-def written(name: str, num_ranks: int, num_microbatches: int) -> str:
-    return format_orders(make_schedule(name, num_ranks, num_microbatches))
-
-
-def test_orders_are_those_of_one_replica() -> None:
-    given = example()
-    pipe = pipec.compile(given.model, 4, loss_fn=given.loss_fn, schedule="zb-h1", replicas=2, microbatches=6)
-    pipe.prepare(*given.args, target=given.target)
-    assert pipe.plan.to_csv() == written("zb-h1", 2, 3)
-
-
-def test_a_file_has_the_microbatches_of_one_replica(tmp_path: Path) -> None:
-    path, given = tmp_path / "order.csv", example()
-    path.write_text(written("1f1b", 2, 3))
-    pipe = pipec.compile(given.model, 4, loss_fn=given.loss_fn, schedule=str(path), replicas=2)
-    pipe.prepare(*given.args, target=given.target)
-    assert (pipe.plan.num_microbatches, pipe.plan.to_csv()) == (6, path.read_text())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
+def test_orders_are_read_as_they_were(name: str, tmp_path: Path) -> None:
+    """With replicas they are those of one pipeline, and each pipeline follows the file."""
+    path, options = tmp_path / "order.csv", {"loss_fn": example().loss_fn, "replicas": 2}
+    pipe = pipec.compile(example().model, 4, schedule=name, microbatches=8, **options)
+    pipe.prepare(*example().args, target=example().target)
+    path.write_text(pipe.plan.to_csv())
+    assert custom_schedule(path, 2, 4) == replace(make_schedule(name, 2, 4), name="order")
+    again = pipec.compile(example().model, 4, schedule=str(path), **options)
+    again.prepare(*example().args, target=example().target)
+    assert (again.plan.num_microbatches, again.plan.to_csv()) == (8, path.read_text())
 
 
 def prepared(model: nn.Module, **options: Any) -> pipec.Pipeline:
@@ -129,3 +129,36 @@ def test_too_few_modules_are_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, words)
     assert (result.exit_code, "because stages are cut between modules" in result.stderr) == (1, True)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pipelining.ScheduleLoopedBFS,
+        pipelining.ScheduleInterleaved1F1B,
+        pipelining.ScheduleInterleavedZeroBubble,
+        pipelining.ScheduleZBVZeroBubble,
+        pipelining.ScheduleDualPipeV,
+    ],
+)
+def test_files_of_torch_are_read(kind: Any, tmp_path: Path) -> None:
+    stages = [SimpleNamespace(group_rank=0, group_size=2, num_stages=4, submod=nn.Identity()) for _ in "ab"]
+    theirs, path = kind(stages, MICROBATCHES), tmp_path / "theirs.csv"
+    theirs._dump_csv(path, format="compute_only")
+    given = example()
+    pipe = pipec.compile(given.model, 2, loss_fn=given.loss_fn, schedule=path)
+    loss = pipe.step(*given.args, target=given.target)
+    expected = torch_pipelining_script.token_loss(example().model(*given.args), given.target)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    assert dict(enumerate(rank for (rank,) in pipe.plan.placement)) == theirs.stage_index_to_group_rank
+    with_halves = "I" in path.read_text()
+    read = custom_schedule(path, 2, MICROBATCHES)
+    for order, actions in zip(read.orders, theirs.pipeline_order.values(), strict=True):
+        cells = [str(each) for action in actions if action for each in action.sub_actions or (action,)]
+        if with_halves:
+            cells = [half for cell in cells for half in dict.fromkeys(cell.replace("B", x) for x in "IW")]
+        assert [f"{each.stage}{LETTERS[each.phase]}{each.microbatch}" for each in order] == cells
+    theirs._dump_csv(path)
+    with pytest.raises(pipec.InputError, match="which computes nothing; pipec adds all communication itself"):
+        pipec.compile(given.model, 2, loss_fn=given.loss_fn, schedule=path)
