@@ -67,7 +67,8 @@ def _called_graphs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphMo
 def _operator(node: fx.Node, checkpoint: int) -> Operator:
     module, module_type = module_of(node)
     line = innermost_model_line(traceback_lines(node.meta.get("stack_trace") or ""))
-    callers = tuple(dict.fromkeys(path for path, _ in _module_calls(node) if path))
+    paths = (path for path, _ in _module_calls(node) if path.startswith("model."))  # not those of the loss
+    callers = tuple(dict.fromkeys(path.removeprefix("model.") for path in paths))
     return Operator(node.name, module, module_type, line.place if line else "", checkpoint, callers)
 
 
@@ -81,14 +82,15 @@ def _computes_sizes(node: fx.Node) -> bool:
 def module_of(node: fx.Node) -> tuple[str, str]:
     """FQN and class name of the innermost module of the model that a captured node belongs to."""
     calls = _module_calls(node)
-    return calls[-1] if calls else ("", "")
+    path, module_type = calls[-1] if calls else ("", "")
+    return path.removeprefix("model").removeprefix("."), module_type
 
 
 def _module_calls(node: fx.Node) -> list[tuple[str, str]]:
-    """FQN and class name of the modules whose calls a captured node belongs to, the outermost first."""
+    """Path and class name of the modules whose calls a captured node belongs to, the outermost first.
+
+    The model's own are below ``model``.
+    """
     stack = (node.meta.get("nn_module_stack") or {}).values()
     names = ((path, kind if isinstance(kind, str) else kind.__name__) for path, kind in stack)
-    return [
-        (fqn_of(path).removeprefix("model").removeprefix("."), name.rsplit(".", 1)[-1])
-        for path, name in names
-    ]
+    return [(fqn_of(path), name.rsplit(".", 1)[-1]) for path, name in names]

@@ -92,7 +92,8 @@ def test_a_cut_inside_of_a_module_is_named() -> None:
     pipe = prepared(nn.Sequential(Deep(), nn.Linear(6, 6)))
     with pytest.raises(pipec.PlanError, match=r"stage 1 begins in 0 \(test_torch_runtime.py:\d+\)"):
         pipe.plan.module_fqns()
-    assert prepared(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))).plan.module_fqns() == [["0"], ["1"]]
+    whole = prepared(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), loss_fn=nn.MSELoss())
+    assert whole.plan.module_fqns() == [["0"], ["1"]]
 
 
 def test_weights_of_two_stages_are_refused() -> None:
