@@ -7,10 +7,16 @@ without the optimizer. Every contestant runs alone in fresh processes; rounds al
 contestants, so that a change in the machine's speed meets all of them. The 1F1B bound is the unsplit time
 times (m + p - 1) / (m p), for m microbatches and p ranks: perfectly balanced stages, free communication.
 
-Four modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
-with torch.compile; "best", where pipec chooses its schedule and the peer is its fastest schedule; and
-"outside", where the script computes the loss of the outputs, which the last stage does otherwise. Besides the
-clock, a row has the processor time of a step, summed over ranks and threads.
+Five modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
+with torch.compile; "best", where pipec chooses its schedule and the peer is its fastest schedule; "outside",
+where the script computes the loss of the outputs, which the last stage does otherwise; and "planned", where
+the peer's runtime follows the orders and the cut that `pipec plan -o order.csv` writes, beside its own
+schedules on the stages that torchtitan makes. Besides the clock, a row has the processor time of a step,
+summed over ranks and threads.
+
+The contestants of "planned" take turns step by step in the same two processes, because uneven stages gain if
+other programs use a core meanwhile. Their rows have the processor time of the busiest rank, and how many
+cores other programs used.
 """
 
 import argparse
@@ -19,10 +25,12 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +43,8 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 import pipec
+from pipec.ir import stages_on
+from pipec.schedules import parse_orders
 
 MICROBATCHES, RANKS = 8, 2
 BATCH, CONTEXT = 16, 128
@@ -86,6 +96,8 @@ def images() -> Batch:
 
 
 EQUAL_LAYERS: Cuts = {2: (5,), 4: (3, 5, 7)}
+TORCHTITAN: Cuts = {2: (5,), 4: (3, 6, 8)}
+"""Where torchtitan cuts by default: embedding and output layer count as a block each."""
 EQUAL_FLOPS: Cuts = {2: (8,), 4: (3, 8, 13)}
 
 
@@ -173,21 +185,62 @@ THERE_AND_BACK = ((0, 3), (1, 2))
 ONE_F_ONE_B = PeerSchedule(pipelining.Schedule1F1B, ONE_EACH)
 
 
-def peer_step(case: Case, schedule: PeerSchedule = ONE_F_ONE_B, compiled: bool = False) -> Step:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    parts = {number: case.stages(schedule.num_stages)[number] for number in schedule.stages[rank]}
+def join_peers() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+def peer_step(
+    case: Case, schedule: PeerSchedule = ONE_F_ONE_B, compiled: bool = False, cuts: Cuts | None = None
+) -> Step:
+    join_peers()
+    parts = replace(case, cuts=cuts or case.cuts).stages(schedule.num_stages)
+    own = {number: parts[number] for number in schedule.stages[dist.get_rank()]}
+    return _peer_step(case, schedule.make, own, schedule.num_stages, compiled)
+
+
+def planned_peer_step(case: Case, schedule: str) -> Step:
+    """The peer's runtime with the orders and the modules of each stage that ``pipec plan`` writes."""
+    join_peers()
+    planned: list[Any] = [write_plan(case, schedule) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(planned)
+    (orders, modules), model = planned[0], case.model()
+    placement = parse_orders(orders, schedule).placement
+    own = {
+        number: nn.Sequential(*map(model.get_submodule, modules[number]))
+        for number in stages_on(placement, dist.get_rank())
+    }
+
+    def make(stages: Any, *args: Any, **kwargs: Any) -> pipelining.schedules._PipelineSchedule:
+        run = pipelining.schedules._PipelineScheduleRuntime(stages, *args, **kwargs)
+        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+            file.write(orders)
+            file.flush()
+            run._load_csv(file.name)
+        return run
+
+    return _peer_step(case, make, own, len(modules))
+
+
+def _peer_step(
+    case: Case,
+    make: Callable[..., pipelining.schedules._PipelineSchedule],
+    parts: dict[int, nn.Sequential],
+    num_stages: int,
+    compiled: bool = False,
+) -> Step:
+    """A step of the peer, on a rank that has these stages."""
     stages = [
         pipelining.PipelineStage(
-            torch.compile(part) if compiled else part, number, schedule.num_stages, torch.device("cpu")
+            torch.compile(part) if compiled else part, number, num_stages, torch.device("cpu")
         )
         for number, part in parts.items()
     ]
-    given = stages[0] if schedule.num_stages == RANKS else stages
-    run = schedule.make(given, MICROBATCHES, loss_fn=case.loss_fn)
+    is_single = isinstance(make, type) and issubclass(make, pipelining.schedules.PipelineScheduleSingle)
+    run = make(stages[0] if is_single else stages, MICROBATCHES, loss_fn=case.loss_fn)
     inputs, target = case.batch()
     arguments = (inputs,) if 0 in parts else ()
-    is_last = schedule.num_stages - 1 in parts
+    is_last = num_stages - 1 in parts
 
     def step() -> Tensor | None:
         for part in parts.values():
@@ -200,12 +253,45 @@ def peer_step(case: Case, schedule: PeerSchedule = ONE_F_ONE_B, compiled: bool =
     return step
 
 
+def write_plan(case: Case, schedule: str) -> tuple[str, list[list[str]]]:
+    """The orders and the modules of each stage that ``pipec plan`` writes, as a user calls it."""
+    alone = {name: x for name, x in os.environ.items() if "RANK" not in name and "WORLD" not in name}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "order.csv"
+        options = ["--devices", RANKS, "--microbatches", MICROBATCHES, "--schedule", schedule, "-o", path]
+        command = [sys.executable, "-m", "pipec", "plan", f"{__file__}:planned", *map(str, options)]
+        subprocess.run(command, env={**alone, "PLANNED": case.name}, check=True, capture_output=True)
+        return path.read_text(), json.loads(path.with_suffix(".modules.json").read_text())
+
+
+def planned() -> pipec.Example:
+    """What ``write_plan`` plans."""
+    case = CASES[os.environ["PLANNED"]]
+    inputs, target = case.batch()
+    return pipec.Example(case.model(), (inputs,), target=target, loss_fn=case.loss_fn)
+
+
 @dataclass(frozen=True)
 class Contestant:
     """How to make a step function, and in how many processes it runs."""
 
     make_step: Callable[[Case], Step]
     num_processes: int = RANKS
+
+
+def peer_schedules(cuts: Cuts | None = None) -> dict[str, Contestant]:
+    """The peer's schedules, on stages of equal layers, or those that begin at ``cuts``."""
+    known = {
+        "GPipe": PeerSchedule(pipelining.ScheduleGPipe, ONE_EACH),
+        "1F1B": ONE_F_ONE_B,
+        "interleaved 1F1B": PeerSchedule(pipelining.ScheduleInterleaved1F1B, ROUND_ROBIN),
+        "interleaved zero bubble": PeerSchedule(pipelining.ScheduleInterleavedZeroBubble, ROUND_ROBIN),
+        "ZBV": PeerSchedule(pipelining.ScheduleZBVZeroBubble, THERE_AND_BACK),
+    }
+    return {
+        f"{PEER}, {name}": Contestant(partial(peer_step, schedule=each, cuts=cuts))
+        for name, each in known.items()
+    }
 
 
 UNSPLIT, COMPILED = "unsplit", "unsplit, torch.compile"
@@ -233,19 +319,14 @@ MODES = {
     "best": {
         UNSPLIT: Contestant(unsplit_step, 1),
         "pipec, auto": Contestant(partial(pipec_step, schedule="auto")),
-        f"{PEER}, GPipe": Contestant(
-            partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleGPipe, ONE_EACH))
-        ),
-        f"{PEER}, 1F1B": Contestant(peer_step),
-        f"{PEER}, interleaved 1F1B": Contestant(
-            partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleInterleaved1F1B, ROUND_ROBIN))
-        ),
-        f"{PEER}, interleaved zero bubble": Contestant(
-            partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleInterleavedZeroBubble, ROUND_ROBIN))
-        ),
-        f"{PEER}, ZBV": Contestant(
-            partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleZBVZeroBubble, THERE_AND_BACK))
-        ),
+        **peer_schedules(),
+    },
+    "planned": {
+        **peer_schedules(TORCHTITAN),
+        **{
+            f"orders and cut of pipec, {schedule}": Contestant(partial(planned_peer_step, schedule=schedule))
+            for schedule in ("1f1b", "zb-v", "auto")
+        },
     },
 }
 
@@ -307,6 +388,59 @@ def compare(
     return times
 
 
+def busy_seconds() -> float:
+    """Seconds for which the cores of this machine were not idle."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_turns_here(case: Case, contestants: Sequence[str], num_rounds: int, folder: Path) -> None:
+    """In one of two processes: contestants of "planned" take turns; leave their seconds in ``folder``."""
+    torch.set_num_threads(1)
+    steps = {name: MODES["planned"][name].make_step(case) for name in contestants}
+    losses = {name: step() for name, step in steps.items()}
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+    for _, (name, step) in itertools.product(range(num_rounds), steps.items()):
+        dist.barrier()
+        start, used, busy = time.perf_counter(), processor_seconds(), busy_seconds()
+        step()
+        seconds = time.perf_counter() - start
+        dist.barrier()
+        found[name].append((seconds, processor_seconds() - used, busy_seconds() - busy))
+    known = {name: loss.item() for name, loss in losses.items() if loss is not None}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps([found, known]))
+    dist.destroy_process_group()
+
+
+def compare_in_turns(case: Case, contestants: Sequence[str], num_rounds: int) -> Iterator[str]:
+    """A line for each contestant of "planned", compared with the fastest peer round by round."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--turns-here", case.name, folder, "--rounds", str(num_rounds)]
+        in_processes(__file__, RANKS, [*arguments, "--contestants", *contestants])
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    losses = {name: loss for _, known in ranks for name, loss in known.items()}
+    if max(losses.values()) - min(losses.values()) > 1e-4:
+        raise RuntimeError(f"the contestants disagree on the loss of {case.name}: {losses}")
+    clocks, others, busiest = dict[str, list[float]](), dict[str, float](), dict[str, float]()
+    for name in contestants:
+        turns = list(zip(*(found[name] for found, _ in ranks), strict=True))
+        clocks[name] = [first[0] for first, *_ in turns]
+        others[name] = statistics.median(
+            (turn[0][2] - sum(used for _, used, _ in turn)) / turn[0][0] for turn in turns
+        )
+        by_rank = zip(*([used for _, used, _ in turn] for turn in turns), strict=True)
+        busiest[name] = max(map(statistics.median, by_rank))
+    peers = [name for name in contestants if name.startswith(PEER)]
+    medians = {name: statistics.median(seconds) for name, seconds in clocks.items()}
+    best, fewest = min(peers, key=medians.__getitem__), min(map(busiest.__getitem__, peers))
+    for name in contestants:
+        ratios = [own / peer for own, peer in zip(clocks[name], clocks[best], strict=True)]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        cells = (f"{1e3 * medians[name]:.0f}", f"{statistics.median(ratios):.2f}", spread)
+        load = (f"{1e3 * busiest[name]:.0f}", f"{busiest[name] / fewest:.2f}", f"{others[name]:.1f}")
+        yield row(case.name, name, *cells, *load)
+
+
 def lines(case: str, mode: str, times: dict[str, Times]) -> Iterator[str]:
     """A line of the table for each contestant, and for the bound where the unsplit model ran."""
     times = dict(times)
@@ -332,7 +466,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each contestant in each round")
     parser.add_argument("--measure-here", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--turns-here", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+
+    if args.turns_here:
+        case, folder = args.turns_here
+        measure_turns_here(CASES[case], args.contestants, args.rounds, Path(folder))
+        return
 
     if args.measure_here:
         mode, contestant, case, folder = args.measure_here
@@ -341,10 +481,16 @@ def main() -> None:
 
     headings = ("median ms", "min to max", "/ peer", "/ bound", "processor ms")
     print("\n".join(table("model", "mode", "contestant", *headings, numbers_from=3)), flush=True)
-    for case, mode in itertools.product(args.cases, args.modes):
+    for case, mode in itertools.product(args.cases, [mode for mode in args.modes if mode != "planned"]):
         contestants = [name for name in MODES[mode] if name in args.contestants]
         times = compare(mode, CASES[case], contestants, args.rounds, args.steps)
         print("\n".join(lines(case, mode, times)), flush=True)
+    if "planned" in args.modes:
+        headings = ("median ms", "/ best peer", "in a round", "busiest rank's ms", "/ peer's", "other cores")
+        print("\n" + "\n".join(table("model", "contestant", *headings, numbers_from=2)), flush=True)
+        contestants = [name for name in MODES["planned"] if name in args.contestants]
+        for case in args.cases:
+            print("\n".join(compare_in_turns(CASES[case], contestants, args.rounds)), flush=True)
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     print(f"\n{machine}; {RANKS} ranks of 1 thread, {MICROBATCHES} microbatches")
 

@@ -45,7 +45,7 @@ def plan(
 
     A folder that -o writes is an artifact without parameters; Pipeline.save(folder, tensors=True) saves those
     too. With -o order.csv stages are cut between modules, as torch's pipelining needs, and their names are
-    written to order.json.
+    written to order.modules.json.
 
     JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank; with --code
     also sources, by stage.
@@ -100,7 +100,7 @@ def _summary(pipe: "Pipeline") -> dict[str, object]:
 
 def _write_orders(pipe: "Pipeline", path: Path) -> Path:
     """Write the compute orders, and the names of the modules of each stage to a file beside them."""
-    orders, modules, beside = pipe.plan.to_csv(), pipe.plan.module_fqns(), path.with_suffix(".json")
+    orders, modules, beside = pipe.plan.to_csv(), pipe.plan.module_fqns(), path.with_suffix(".modules.json")
     for file, text in ((path, orders), (beside, json.dumps(modules, indent=2) + "\n")):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """A rank of torch's pipelining runs orders that pipec wrote, on stages of the modules that pipec named.
 
-Each argument is a CSV of orders; its JSON beside it has the modules. Rank r leaves what it found in
+Each argument is a CSV of orders; ``.modules.json`` beside it has the modules. Rank r leaves what it found in
 ``FILE.rankR.pt``: the losses of the microbatches, if it has the last stage, its gradients, and the orders as
 torch writes them.
 """
@@ -74,7 +74,7 @@ def part(model: nn.Module, names: list[str]) -> nn.Module:
 
 
 def run(path: Path) -> None:
-    given, modules = example(), json.loads(path.with_suffix(".json").read_text())
+    given, modules = example(), json.loads(path.with_suffix(".modules.json").read_text())
     row = path.read_text().splitlines()[dist.get_rank()]
     parts = {number: part(given.model, modules[number]) for number in stages_of(row)}
     stages = [
