@@ -19,6 +19,7 @@ from pipec.api_arguments import (
     refuse_scripted,
     require_same_options,
     resolve_topology,
+    with_replicas_of_mesh,
 )
 from pipec.capture.autocast import autocast, require_matching_autocast
 from pipec.capture.batch_inputs import positional_names, with_batch_axes
@@ -78,7 +79,8 @@ def compile(model: nn.Module, devices: Devices | None = None, **given: Any) -> P
 
 def compile_with(model: nn.Module, options: Options, *, between_modules: bool = False) -> Pipeline:
     """What ``compile`` does. With ``between_modules`` stages consist of whole modules, as those of torch."""
-    ranks, weights = _ranks(options), None
+    options, ranks = _ranks(options)
+    weights = None
     if options.weights is not None:
         folder = options.weights
         weights = _agreed_weights(ranks, folder, lambda: (model, weights_for(model, folder)))[1]
@@ -115,8 +117,7 @@ def from_pretrained(
             adapter, or not safetensors; or an adapter begins with values of the weights.
     """
     own = {option: given.pop(option) for option in [*given] if option in OPTIONS}
-    options = Options.of({"devices": devices, **own})
-    ranks = _ranks(options)
+    options, ranks = _ranks(Options.of({"devices": devices, **own}))
 
     def read() -> tuple[nn.Module, PretrainedWeights]:
         model, weights = read_pretrained(name, model_class, given)
@@ -126,9 +127,11 @@ def from_pretrained(
     return _pipeline(model, options, ranks, weights)
 
 
-def _ranks(options: Options) -> Ranks:
-    devices = default_num_ranks(world()) if options.devices is None else options.devices
-    return Ranks(devices, options.timeout, options.kernels)
+def _ranks(options: Options) -> tuple[Options, Ranks]:
+    """The options with the replicas of a mesh, and the ranks."""
+    here = world(options.group)
+    devices = default_num_ranks(here) if options.devices is None else options.devices
+    return with_replicas_of_mesh(options, here), Ranks(devices, options.timeout, options.kernels, here)
 
 
 def _agreed_weights(
@@ -202,7 +205,7 @@ def _pipeline(
         microbatches,
         tunes_replicas=options.replicas == "auto",
         tunes_shard=options.shard == "auto",
-        may_rearrange=options.batch != "local",
+        may_rearrange=options.batch != "local" and ranks.world.replicas is None,
     )
     settings = CompileSettings(
         options.loss_fn if callable(options.loss_fn) else None,

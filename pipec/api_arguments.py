@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from pipec.runtime.messages.call_description import (
     describe_tensor,
 )
 from pipec.runtime.messages.nccl import MAX_CTAS
+from pipec.runtime.processes.launch import World
 from pipec.runtime.step.ranks import Ranks
 
 
@@ -120,6 +121,19 @@ def _other_arguments(every: Sequence[CallDescription]) -> str:
         f"the ranks passed different arguments to pipec.compile:\n{describe_differences(every)}\nEvery rank "
         "passes the same; see what in the script depends on the rank, the environment or a random state"
     )
+
+
+def with_replicas_of_mesh(options: Options, here: World) -> Options:
+    """The options with as many replicas as an axis of a mesh has. Raises InputError for other ones."""
+    if here.replicas is None:
+        return options
+    if options.stages is not None or options.replicas not in (1, here.replicas):
+        raise InputError(
+            f"the mesh has {here.replicas} replicas of {here.size // here.replicas} ranks, but stages is "
+            f"{options.stages!r} and replicas is {options.replicas!r}; leave both out, or pass a mesh of one "
+            "axis, or its group"
+        )
+    return replace(options, replicas=here.replicas)
 
 
 def recorded_options(options: Options) -> dict[str, Any]:

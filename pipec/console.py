@@ -2,7 +2,8 @@
 
 pipec speaks through ``logging.getLogger("pipec")``, and through ``warnings`` where results may not be what
 the script expects. Records go to the handlers of the script; if it has none, to stderr, behind "pipec: ".
-``torchrun`` starts the same script on every rank: rank 0 speaks, and the others are silent.
+``torchrun`` starts the same script on every rank: rank 0 speaks, also that of a group, and the others are
+silent.
 """
 
 import functools
@@ -60,10 +61,18 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
     return wrapper
 
 
-@rank_zero_only
+_leads_group = threading.Event()
+
+
+def speak_for_group() -> None:
+    """Let this process, the first of a group of processes, say what all ranks of a pipeline have to say."""
+    _leads_group.set()
+
+
 def notice(message: str, *args: object) -> None:
-    """Log what all ranks have to say, once."""
-    logger.info(message, *args)
+    """Log what all ranks of a pipeline have to say, once."""
+    if _leads_group.is_set() or is_rank_zero():
+        logger.info(message, *args)
 
 
 def warn(message: str) -> None:

@@ -37,6 +37,7 @@ from pipec.ir.argument_checks import (
 
 if TYPE_CHECKING:
     from torch import Tensor, device
+    from torch.distributed import DeviceMesh, ProcessGroup
     from torch.optim import Optimizer
 
     from pipec.cost.profile import Profile
@@ -87,6 +88,10 @@ def option(
 def _made_by(expected: str, module: str, name: str) -> ArgumentRule:
     """An object of a class that is imported only where a value has to be checked."""
     return ArgumentRule(expected, lambda x: isinstance(x, getattr(importlib.import_module(module), name)))
+
+
+def _is_group(value: object) -> bool:
+    return bool(importlib.import_module("pipec.runtime.processes.launch").is_group(value))
 
 
 _FILE = instance("the path of its file", str, Path)
@@ -284,6 +289,14 @@ class Options:
         """The folder of a transformers model's weights, as ``save_pretrained`` writes it, for a model on the
         meta device: each rank reads the weights of its own stages. Default: the model's own values. See
         docs/memory.md.""",
+    )
+    group: ProcessGroup | DeviceMesh | None = option(
+        None,
+        ArgumentRule("a process group of torch, or a DeviceMesh", _is_group) | NONE,
+        """The processes that are the ranks: a ``torch.distributed`` process group; or a ``DeviceMesh`` with
+        one axis, or with two, ``"pp"`` for stages and one for replicas. Only they call ``compile``. Default:
+        all processes. See docs/start/ranks.md.""",
+        compared=False,
     )
     timeout: float = option(
         300.0,

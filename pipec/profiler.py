@@ -40,6 +40,7 @@ from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
 from pipec.passes.simplify import Simplify
 from pipec.runtime.messages.cuda import current_device
+from pipec.runtime.processes.launch import SINGLE_PROCESS
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.ranks import Ranks
@@ -121,7 +122,7 @@ class _ModelTimer:
                 artifact,
                 parameters,
                 {fqn: tensors[fqn].clone() for fqn in buffers},  # which a step changes
-                Ranks([device], timeout=300.0, alone=True),
+                Ranks([device], timeout=300.0, here=SINGLE_PROCESS),
             )
             for parameters in self._parameters
         ]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from pipec.artifact.artifact import MODE_FOLDERS, Artifact, read_artifact
 from pipec.errors import InputError
@@ -23,13 +24,14 @@ from pipec.ir.argument_checks import (
     instance,
     number,
 )
+from pipec.options import OPTIONS
 from pipec.pipeline.pipeline import Pipeline
 from pipec.runtime.absent_tensors import materialized, release_elsewhere
 from pipec.runtime.executions import Executions
 from pipec.runtime.model_tensors import ModelTensors
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.processes.judge import format_ranks
-from pipec.runtime.processes.launch import Devices
+from pipec.runtime.processes.launch import Devices, world
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import CUSTOM_WEIGHT, MicrobatchWeight
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -47,6 +49,7 @@ def load(
     clip_grad_norm: float | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
     kernels: str = "source",
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> Pipeline:
     """Read what ``Pipeline.save`` wrote.
 
@@ -54,7 +57,7 @@ def load(
     were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. An
     artifact holds no function: if ``compile`` was given an ``optimizer``, or a function as
     ``microbatch_weight``, pass it again, or another one. The same holds for ``clip_grad_norm``.
-    ``kernels`` is what ``compile`` takes.
+    ``kernels`` and ``group`` are what ``compile`` takes.
 
     Raises:
         ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
@@ -71,11 +74,17 @@ def load(
         if (place / folder).exists()
     }
     num_ranks = artifact.plan.num_ranks
-    ranks = Ranks(devices if devices is not None else num_ranks, timeout, kernels)
+    here = world(group)
+    ranks = Ranks(devices if devices is not None else num_ranks, timeout, kernels, here)
     if ranks.count != num_ranks:
         raise InputError(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}; "
             f"pass devices={num_ranks}, or compile and save it for {ranks.count}"
+        )
+    if here.replicas is not None and any(len(each) != here.replicas for each in artifact.plan.placement):
+        raise InputError(
+            f"the mesh has {here.replicas} replicas, but the artifact in {directory} has its stages on the "
+            f"ranks {artifact.plan.placement}; pass a mesh of one axis, or compile and save it on this mesh"
         )
     check_sync_spec(artifact.plan.sync_spec, optimizer, clip_grad_norm)
     return pipeline_of(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight, evaluations)
@@ -89,6 +98,7 @@ LOAD = {
     "clip_grad_norm": number(0, math.inf) | NONE,
     "microbatch_weight": MICROBATCH_WEIGHT | NONE,
     "kernels": KERNELS,
+    "group": OPTIONS["group"].rule,
 }
 """What each argument of ``load`` must be."""
 

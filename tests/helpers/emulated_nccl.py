@@ -3,14 +3,14 @@
 As on a GPU, a group has one stream on each of its ranks, which works on one message after the other. A send
 lasts until the other rank has received it. All ranks of a group use it first, so that messages of some of
 more than two are refused before a collective. Delays are random. A message that has arrived is found to be
-over only some time later, as if the host were ahead of the device. Collectives are in the order of the sorted
-ranks, as torch has them.
+over only some time later, as if the host were ahead of the device.
 
 What computes is the CPU: a wait for a message holds up the thread of its rank.
 """
 
 import contextlib
 import functools
+import itertools
 import random
 import threading
 import time
@@ -65,12 +65,11 @@ class Work:
 
 
 class Message(NamedTuple):
-    """What torch calls a P2POp."""
+    """A tensor that a rank sends to a peer, or receives from it; peers are numbered in the group."""
 
-    op: Callable[..., Work]
+    is_sent: bool
     tensor: Tensor
     peer: int
-    group: "Group"
 
 
 class _Sent(NamedTuple):
@@ -93,12 +92,42 @@ class Group:
     ) -> None:
         self.rank, self._wires, self._random = rank, wires, random.Random(seed)
         self.together = together
+        self.set_timeout = bool
         self.is_connected = together.size == 2
         self._stream: SimpleQueue[tuple[Callable[[], None], Work]] = SimpleQueue()
         self.running = self.num_started = self.num_found_over = 0
         threading.Thread(target=self._run, daemon=True).start()
 
-    def start(self, messages: Sequence[Message]) -> Work:
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return self._start([Message(True, *tensors, peer)])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return self._start([Message(False, *tensors, peer)])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
+        assert self.is_connected, "ranks that send nothing take no part in the first use of their group"
+        assert all(each.dtype is torch.uint8 for each in outputs + inputs)
+        sent = [Message(True, each, peer) for peer, each in enumerate(inputs) if each.numel()]
+        return self._start([*sent, *(Message(False, x, peer) for peer, x in enumerate(outputs) if x.numel())])
+
+    def allreduce(self, tensors: list[Tensor]) -> Work:
+        self.is_connected = True
+        return self.run(lambda: self.together.all_reduce(*tensors)())
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Work:
+        whole = torch.cat(inputs[0])
+        return self.run(lambda: self.together.reduce_scatter(*outputs, whole)())
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
+        def gather() -> None:
+            whole = torch.cat(outputs[0])
+            self.together.all_gather(whole, *inputs)()
+            for part, gathered in zip(outputs[0], whole.split(inputs[0].numel()), strict=True):
+                part.copy_(gathered)
+
+        return self.run(gather)
+
+    def _start(self, messages: Sequence[Message]) -> Work:
         return self.run(functools.partial(self._exchange, messages))
 
     def run(self, job: Callable[[], None]) -> Work:
@@ -126,12 +155,12 @@ class Group:
         """What is sent and received as one has no order."""
         leaving = []
         for message in messages:
-            if message.op.__name__ == "isend":
+            if message.is_sent:
                 sent = _Sent(message.tensor, threading.Event())
                 self._wires[self.rank, message.peer].put(sent)
                 leaving.append(sent)
         for message in messages:
-            if message.op.__name__ == "irecv":
+            if not message.is_sent:
                 arrived = self._wires[message.peer, self.rank].get()
                 assert message.tensor.dtype is arrived.tensor.dtype
                 assert message.tensor.numel() == arrived.tensor.numel()
@@ -154,14 +183,13 @@ class Distributed:
     """torch.distributed, as each thread sees it that calls ``as_rank``."""
 
     DistError = dist.DistError
-    ProcessGroupNCCL = SimpleNamespace(Options=Options)
-    P2POp = Message
 
     def __init__(self) -> None:
+        self.ProcessGroupNCCL: Any = functools.partial(self._make_group)
+        self.ProcessGroupNCCL.Options = Options
         self._here = threading.local()
-        self._numbers: dict[int, int] = defaultdict(int)
-        self._wires: dict[int, dict[tuple[int, int], SimpleQueue[_Sent]]] = {}
-        self._in_process_collectives: dict[int, InProcessCollectives] = {}
+        self._wires: dict[str, dict[tuple[int, int], SimpleQueue[_Sent]]] = {}
+        self._in_process_collectives: dict[str, InProcessCollectives] = {}
         self.groups: dict[int, list[Group]] = defaultdict(list)
 
     @contextlib.contextmanager
@@ -169,40 +197,20 @@ class Distributed:
         self._here.rank = rank
         yield
 
-    def new_group(self, ranks: list[int], timeout: timedelta, backend: str, options: Options) -> Any:
-        rank = self._here.rank
-        number = self._numbers[rank]  # ranks make the same groups in the same order
-        self._numbers[rank] += 1
-        if rank not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
+    def PrefixStore(self, prefix: str, store: object) -> str:
+        return prefix
+
+    def _make_group(self, store: str, rank: int, size: int, options: Options) -> Group:
+        """The group of the ranks that give it the same store; ``rank`` is the number in it."""
         in_process_collectives = self._in_process_collectives.setdefault(
-            number, InProcessCollectives(len(ranks), lambda: None)
+            store, InProcessCollectives(size, lambda: None)
         )
-        together = InProcessGroup(in_process_collectives, sorted(ranks).index(rank))
-        wires = self._wires.setdefault(number, {(a, b): SimpleQueue() for a in ranks for b in ranks})
-        self.groups[rank].append(Group(rank, wires, together, 1000 * rank + number))
-        return self.groups[rank][-1]
-
-    def isend(self, tensor: Tensor, peer: int, group: Group) -> Work:
-        return group.start([Message(self.isend, tensor, peer, group)])
-
-    def irecv(self, tensor: Tensor, peer: int, group: Group) -> Work:
-        return group.start([Message(self.irecv, tensor, peer, group)])
-
-    def batch_isend_irecv(self, messages: list[Message]) -> list[Work]:
-        group = messages[0].group
-        assert group.is_connected, "ranks that send nothing take no part in the first use of their group"
-        return [group.start(messages)]
-
-    def all_reduce(self, tensor: Tensor, group: Group, async_op: bool) -> Work:
-        group.is_connected = True
-        return group.run(lambda: group.together.all_reduce(tensor)())
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, group: Group, async_op: bool) -> Work:
-        return group.run(lambda: group.together.reduce_scatter(output, tensor)())
-
-    def all_gather(self, output: Tensor, tensor: Tensor, group: Group, async_op: bool) -> Work:
-        return group.run(lambda: group.together.all_gather(output, tensor)())
+        together = InProcessGroup(in_process_collectives, rank)
+        pairs = itertools.product(range(size), repeat=2)
+        wires = self._wires.setdefault(store, {pair: SimpleQueue() for pair in pairs})
+        own = self.groups[self._here.rank]
+        own.append(Group(rank, wires, together, 1000 * self._here.rank + len(own)))
+        return own[-1]
 
     def is_busy(self, rank: int) -> bool:
         """Whether messages run on the device of a rank."""
@@ -236,7 +244,7 @@ class Emulated(DistributedTransport):
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks, self.device, self._timeout = rank, num_ranks, torch.device("cpu"), PATIENCE
         self.star: Any = _Star(num_ranks)
-        self._connections = NcclConnections(self.device, rank, num_ranks, bool)
+        self._connections = NcclConnections(self.device, dist.HashStore(), rank, num_ranks, bool)
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
         return make()  # on this thread, which is known by its rank

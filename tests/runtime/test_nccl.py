@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import emulated_nccl
 import pytest
@@ -85,10 +85,28 @@ class Work:
 
 
 class Group:
-    def __init__(self, ranks: list[int], timeout: timedelta, backend: str, options: "Options") -> None:
-        self.ranks, self.timeout, self.backend, self.options = tuple(ranks), timeout, backend, options
+    """A group; ``distributed`` notes what is asked of it."""
+
+    def __init__(self, distributed: "Distributed", ranks: tuple[int, ...], options: "Options") -> None:
+        self._distributed, self.ranks, self.options = distributed, ranks, options
+        self.timeout = timedelta()
         self.num_aborts = 0
         self.occupied: threading.Barrier | None = None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return self._distributed.message("send", tensors, self)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return self._distributed.message("receive", tensors, self)
+
+    def allreduce(self, tensors: list[Tensor]) -> Work:
+        return self._distributed.message("sum", tensors, self)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
+        return self._distributed.message("exchange", [*outputs, *inputs], self)
 
     def abort(self) -> None:
         """As on a GPU that the messages of all groups occupy: it waits until all of them are aborted."""
@@ -105,24 +123,14 @@ class Options:
         self.config = SimpleNamespace(max_ctas=32)
 
 
-class Message(NamedTuple):
-    """What torch calls a P2POp."""
-
-    op: Callable[..., Work]
-    tensor: Tensor
-    peer: int
-    group: Group
-
-
 class Distributed:
     """What rank ``rank`` sees of torch.distributed. ``asked`` is every request in order."""
 
     DistError = torch.distributed.DistError
-    ProcessGroupNCCL = SimpleNamespace(Options=Options)
-    P2POp = Message
 
     def __init__(self) -> None:
-        self.rank = 0
+        self.ProcessGroupNCCL: Any = functools.partial(lambda *given: self.make_group(*given))
+        self.ProcessGroupNCCL.Options = Options
         self.groups: list[Group] = []
         self.asked: list[tuple[str, tuple[int, ...]]] = []
         self.works: list[Work] = []
@@ -131,35 +139,23 @@ class Distributed:
         self.error: WorkResult | None = None
         self.opening = False
 
-    def new_group(self, ranks: list[int], timeout: timedelta, backend: str, options: Options) -> Group | int:
-        self.asked.append(("group", tuple(ranks)))
-        if self.rank not in ranks:
-            return torch.distributed.GroupMember.NON_GROUP_MEMBER
-        self.groups.append(Group(ranks, timeout, backend, options))
+    def PrefixStore(self, prefix: str, store: object) -> str:
+        return prefix
+
+    def make_group(self, store: str, rank: int, size: int, options: Options) -> Group:
+        ranks = tuple(int(each) for each in re.findall(r"\d+", store.replace("-1", "")))
+        assert 0 <= rank < size == len(ranks)
+        self.asked.append(("group", ranks))
+        self.groups.append(Group(self, ranks, options))
         return self.groups[-1]
 
-    def isend(self, tensor: Tensor, peer: int, group: Group) -> Work:
-        return self._message("send", tensor, group)
-
-    def irecv(self, tensor: Tensor, peer: int, group: Group) -> Work:
-        return self._message("receive", tensor, group)
-
-    def all_reduce(self, tensor: Tensor, group: Group, async_op: bool) -> Work:
-        assert async_op
-        return self._message("sum", tensor, group)
-
-    def batch_isend_irecv(self, messages: list[Message]) -> list[Work]:
-        for message in messages:
-            message.op(message.tensor, message.peer, message.group)
-        return self.works[-len(messages) :]
-
-    def _message(self, kind: str, tensor: Tensor, group: Group) -> Work:
+    def message(self, kind: str, tensors: list[Tensor], group: Group) -> Work:
         if group.num_aborts:
             raise torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0.")
         assert not self.opening or all(work.num_polls < 0 for work in self.works), "a greeting is not over"
         self.asked.append((kind, group.ranks))
         self.works.append(Work(self.num_polls, self.error))
-        self.tensors.append(tensor)
+        self.tensors += tensors
         return self.works[-1]
 
 
@@ -176,8 +172,8 @@ def connected(
     *directions: Direction,
     on_progress: Callable[[], object] = bool,
 ) -> NcclConnections:
-    distributed.rank, distributed.opening = rank, True
-    found = NcclConnections(torch.device("cpu"), rank, 4, on_progress)
+    distributed.opening = True
+    found = NcclConnections(torch.device("cpu"), torch.distributed.HashStore(), rank, 4, on_progress)
     found.open(directions)
     distributed.opening = False
     return found
@@ -186,16 +182,15 @@ def connected(
 @pytest.mark.parametrize(
     ("rank", "expected"),
     [
-        (0, "send 0>1, receive 1>0"),
-        (1, "receive 0>1, send 1>0, send 1>2"),
-        (2, "receive 1>2"),
+        (0, "group 0>1, group 1>0, send 0>1, receive 1>0"),
+        (1, "group 0>1, group 1>0, group 1>2, receive 0>1, send 1>0, send 1>2"),
+        (2, "group 1>2, receive 1>2"),
     ],
 )
-def test_every_rank_makes_the_same_groups_in_one_order_and_greets_in_its_own(
+def test_every_rank_makes_its_groups_in_one_order_and_greets_in_its_own(
     distributed: Distributed, rank: int, expected: str
 ) -> None:
     """A greeting is over before the next one begins: the stub's ``_message`` checks it."""
-    expected = "group 0>1, group 1>0, group 1>2, " + expected
     distributed.num_polls = 2
     for directions in itertools.permutations([(0, 1), (1, 0), (1, 2)]):
         distributed.asked.clear()
@@ -220,14 +215,14 @@ def test_a_late_message_does_not_end_the_process(
     if before is not None:
         monkeypatch.setenv(variable, before)
     found = list[str | None]()
-    make = distributed.new_group
+    make = distributed.make_group
 
-    def new_group(*args: Any) -> Group | int:
+    def make_group(*args: Any) -> Group:
         found.append(os.environ.get(variable))
         return make(*args)
 
-    monkeypatch.setattr(distributed, "new_group", new_group)
-    connected(distributed, 0, (0, 1), (2, 3))
+    monkeypatch.setattr(distributed, "make_group", make_group)
+    connected(distributed, 0, (0, 1), (0, 3))
     assert found == ["0", "0"]
     assert os.environ.get(variable) == before
 
@@ -440,14 +435,17 @@ def test_what_is_read_last_travels_as_one(distributed: Distributed, begins: str)
     arriving = found.receive([torch.zeros(1)], 2, 4, Payload.RESULT)
     assert distributed.asked == []
     found.wait(arriving) if begins == "the reader" else found.drain()
-    assert distributed.asked == [*[("send", (0, 1, 2, 3))] * 4, ("receive", (0, 1, 2, 3))]
-    assert all(work.waited for work in distributed.works[-5:]) == (begins == "the reader")
+    assert distributed.asked == [("exchange", (0, 1, 2, 3))]
+    received, sent = distributed.tensors[-8:-4], distributed.tensors[-4:]
+    assert [len(each) for each in received] == [0, 0, 4, 0]
+    assert [len(each) for each in sent] == [12, 0, 12, 0]
+    assert distributed.works[-1].waited
     found.wait(arriving)
     found.drain()
-    assert len(distributed.asked) == 5
+    assert len(distributed.asked) == 1
     found.send([torch.zeros(1)], 0, 3, Payload.RESULT)
     found.drain()
-    assert len(distributed.asked) == 6
+    assert len(distributed.asked) == 2
 
 
 # groups and their streams
@@ -495,8 +493,7 @@ def test_more_groups_than_streams_are_refused_by_every_rank(distributed: Distrib
     peers = range(1, 18)
     directions = [pair for peer in peers for pair in ((0, peer), (peer, 0))]
     for rank in (0, 3):
-        distributed.rank = rank
-        found = NcclConnections(torch.device("cpu"), rank, 18, bool)
+        found = NcclConnections(torch.device("cpu"), torch.distributed.HashStore(), rank, 18, bool)
         with pytest.raises(InputError, match=r"rank 0 would exchange messages over 34 NCCL groups, .* 32"):
             found.open(directions)
         assert distributed.groups == []
@@ -536,8 +533,9 @@ def test_errors_of_nccl_are_errors_of_the_connection(
     found = connected(distributed, 0, (0, 1), (1, 0))
     work = found.receive([torch.zeros(1)], 1, tag=0)
     found.wait(work)
-    for name in ("isend", "irecv", "new_group"):
-        monkeypatch.setattr(distributed, name, fail)
+    for group in distributed.groups:
+        group.send = group.recv = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(distributed, "make_group", fail)
     monkeypatch.setattr(distributed.works[-1], "wait", fail)
     for call in (
         lambda: found.send([torch.zeros(1)], 1, tag=0),
@@ -651,8 +649,6 @@ def test_a_dtype_that_nccl_lacks_travels_as_bytes(
 def emulated(monkeypatch: pytest.MonkeyPatch) -> emulated_nccl.Distributed:
     found = emulated_nccl.Distributed()
     monkeypatch.setattr(nccl, "dist", found)
-    monkeypatch.setattr(nccl, "_reduce_scatter", found.reduce_scatter)
-    monkeypatch.setattr(nccl, "_all_gather", found.all_gather)
     return found
 
 
@@ -660,7 +656,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> emulated_nccl.Distributed:
 def test_collectives_are_in_the_order_of_the_ranks(
     emulated: emulated_nccl.Distributed, ranks: tuple[int, ...]
 ) -> None:
-    """A group gives its k-th rank the k-th part, though torch sorts the ranks."""
+    """A group gives its k-th rank the k-th part, in whatever order its ranks are."""
 
     def run(rank: int, transport: emulated_nccl.Emulated) -> tuple[list[float], list[float]] | None:
         transport._connections.open([], [ranks], has_results=False)

@@ -362,7 +362,7 @@ def test_ranks_that_were_started_again_do_not_meet_those_before(monkeypatch: pyt
             assert part.add("members", 1) <= 2  # as torch counts those of a process group
     with socket.create_server(("127.0.0.1", 0)) as server:
         of_the_dead = json.dumps([["127.0.0.1"], server.getsockname()[1], star.new_token().hex()])
-    store.set("pipec/0/address", of_the_dead)
+    store.set("pipec//0/address", of_the_dead)
     for each, _ in together([partial(meet_late, rank) for rank in (0, 1)]):
         each.close()
 

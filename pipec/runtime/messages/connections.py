@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from pipec.ir import Payload
@@ -19,6 +20,32 @@ Direction = tuple[int, int]
 
 NO_LIMIT = timedelta(days=365)
 """The timeout of groups, which torch requires."""
+
+
+class Group(Protocol):
+    """What pipec calls of a ``ProcessGroupGloo`` or ``ProcessGroupNCCL``, which torch does not declare.
+
+    Its ranks are numbered from 0 in the group itself.
+    """
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work: ...
+
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]]) -> dist.Work: ...
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work: ...
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+    def size(self) -> int: ...
+
+    def rank(self) -> int: ...
+
 
 MAX_IN_TRANSIT = 2
 """The most messages to one peer with one tag that are in transit at a time."""

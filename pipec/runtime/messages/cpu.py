@@ -4,6 +4,7 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from pipec.ir import Payload
 from pipec.runtime.messages.collective_group import CollectiveWait
-from pipec.runtime.messages.connections import MAX_IN_TRANSIT, NO_LIMIT, Direction, Work, Works
+from pipec.runtime.messages.connections import MAX_IN_TRANSIT, NO_LIMIT, Direction, Group, Work, Works
 from pipec.runtime.messages.shared_memory import SharedMemory
 
 
 class CpuConnections:
     """One gloo group of all ranks, and shared memory.
+
+    Groups find each other by ``store``, which is of this pipeline alone. No other process takes part.
 
     Values that every microbatch sends go through shared memory to ranks that share it: the places of others,
     such as weights, would stay for ever.
@@ -30,20 +33,28 @@ class CpuConnections:
     three times as long. Sums are in the order of the ranks.
     """
 
-    def __init__(self, shared: SharedMemory) -> None:
-        self._group, self._shared = dist.new_group(backend="gloo", timeout=NO_LIMIT), shared
+    def __init__(self, shared: SharedMemory, store: dist.Store, rank: int, num_ranks: int) -> None:
+        self._shared, self._store, self._rank = shared, store, rank
+        self._group = self._make_group(tuple(range(num_ranks)))
         self._sends: dict[tuple[int, int], deque[tuple[Works, Sequence[Tensor]]]] = defaultdict(deque)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         self._tags: dict[tuple[int, ...], int] = {}
 
     def open(
         self, directions: Iterable[Direction], groups: Iterable[tuple[int, ...]], has_results: bool
     ) -> None:
         """Make the groups. The ranks of directions are connected already."""
-        for ranks in sorted({*groups} - self._groups.keys()):
-            with gloo_errors():
-                self._groups[ranks] = dist.new_group(list(ranks), NO_LIMIT, "gloo")
+        for ranks in sorted({*groups} - self._tags.keys()):
             self._tags[ranks] = _FIRST_TAG_OF_GROUPS + len(self._tags)
+            if self._rank in ranks:
+                self._groups[ranks] = self._make_group(ranks)
+
+    def _make_group(self, ranks: tuple[int, ...]) -> Group:
+        """A group of these ranks, which alone make it; the k-th of them is its rank k."""
+        store = dist.PrefixStore(f"gloo/{ranks}", self._store)
+        with gloo_errors():
+            made = dist.ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), NO_LIMIT)
+        return cast(Group, made)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload = Payload.RESULT) -> None:
         if payload.feeds_compute and peer in self._shared.peers:
@@ -57,7 +68,7 @@ class CpuConnections:
     def start_send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start to send a contiguous tensor by gloo. The caller keeps it alive."""
         with gloo_errors():
-            return require_work(self._group.send([tensor], peer, tag))
+            return self._group.send([tensor], peer, tag)
 
     def receive(
         self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload = Payload.RESULT
@@ -65,7 +76,7 @@ class CpuConnections:
         if payload.feeds_compute and peer in self._shared.peers:
             return self._shared.receive(tensors, peer, tag)
         with gloo_errors():
-            return Works([require_work(self._group.recv([tensor], peer, tag)) for tensor in tensors])
+            return Works([self._group.recv([tensor], peer, tag) for tensor in tensors])
 
     def wait(self, work: Work) -> None:
         with gloo_errors():
@@ -73,13 +84,13 @@ class CpuConnections:
 
     def all_reduce(self, ranks: tuple[int, ...], tensor: Tensor) -> CollectiveWait:
         with gloo_errors():
-            work = require_work(dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))
+            work = self._groups[ranks].allreduce([tensor])
         return lambda: self.wait(work)
 
     def reduce_scatter(self, ranks: tuple[int, ...], output: Tensor, tensor: Tensor) -> CollectiveWait:
-        outgoing, own = list(tensor.view(len(ranks), -1)), self._group.rank()
+        outgoing = list(tensor.view(len(ranks), -1))
         incoming = [
-            part if rank == own else torch.empty_like(output)
+            part if rank == self._rank else torch.empty_like(output)
             for rank, part in zip(ranks, outgoing, strict=True)
         ]
         swap = self._swap(ranks, outgoing, incoming)
@@ -94,7 +105,7 @@ class CpuConnections:
 
     def all_gather(self, ranks: tuple[int, ...], output: Tensor, tensor: Tensor) -> CollectiveWait:
         parts = list(output.view(len(ranks), -1))
-        own = parts[ranks.index(self._group.rank())]
+        own = parts[ranks.index(self._rank)]
         if own.data_ptr() != tensor.data_ptr():
             own.copy_(tensor)
         return self._swap(ranks, [tensor] * len(ranks), parts)
@@ -107,7 +118,7 @@ class CpuConnections:
         works = [
             work
             for rank, sent, received in zip(ranks, outgoing, incoming, strict=True)
-            if rank != self._group.rank()
+            if rank != self._rank
             for work in (self.receive([received], rank, tag), self.start_send(sent, rank, tag))
         ]
         return lambda: self.wait(Works(works))
@@ -122,8 +133,7 @@ class CpuConnections:
 
     def close(self) -> None:
         self._shared.close()
-        own = self._group.rank()
-        for group in (self._group, *(group for ranks, group in self._groups.items() if own in ranks)):
+        for group in (self._group, *self._groups.values()):
             close_group(group)
 
 
@@ -133,7 +143,7 @@ _FIRST_TAG_OF_GROUPS = 2**30
 _UNUSED_TAG = 2**31 - 1
 
 
-def close_group(group: dist.ProcessGroup) -> None:
+def close_group(group: Group) -> None:
     """Let a receive from each peer time out: gloo then closes every connection of the group.
 
     ``abort`` and ``shutdown`` of a gloo group close nothing (torch 2.13).
@@ -151,9 +161,3 @@ def gloo_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionError(str(error)) from None
-
-
-def require_work(work: dist.Work | None) -> dist.Work:
-    """The work that torch returns to the members of a group."""
-    assert work is not None, "this rank is not a member of the group"
-    return work

@@ -2,29 +2,25 @@
 
 CPU ranks on one host exchange activations and gradients through shared memory.
 
-The transport makes its own connections. It uses only the members and the store of the default process group,
-so closing the connections leaves that group open.
+The transport makes its own connections, by which no other transport of the process can be reached, whichever
+ranks both have. Of a process group it uses only the members, and the store of the default one.
 
 A rank that fails sends rank 0 the reason, which hands it to all, and then closes its connections. The other
 ranks notice immediately, wherever they wait, and report which rank failed and why, or which one died or
 hangs.
 """
 
-import atexit
 import functools
 import hashlib
-import itertools
 import multiprocessing.util
 import pickle
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import ExecutionError, InputError, PipecError, TransportError
@@ -38,60 +34,54 @@ from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.shared_memory import SharedMemory, hosts
 from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.processes.judge import describe_overdue_wait, format_ranks
-from pipec.runtime.processes.launch import world
+from pipec.runtime.processes.launch import World, world
 from pipec.runtime.processes.rendezvous import call_with_timeout, connect_ranks
 from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 
 T = TypeVar("T")
 
-_transport_numbers = itertools.count()
-"""Numbers the transports of a process, so that each has its own keys in the store.
 
-A number identifies the same transport on every rank, because all ranks make transports in the same order.
+_num_transports = Counter[str]()
+"""The transports of this process, by the name of their group.
+
+The number identifies the same transport on all ranks of the group, which make theirs in the same order.
 """
 
 
 class DistributedTransport:
     """The transport of one rank. All ranks make transports, and call ``connect``, in the same order.
 
-    It uses the default process group, or makes one from the environment that ``torchrun`` sets. A wait of
-    more than ``timeout`` seconds is an error, which rank 0 notices: the connections have no limits of their
-    own. After an error the transport stays closed, while the process group stays usable.
+    The ranks are the processes of ``here``; None: all that were started together. A wait of more than
+    ``timeout`` seconds is an error, which rank 0 notices: the connections have no limits of their own. After
+    an error the transport stays closed.
     """
 
-    def __init__(self, device: torch.device, timeout: float = 300.0) -> None:
-        here = world()
+    def __init__(self, device: torch.device, timeout: float = 300.0, here: World | None = None) -> None:
+        here = world() if here is None else here
         self.rank, self.num_ranks = here.rank, here.size
         self.device = device
         self._timeout = timeout
-        self.star, store = connect_ranks(here, next(_transport_numbers), timeout)
+        _num_transports[here.name] += 1
+        self.star, store = connect_ranks(here, _num_transports[here.name], timeout)
         multiprocessing.util.Finalize(self, self.star.close, exitpriority=0)
         if device.type == "cuda":
             require_own_gpus(self.all_gather_text(str(torch.cuda.get_device_properties(device).uuid)))
-        if not dist.is_initialized():
-            join = functools.partial(
-                dist.init_process_group,
-                "nccl" if device.type == "cuda" else "gloo",
-                store=store,
-                rank=self.rank,
-                world_size=self.num_ranks,
-                timeout=timedelta(seconds=timeout),
-            )
-            self.call_on_all_ranks("the process group", join)
-            if device.type == "cuda":
-                atexit.register(_leave_process_group)
         shared = SharedMemory(self.rank)
         addresses = self.all_gather_text(shared.address)
         self.hosts = hosts(addresses)
         """The host of each rank: the lowest rank with which it can share memory."""
 
-        self.gloo = self.call_on_all_ranks("the gloo connections", lambda: CpuConnections(shared))
+        self.gloo = self.call_on_all_ranks(
+            "the gloo connections", lambda: CpuConnections(shared, store, self.rank, self.num_ranks)
+        )
         """Connections for CPU tensors: those of programs on CPUs, and for tensors that ranks broadcast."""
 
         self._connections: Connections = self.gloo
         if device.type == "cuda":
-            self._connections = NcclConnections(device, self.rank, self.num_ranks, self.star.note_progress)
+            self._connections = NcclConnections(
+                device, store, self.rank, self.num_ranks, self.star.note_progress
+            )
         else:
             connect = functools.partial(shared.connect, addresses)
             self.call_on_all_ranks("the connections of each host", connect)
@@ -248,12 +238,6 @@ def require_own_gpus(uuids: Sequence[str]) -> None:
                 f"{format_ranks(ranks)} have the same GPU, {uuid}, but NCCL needs one for each process; "
                 "start fewer processes, or let each see one of its own (CUDA_VISIBLE_DEVICES, LOCAL_RANK)"
             )
-
-
-def _leave_process_group() -> None:
-    """Destroy the default process group: at the end of the script NCCL warns of one that is left."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:

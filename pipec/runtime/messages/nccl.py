@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,10 @@ from pipec.runtime.messages.connections import (
     MAX_IN_TRANSIT,
     NO_LIMIT,
     Direction,
+    Group,
     Work,
     Works,
 )
-from pipec.runtime.messages.cpu import require_work
 from pipec.runtime.messages.cuda import PastLaunches
 
 log = logging.getLogger("pipec")
@@ -42,9 +43,11 @@ _Messages = deque[_Message]
 class NcclConnections:
     """A group of two ranks for every direction, and one of all ranks for results.
 
+    Groups find each other by ``store``, which is of this pipeline alone. No other process takes part.
+
     NCCL has no tags and matches the messages of a group in order. Each direction has its own group, so that
     its messages wait only for each other, and both ranks have them in the same order. Results go from some
-    ranks to all: they are sent and received as one batch, so that their order does not matter.
+    ranks to all: they are sent and received at once, so that their order does not matter.
 
     torch runs each group on a stream of a pool, and groups that share a stream would wait for each other.
     These groups use the pool of high priority, which a script's own streams do not use; kernels that wait for
@@ -70,22 +73,28 @@ class NcclConnections:
     """
 
     def __init__(
-        self, device: torch.device, rank: int, num_ranks: int, on_progress: Callable[[], None]
+        self,
+        device: torch.device,
+        store: dist.Store,
+        rank: int,
+        num_ranks: int,
+        on_progress: Callable[[], None],
     ) -> None:
         self._device = device
+        self._store = store
         self._rank = rank
         self._everyone = tuple(range(num_ranks))
         self._on_progress = on_progress
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], Group | None] = {}
         self._pending: dict[tuple[int, ...], _Messages] = defaultdict(deque)
         self._posted: deque[tuple[_Receive, Callable[[], Sequence[dist.Work]]]] = deque()
         self._awaited: deque[_Receive] = deque()
         self._launches = PastLaunches(device)
-        self._last: list[dist.P2POp] = []
-        self._last_started: list[dist.Work] = []
+        self._last_sent: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._last_received: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._aborting = threading.Lock()
         self._aborted = False
-        self._unaborted: list[dist.ProcessGroup] = []
+        self._unaborted: list[Group] = []
         atexit.register(_abort_each, self._unaborted)
         _ignore_warnings()
         _warn_of_few_connections()
@@ -98,8 +107,7 @@ class NcclConnections:
     ) -> None:
         """Make the groups, and use each of them once, because the first use of a group blocks.
 
-        All ranks use groups in the same order, so that none blocks on a group that its peer uses later. Every
-        rank takes part in making every group; torch returns a number instead of a group to non-members. First
+        All ranks use groups in the same order, so that none blocks on a group that its peer uses later. First
         messages are sent in the order of an edge coloring, so that disjoint pairs of ranks do not wait for
         each other.
         """
@@ -114,35 +122,21 @@ class NcclConnections:
                 self._use_once(ranks)
 
     def all_reduce(self, ranks: tuple[int, ...], tensor: Tensor) -> CollectiveWait:
-        return self._collective(ranks, lambda group: dist.all_reduce(tensor, group=group, async_op=True))
+        return self._collective(ranks, lambda group: group.allreduce([tensor]))
 
     def reduce_scatter(self, ranks: tuple[int, ...], output: Tensor, tensor: Tensor) -> CollectiveWait:
-        order = _sorted_order(ranks)
-        parts = tensor if order is None else tensor.view(len(ranks), -1)[order].view(-1)
-        return self._collective(
-            ranks, lambda group: _reduce_scatter(output, parts, group=group, async_op=True)
-        )
+        parts = [*tensor.view(len(ranks), -1)]
+        return self._collective(ranks, lambda group: group.reduce_scatter([output], [parts]))
 
     def all_gather(self, ranks: tuple[int, ...], output: Tensor, tensor: Tensor) -> CollectiveWait:
-        order = _sorted_order(ranks)
-        gathered = output if order is None else torch.empty_like(output)
-        wait = self._collective(
-            ranks, lambda group: _all_gather(gathered, tensor, group=group, async_op=True)
-        )
+        parts = [*output.view(len(ranks), -1)]
+        return self._collective(ranks, lambda group: group.allgather([parts], [tensor]))
 
-        def wait_and_order() -> None:
-            wait()
-            output.view(len(ranks), -1)[order] = gathered.view(len(ranks), -1)
-
-        return wait if order is None else wait_and_order
-
-    def _collective(
-        self, ranks: tuple[int, ...], start: Callable[[dist.ProcessGroup], dist.Work | None]
-    ) -> CollectiveWait:
+    def _collective(self, ranks: tuple[int, ...], start: Callable[[Group], dist.Work]) -> CollectiveWait:
         key = (*ranks, -1)
         self._launch_receives()
         with self._nccl_errors():
-            work = require_work(start(self._groups[key]))
+            work = start(self._group(key))
             self._remember(key, [work], [])
         return functools.partial(self.wait, work)
 
@@ -150,16 +144,14 @@ class NcclConnections:
         self, tensors: Sequence[Tensor], peer: int, tag: int, payload: Payload = Payload.ACTIVATION
     ) -> None:
         if payload is Payload.RESULT:
-            self._last += [self._last_message(dist.isend, tensor, peer) for tensor in tensors]
+            self._last_sent[peer] += tensors
             return
         direction = self._rank, peer
         self._launch_receives()
         self._wait_until(lambda: self._in_transit(direction) < MAX_IN_TRANSIT)
         with self._nccl_errors():
-            group = self._groups[direction]
-            works = [
-                require_work(dist.isend(nccl_compatible(tensor), peer, group=group)) for tensor in tensors
-            ]
+            group = self._group(direction)
+            works = [group.send([nccl_compatible(tensor)], 1, 0) for tensor in tensors]
             self._remember(direction, works, tensors)
 
     def receive(
@@ -167,7 +159,7 @@ class NcclConnections:
     ) -> Work:
         """Post a receive, which is launched later."""
         if payload is Payload.RESULT:
-            self._last += [self._last_message(dist.irecv, tensor, peer) for tensor in tensors]
+            self._last_received[peer] += tensors
             return _Results(self._start_last)
         self.check()
         receive, where_posted = _Receive(), self._launches.here()
@@ -179,10 +171,8 @@ class NcclConnections:
     ) -> Sequence[dist.Work]:
         direction = peer, self._rank
         with self._nccl_errors(), where_posted:
-            group = self._groups[direction]
-            works = [
-                require_work(dist.irecv(nccl_compatible(tensor), peer, group=group)) for tensor in tensors
-            ]
+            group = self._group(direction)
+            works = [group.recv([nccl_compatible(tensor)], 0, 0) for tensor in tensors]
             self._remember(direction, works, tensors)
         return works
 
@@ -211,7 +201,6 @@ class NcclConnections:
         self._launch_receives()
         self._start_last()
         self._wait_until(lambda: not self._reap_all())
-        self._last_started = []
         self._awaited.clear()
 
     def check(self) -> None:
@@ -233,13 +222,23 @@ class NcclConnections:
             _abort_together(self._unaborted)
 
     def _make_group(self, ranks: tuple[int, ...]) -> None:
-        """Make a group of ranks; a last -1 marks one for collectives."""
+        """Make a group on its ranks, of which the k-th is its rank k; a last -1 marks one for collectives."""
+        self._groups[ranks] = None
+        if self._rank not in ranks:
+            return
         members = [rank for rank in ranks if rank >= 0]
         options = _options(is_direction=len(members) == len(ranks))
+        store = dist.PrefixStore(f"nccl/{ranks}", self._store)
         with self._nccl_errors(), _without_watchdog():
-            self._groups[ranks] = group = dist.new_group(members, NO_LIMIT, "nccl", options)
-        if self._rank in ranks:
-            self._unaborted.append(group)
+            group = dist.ProcessGroupNCCL(store, members.index(self._rank), len(members), options)
+            group.set_timeout(NO_LIMIT)
+        self._groups[ranks] = cast(Group, group)
+        self._unaborted.append(cast(Group, group))
+
+    def _group(self, ranks: tuple[int, ...]) -> Group:
+        group = self._groups[ranks]
+        assert group is not None, "this rank is not a member of the group"
+        return group
 
     def _use_once(self, ranks: tuple[int, ...]) -> None:
         number = torch.zeros(1, device=self._device)
@@ -263,18 +262,28 @@ class NcclConnections:
                     "deadlock; use fewer stages, or let values cross fewer of them"
                 )
 
-    def _last_message(self, op: Callable[..., object], tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(op, nccl_compatible(tensor), peer, self._groups[*self._everyone, -1])
+    def _start_last(self) -> None:
+        """Exchange the results, unless that was done. Those for one rank are one message of bytes."""
+        sent, received = ({**each} for each in (self._last_sent, self._last_received))
+        if not sent and not received:
+            return
+        self._last_sent.clear()
+        self._last_received.clear()
+        outgoing = [self._bytes_of(sent.get(peer, ())) for peer in self._everyone]
+        incoming = [torch.empty_like(self._bytes_of(received.get(peer, ()))) for peer in self._everyone]
+        key = (*self._everyone, -1)
+        with self._nccl_errors():
+            work = self._group(key).alltoall(incoming, outgoing)
+            self._remember(key, [work], [*outgoing, *incoming])
+            work.wait()
+        for peer, tensors in received.items():
+            parts = incoming[peer].split([tensor.nbytes for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.view(-1).view(torch.uint8).copy_(part)
 
-    def _start_last(self) -> Sequence[dist.Work]:
-        """Start the messages of results, unless they were started. Returns the works to wait for."""
-        if messages := self._last:
-            self._last = []
-            with self._nccl_errors():
-                self._last_started = dist.batch_isend_irecv(messages)
-                tensors = [message.tensor for message in messages]
-                self._remember((*self._everyone, -1), self._last_started, tensors)
-        return self._last_started
+    def _bytes_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def _remember(
         self, direction: tuple[int, ...], works: Sequence[dist.Work], tensors: Sequence[Tensor]
@@ -362,9 +371,8 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _ignore_warnings() -> None:
-    """Hide what torch warns of at each start, which is meant: unbatched messages and long timeouts."""
+    """Hide what torch warns of at each start, which is meant: unbatched messages."""
     warnings.filterwarnings("ignore", "An unbatched P2P op", UserWarning)
-    warnings.filterwarnings("ignore", "backend_options._timeout was specified", UserWarning)
 
 
 @functools.cache
@@ -413,24 +421,10 @@ class _Receive:
 
 
 class _Results:
-    """The messages of results, which begin when the first of them is waited for."""
+    """The messages of results, which are exchanged when the first of them is waited for."""
 
-    def __init__(self, start: Callable[[], Sequence[dist.Work]]) -> None:
-        self._start = start
-
-    def wait(self) -> None:
-        Works(self._start()).wait()
-
-
-def _sorted_order(ranks: tuple[int, ...]) -> list[int] | None:
-    """The positions of the sorted ranks, whose k-th has the k-th part in torch; None if they are sorted."""
-    order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    return None if order == [*range(len(ranks))] else order
-
-
-# The names since torch 2.13, and before.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    def __init__(self, exchange: Callable[[], None]) -> None:
+        self.wait = exchange
 
 
 def _reap(messages: _Messages) -> None:
@@ -448,7 +442,7 @@ def _reap(messages: _Messages) -> None:
                 raise ConnectionError("an NCCL message failed; torch has logged why")
 
 
-def _abort_together(groups: list[dist.ProcessGroup]) -> None:
+def _abort_together(groups: list[Group]) -> None:
     """Abort the groups concurrently, and empty the list.
 
     An abort may wait for everything that runs on the GPU, including messages of other groups, which end only
@@ -464,13 +458,13 @@ def _abort_together(groups: list[dist.ProcessGroup]) -> None:
         thread.join()
 
 
-def _abort_each(groups: list[dist.ProcessGroup]) -> None:
+def _abort_each(groups: list[Group]) -> None:
     """Abort the groups one after the other: when a script ends, Python starts no threads any more (3.12)."""
     while groups:
         _abort_one(groups.pop())
 
 
-def _abort_one(group: dist.ProcessGroup) -> None:
+def _abort_one(group: Group) -> None:
     with contextlib.suppress(RuntimeError):  # after the group's timeout
         group.abort()
 

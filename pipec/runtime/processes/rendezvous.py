@@ -27,7 +27,8 @@ def connect_ranks(world: World, number: int, timeout: float) -> tuple[Star, Stor
     """The connection of this rank, and a store to make process groups with.
 
     The store is a new prefix in the store of the default process group. Without one, it is made from the
-    environment that ``torchrun`` sets, as torch would. ``number`` names the same pipeline on every rank.
+    environment that ``torchrun`` sets, as torch would. The prefix has the members of ``world``, and the
+    ``number`` that the pipeline has among those of the same members, on all of them.
 
     Raises:
         TransportError: a rank did not connect within ``timeout`` seconds, or died; the message names it.
@@ -35,13 +36,13 @@ def connect_ranks(world: World, number: int, timeout: float) -> tuple[Star, Stor
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     store = _store_of_environment(world, timeout) if group is None else group.get_group_store()
-    star = Star(world.rank, world.size, timeout)
+    star = Star(world.rank, world.size, timeout, world.note)
     try:
-        token = connect(star, PrefixStore(f"pipec/{number}", store), timeout)
+        token = connect(star, PrefixStore(f"pipec/{world.name}/{number}", store), timeout)
     except TransportError as error:
         star.fail(str(error))
         star.close()
-        raise
+        raise error if world.note in str(error) else TransportError(f"{error}{world.note}") from None
     # torchrun keeps its store for ranks that it restarts, with everything that earlier ones wrote there
     return star, PrefixStore(f"pipec/{token.hex()}", store)
 
@@ -155,6 +156,12 @@ def _store_of_environment(world: World, timeout: float) -> Store:
             f"{world.size} processes were started, but MASTER_ADDR is {host!r} and MASTER_PORT {port!r}; "
             "start them with torchrun, or set both"
         )
+    return _tcp_store(host, port, world, timeout)
+
+
+@functools.cache
+def _tcp_store(host: str, port: str, world: World, timeout: float) -> Store:
+    """Torch's store, of ``torchrun`` or of rank 0. It lasts as long as the process."""
     is_server = world.rank == 0 and not _agent_has_store()
     make = functools.partial(
         dist.TCPStore,

@@ -86,11 +86,13 @@ class _Comparison:
 class Star:
     """The connection of one rank. The thread calls ``on_failure`` once the pipeline cannot go on.
 
+    ``note`` ends the errors of other ranks.
+
     Rank 0 calls ``accept`` and then ``wait_for_all``; the others ``follow`` rank 0.
     """
 
-    def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    def __init__(self, rank: int, num_ranks: int, timeout: float, note: str = "") -> None:
+        self.rank, self.num_ranks, self._note = rank, num_ranks, note
         self.on_failure: Callable[[], None] = lambda: None
         self.wait_status, self.last_activity = NOT_WAITING, ""
         self._timeout, self._interval = timeout, min(_LONGEST_INTERVAL, timeout / 5)
@@ -300,7 +302,8 @@ class Star:
             return TransportError(reason.removeprefix(own))
         self.fail(reason)
         while_doing = f" while this one was {activity}" * bool(activity)
-        return TransportError(f"another rank failed{while_doing}:\n{textwrap.indent(reason, '  ')}")
+        indented = textwrap.indent(reason, "  ")
+        return TransportError(f"another rank failed{while_doing}:\n{indented}{self._note}")
 
     def waits_for(self, peer: int | None) -> str:
         """A description of the chain of waits that begins at ``peer``, on rank 0; see ``Judge.chain``."""

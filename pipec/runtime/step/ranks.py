@@ -8,10 +8,11 @@ from typing import TypeVar
 
 import torch
 
+from pipec.console import speak_for_group
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.messages.exchange import Exchange
 from pipec.runtime.messages.transport import InProcessTransport, Transport
-from pipec.runtime.processes.launch import SINGLE_PROCESS, Devices, World, resolve_devices, world
+from pipec.runtime.processes.launch import Devices, World, resolve_devices, world
 from pipec.runtime.processes.star import PacketKind
 from pipec.runtime.step.timestamps import RecordedStep
 
@@ -21,17 +22,19 @@ T = TypeVar("T")
 class Ranks:
     """The ranks that run in this process, their devices, and the transport to the other ranks.
 
-    ``kernels`` says how they load the code of their stages. Ranks of a process that is ``alone``, whatever
-    others were started with it, all run in it.
+    ``kernels`` says how they load the code of their stages. ``here`` is this process among those of the
+    pipeline; None: among all that were started together.
 
     Raises:
-        InputError: ``devices`` contradicts the number of processes that were started.
+        InputError: ``devices`` contradicts the number of these processes.
     """
 
     def __init__(
-        self, devices: Devices, timeout: float, kernels: str = "source", alone: bool = False
+        self, devices: Devices, timeout: float, kernels: str = "source", here: World | None = None
     ) -> None:
-        self.world = SINGLE_PROCESS if alone else world()
+        self.world = world() if here is None else here
+        if self.world.global_ranks and self.world.rank == 0:
+            speak_for_group()
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
         self._timeout, self.kernels = timeout, kernels
@@ -44,7 +47,7 @@ class Ranks:
 
     @functools.cached_property
     def distributed(self) -> DistributedTransport:
-        return DistributedTransport(self.devices[self.world.rank], self._timeout)
+        return DistributedTransport(self.devices[self.world.rank], self._timeout, self.world)
 
     @functools.cached_property
     def exchange(self) -> Exchange:
