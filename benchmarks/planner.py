@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from common import medians_of_turns, row, table
 from step_time import CASES, RANKS
 from step_time import Case as Trained
@@ -226,8 +225,6 @@ def main() -> None:
     lines = "\n".join(parts[args.part]())
     if world().rank == 0:
         print(lines)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from common import medians_of_turns, row, table
 from step_time import BATCH, CASES, MICROBATCHES, RANKS, Case
 from torch import Tensor
@@ -95,8 +94,6 @@ def main() -> None:
         shown += lines(name, args.schedules, args.rounds, args.repeats)
     if world().rank == 0:
         print("\n".join(shown))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

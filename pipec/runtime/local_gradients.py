@@ -8,6 +8,7 @@ several gradients would be of this rank's parameters alone, and raises InputErro
 """
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -42,7 +43,7 @@ class GradientNorms:
         for number, parameter in enumerate(self._tensors.names.unique_parameters().values()):
             gradient = parameter.grad
             if gradient is not None and not gradient.is_sparse:
-                parameter.grad = self._marked(gradient, LocalGradient, (number,))
+                parameter.grad = _marked(gradient, LocalGradient, weakref.ref(self), (number,))
 
     def unmark(self) -> None:
         """Let all gradients be plain tensors again, to which a step adds its own."""
@@ -50,12 +51,6 @@ class GradientNorms:
             if isinstance(parameter.grad, LocalGradient):
                 with plain_tensors():
                     parameter.grad = parameter.grad.as_subclass(Tensor)
-
-    def _marked(self, tensor: Tensor, kind: "type[LocalGradient]", numbers: tuple[int, ...]) -> Tensor:
-        with plain_tensors():
-            marked = tensor.as_subclass(kind)
-        marked.norms, marked.numbers = self, numbers
-        return marked
 
     @torch.no_grad()
     def total(self, call: str, norm_type: float) -> Tensor:
@@ -105,10 +100,10 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class LocalGradient(Tensor):
     """A gradient of this rank's parameters, or what was computed of one.
 
-    ``numbers`` are those of the parameters: one, or for stacked norms one each.
+    ``numbers`` are those of the parameters: one, or for stacked norms one each. It keeps no pipeline alive.
     """
 
-    norms: GradientNorms
+    norms: weakref.ref[GradientNorms]
     numbers: tuple[int, ...]
 
     @classmethod
@@ -154,7 +149,7 @@ class LocalGradient(Tensor):
         def marked(made: Any, source: LocalGradient, numbers: tuple[int, ...]) -> Any:
             is_new = isinstance(made, Tensor) and id(made) not in given
             has_values = is_new and (made.is_floating_point() or made.is_complex())
-            return source.norms._marked(made, kind, numbers) if has_values else made
+            return _marked(made, kind, source.norms, numbers) if has_values else made
 
         if is_of_lists and isinstance(found, list | tuple):
             pairs = zip(found, args[0], strict=True)
@@ -175,11 +170,25 @@ class StackedNorms(LocalGradient):
 
     def reduced(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any) -> Any:
         """What ``func`` makes of the numbers of all ranks."""
+        norms = self.norms()
+        if norms is None:
+            raise InputError(
+                f"torch.{name} was given norms of gradients of a pipeline that was freed; keep it"
+            )
         with plain_tensors():
             own = dict(zip(self.numbers, self.unbind(), strict=True))
             call = f"torch.{name} of norms of gradients ({_INSTEAD})"
-            every = self.norms.gathered(call, own, self.norms.is_alone())
+            every = norms.gathered(call, own, norms.is_alone())
             return func(every.to(self.device), *args[1:], **kwargs)
+
+
+def _marked(
+    tensor: Tensor, kind: type[LocalGradient], norms: weakref.ref[GradientNorms], numbers: tuple[int, ...]
+) -> Tensor:
+    with plain_tensors():
+        marked = tensor.as_subclass(kind)
+    marked.norms, marked.numbers = norms, numbers
+    return marked
 
 
 def _refuse_reductions(func: Callable[..., Any], name: str) -> None:

@@ -10,7 +10,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 
 import pipec
@@ -62,7 +61,7 @@ def facts(
         x, target = batch(number, widths)
         SENT.clear()
         losses.append(float(pipe.step(x, target=target)))
-    rank = dist.get_rank()
+    rank = pipe.ranks.world.rank
     own = [bucket for bucket in pipe.plan.sync_spec.buckets if rank in pipe.plan.placement[bucket.stage]]
     sends: Counter[int] = Counter()
     for each in pipe.programs[rank].instructions:

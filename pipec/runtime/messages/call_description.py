@@ -97,11 +97,11 @@ def values_digest(tensor: Tensor) -> str:
     """
     if tensor.is_meta:
         return "none"
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes > _CRC_BYTES:
-        hashes = _row_hashes(flat_memory(tensor).view(torch.uint8))
+    flat = flat_memory(tensor).contiguous().view(torch.uint8)  # gaps of a slice with a step are not flat
+    if flat.numel() > _CRC_BYTES:
+        hashes = _row_hashes(flat)
         return hashlib.blake2b(hashes.cpu().numpy().data, digest_size=8).hexdigest()
-    return f"{zlib.crc32(flat_memory(tensor).cpu().view(torch.uint8).numpy().data):08x}"
+    return f"{zlib.crc32(flat.cpu().numpy().data):08x}"
 
 
 _CRC_BYTES, _ROW_WORDS = 2**16, 4096

@@ -35,7 +35,7 @@ class CpuConnections:
 
     def __init__(self, shared: SharedMemory, store: dist.Store, rank: int, num_ranks: int) -> None:
         self._shared, self._store, self._rank = shared, store, rank
-        self._group = self._make_group(tuple(range(num_ranks)))
+        self._group = self._make_group("messages", tuple(range(num_ranks)))
         self._sends: dict[tuple[int, int], deque[tuple[Works, Sequence[Tensor]]]] = defaultdict(deque)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._tags: dict[tuple[int, ...], int] = {}
@@ -47,11 +47,11 @@ class CpuConnections:
         for ranks in sorted({*groups} - self._tags.keys()):
             self._tags[ranks] = _FIRST_TAG_OF_GROUPS + len(self._tags)
             if self._rank in ranks:
-                self._groups[ranks] = self._make_group(ranks)
+                self._groups[ranks] = self._make_group(f"collectives {ranks}", ranks)
 
-    def _make_group(self, ranks: tuple[int, ...]) -> Group:
+    def _make_group(self, name: str, ranks: tuple[int, ...]) -> Group:
         """A group of these ranks, which alone make it; the k-th of them is its rank k."""
-        store = dist.PrefixStore(f"gloo/{ranks}", self._store)
+        store = dist.PrefixStore(f"gloo/{name}", self._store)
         with gloo_errors():
             made = dist.ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), NO_LIMIT)
         return cast(Group, made)

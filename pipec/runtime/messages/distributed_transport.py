@@ -15,6 +15,7 @@ import hashlib
 import multiprocessing.util
 import pickle
 import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -85,7 +86,7 @@ class DistributedTransport:
         else:
             connect = functools.partial(shared.connect, addresses)
             self.call_on_all_ranks("the connections of each host", connect)
-        self.star.on_failure = self._close
+        self.star.on_failure = _weak_call(self._close)
 
     def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
         """The result of ``make``, which all ranks call together. Each of its segments may take the timeout.
@@ -225,6 +226,17 @@ class DistributedTransport:
 
 _REASON_COMES_WITHIN = 0.5
 """Seconds. A process that dies, or fails, closes connections of several kinds one after the other."""
+
+
+def _weak_call(method: Callable[[], object]) -> Callable[[], None]:
+    """A call of a method that does not keep its object alive."""
+    found = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := found()) is not None:
+            alive()
+
+    return call
 
 
 def require_own_gpus(uuids: Sequence[str]) -> None:

@@ -1,0 +1,384 @@
+"""Pipelines on the ranks of process groups and meshes: several in one job, as if each were alone."""
+
+import re
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+from worker_processes import forks, free_port, run_ranks
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import functools, os, sys, time
+from pathlib import Path
+import torch, pipec
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+RANK, FOLDER = int(os.environ.get("RANK", "0")), Path(__file__).parent
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+def wide():
+    layers = (nn.Linear(6, 32), nn.Dropout(0.3), nn.Tanh(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(*layers)
+
+def deep():
+    return nn.Sequential(nn.Linear(6, 6), *[each for _ in range(3) for each in (nn.GELU(), nn.Linear(6, 6))])
+
+def compiled(make, seed=0, **options):
+    torch.manual_seed(seed)
+    options = {"microbatches": 4, "timeout": 20.0, "optimizer": ADAMW} | options
+    return pipec.compile(make(), loss_fn=F.cross_entropy, **options)
+
+def batch(step, rows=slice(None)):
+    drawn = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 6, generator=drawn), torch.randint(3, (8,), generator=drawn)
+    return x[rows], y[rows]
+
+def train(pipe, steps, rows=slice(None)):
+    for step in steps:
+        x, y = batch(step, rows)
+        torch.manual_seed(step)  # of dropout
+        print("loss", float(pipe.step(x, target=y)).hex(), flush=True)
+
+def everything(pipe, name):
+    '''What a script does with a pipeline, whose results depend on nothing but the pipeline.'''
+    train(pipe, range(3))
+    pipe.save_checkpoint(FOLDER / name)
+    train(pipe, range(3, 5))
+    pipe.load_checkpoint(FOLDER / name)
+    train(pipe, range(3, 5))
+    pipe.eval()
+    print("mean", float(pipe(batch(7)[0]).mean()).hex())
+    pipe.train()
+    print("state", sum(float(x.sum()) for x in pipe.full_state_dict(all_ranks=True).values()).hex())
+    print("tensors of rank 0", len(pipe.state_dict()) > 0)
+    if dist.is_initialized():
+        print("place", pipe.ranks.world.rank, pipe.ranks.world.size)
+
+def attempt(call):
+    try:
+        call()
+    except (pipec.PipecError, ZeroDivisionError) as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+"""
+
+
+def told(tmp_path: Path, body: str, num_ranks: int) -> list[list[str]]:
+    """The lines of each rank that runs the script; with ``num_ranks`` 0, of one process for all."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + textwrap.dedent(body))
+    return [each.splitlines() for each in run_ranks(script, num_ranks, tmp_path)]
+
+
+def test_two_pipelines_of_one_job_are_as_each_alone(tmp_path: Path) -> None:
+    """Their ranks do not follow each other, and their checkpoints load in one process."""
+    ranks = told(
+        tmp_path,
+        """
+        outer, inner = dist.new_group([0, 3]), dist.new_group([1, 2])
+        if RANK in (0, 3):
+            everything(compiled(wide, group=outer), "wide")
+        else:
+            everything(compiled(deep, 1, group=inner), "deep")
+        """,
+        4,
+    )
+    alone = [
+        told(tmp_path, f"everything(compiled({make}, {seed}, devices=2), 'alone {make}')", 2)
+        for make, seed in (("wide", 0), ("deep", 1))
+    ]
+    assert [ranks[0], ranks[3]] == alone[0]
+    assert [ranks[1], ranks[2]] == alone[1]
+    assert alone[0][0][:5] != alone[1][0][:5]
+    (loaded,) = told(
+        tmp_path,
+        """
+        for make in (wide, deep):
+            pipe = compiled(make, 5, devices=2)
+            pipe.load_checkpoint(FOLDER / make.__name__)
+            train(pipe, range(3, 5))
+        """,
+        0,
+    )
+    assert loaded == [*alone[0][0][3:5], *alone[1][0][3:5]]
+
+
+def test_pipelines_on_equal_ranks_take_turns(tmp_path: Path) -> None:
+    """One of all ranks and of a group of all, one of a part, and one of each rank alone."""
+    body = """
+        part, every = dist.new_group([2, 1]), dist.new_group([0, 1, 2])
+        policy, reward = compiled(wide), compiled(wide, 1, group=every)
+        small = compiled(deep, 2, group=part) if RANK else None
+        own = [dist.new_group([rank]) for rank in range(3)][RANK]
+        single = compiled(deep, 3 + RANK, group=own)
+        for step in range(3):
+            for pipe in filter(None, (policy, single, small, reward)):
+                train(pipe, [step])
+        if RANK:
+            small.save_checkpoint(FOLDER / "small")
+        policy.save_checkpoint(FOLDER / "policy")
+        small = pipe = None  # frees its connections
+        train(policy, [3])
+        train(reward, [3])
+    """
+    ranks = told(tmp_path, body, 3)
+    (alone,) = told(
+        tmp_path,
+        """
+        singles = ((deep, 3 + rank, 1) for rank in range(3))
+        for make, seed, devices in ((wide, 0, 3), (wide, 1, 3), (deep, 2, 2), *singles):
+            train(compiled(make, seed, devices=devices), range(4))
+        """,
+        0,
+    )
+    policy, reward, small, *single = (alone[first : first + 4] for first in range(0, 24, 4))
+    for rank, lines in enumerate(ranks):
+        pipes = [policy, single[rank], *[small] * (rank > 0), reward]
+        assert lines == [each[step] for step in range(3) for each in pipes] + [policy[3], reward[3]]
+
+
+def test_a_pipeline_that_is_freed_leaves_no_connection_behind(tmp_path: Path) -> None:
+    """Whoever updates: gradients that are left to a script belong to parameters, which lead back to them."""
+    ranks = told(
+        tmp_path,
+        """
+        import gc
+        import weakref
+        dist.barrier()
+        before, freed = len(os.listdir("/proc/self/fd")), []
+        for options in ({}, {"optimizer": None}):
+            pipe = compiled(wide, group=dist.group.WORLD, replicas=2, **options)
+            train(pipe, range(2))
+            assert len(os.listdir("/proc/self/fd")) > before
+            freed += [weakref.ref(pipe), weakref.ref(pipe.ranks.distributed)]
+            del pipe
+        gc.collect()
+        print([each() for each in freed])
+        deadline = time.monotonic() + 20
+        while len(os.listdir("/proc/self/fd")) > before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        """,
+        2,
+    )
+    assert [lines[-1] for lines in ranks] == ["[None, None, None, None]"] * 2
+
+
+@pytest.mark.parametrize("names", [("dp", "pp"), ("pp", "dp")])
+def test_a_mesh_says_which_ranks_are_replicas(names: tuple[str, str], tmp_path: Path) -> None:
+    ranks = told(
+        tmp_path,
+        f"""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names={names})
+        train(compiled(wide, group=mesh), range(3))
+        pipe = compiled(wide, group=mesh, batch="local", microbatches=4)
+        assert (pipe.num_replicas, pipe.replica) == (2, mesh.get_local_rank("dp"))
+        train(pipe, range(3), slice(pipe.replica, None, 2))
+        names = {{*pipe.local_state_dict()}}
+        every = [None] * 4
+        dist.all_gather_object(every, (mesh.get_local_rank("pp"), names))
+        assert all((stage == mesh.get_local_rank("pp")) == (own == names) for stage, own in every)
+        """,
+        4,
+    )
+    alone = told(
+        tmp_path,
+        """
+        train(compiled(wide, replicas=2), range(3))
+        pipe = compiled(wide, replicas=2, batch="local", microbatches=4)
+        train(pipe, range(3), slice(pipe.replica, None, 2))
+        """,
+        4,
+    )
+    assert ranks == alone
+
+
+def test_a_row_of_a_mesh_beside_the_axes_of_others(tmp_path: Path) -> None:
+    """Someone else sums over the other axis between the steps."""
+    ranks = told(
+        tmp_path,
+        """
+        mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "tp", "cp"))
+        column = mesh.get_local_rank("tp")
+        pipe = compiled(wide, column, group=mesh["pp"])
+        for step in range(3):
+            train(pipe, [step])
+            total = torch.ones(1000)
+            dist.all_reduce(total, group=mesh.get_group("tp"))
+            assert total.sum() == 2000
+        train(compiled(wide, 7, group=mesh.get_group("pp")), range(2))
+        """,
+        4,
+    )
+    (alone,) = told(
+        tmp_path,
+        """
+        for seed, steps in ((0, 3), (1, 3), (7, 2)):
+            train(compiled(wide, seed, devices=2), range(steps))
+        """,
+        0,
+    )
+    first, second, third = alone[:3], alone[3:6], alone[6:]
+    assert ranks == [[*own, *third] for own in (first, second, first, second)]
+
+
+def test_an_artifact_runs_on_any_group(tmp_path: Path) -> None:
+    (alone,) = told(
+        tmp_path,
+        """
+        pipe = compiled(wide, devices=2)
+        pipe.prepare(batch(0)[0], target=batch(0)[1])
+        pipe.save(FOLDER / "artifact", tensors=True)
+        train(pipe, range(3))
+        """,
+        0,
+    )
+    ranks = told(
+        tmp_path,
+        """
+        groups = [dist.new_group(members) for members in ([1, 3], [0, 2])]
+        pipe = pipec.load(FOLDER / "artifact", optimizer=ADAMW, timeout=20.0, group=groups[RANK % 2 == 0])
+        train(pipe, range(3))
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        attempt(lambda: pipec.load(FOLDER / "artifact", optimizer=ADAMW, group=mesh["pp", "dp"]))
+        """,
+        4,
+    )
+    for lines in ranks:
+        assert lines[:3] == alone
+        assert re.match(
+            r"InputError: the mesh has 2 replicas, but the artifact .* \(\(0,\), \(1,\)\)", lines[3]
+        )
+
+
+def test_what_is_no_group_of_this_process_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    ranks = told(
+        tmp_path,
+        """
+        group, mesh = dist.new_group([0, 1]), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        nameless, few = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (2,))
+        if RANK > 1:
+            attempt(lambda: compiled(wide, group=group))
+            attempt(lambda: compiled(wide, group=few))
+        attempt(lambda: compiled(wide, group=nameless))
+        attempt(lambda: compiled(wide, group=mesh, stages=4))
+        attempt(lambda: compiled(wide, group=mesh, replicas="auto"))
+        attempt(lambda: compiled(wide, group=mesh["pp"], devices=4))
+        attempt(lambda: compiled(wide, group="pp"))
+        """,
+        4,
+    )
+    expected = [
+        r"InputError: group is a mesh with the axes \(2, 2\); expected .* is named \"pp\"",
+        r"InputError: the mesh has 2 replicas of 2 ranks, but stages is 4",
+        r"InputError: the mesh has 2 replicas of 2 ranks, .* replicas is 'auto'",
+        r"InputError: devices asks for 4 ranks, but 2 processes are in the group",
+        r"InputError: group is 'pp'; expected a process group",
+    ]
+    outside = [r"InputError: this process, rank [23] of the job, is no member of the group"] * 2
+    for rank, lines in enumerate(ranks):
+        patterns = [*(outside if rank > 1 else []), *expected]
+        assert len(lines) == len(patterns)
+        assert all(re.match(pattern, line) for pattern, line in zip(patterns, lines, strict=True)), lines
+
+
+FAILING = """
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "pp"))
+number, has_failed = mesh.get_local_rank("run"), FOLDER / "has failed"
+
+def failing():
+    pipe = compiled(wide, group=mesh["pp"], timeout=10.0)
+    train(pipe, range(2))
+    if RANK == VICTIM:
+        FAIL
+    try:
+        train(pipe, range(2, 4))
+    except pipec.PipecError as error:
+        print(type(error).__name__, " ".join(str(error).split()))
+    has_failed.touch()
+
+def going_on():
+    pipe = compiled(deep, 1, group=mesh["pp"], timeout=10.0)
+    train(pipe, range(2))
+    deadline = time.monotonic() + 60
+    while not has_failed.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    train(pipe, range(2, 5))
+    pipe.eval()
+    print("mean", float(pipe(batch(7)[0]).mean()).hex())
+    pipe.save_checkpoint(FOLDER / "other")
+
+failing() if number == RUN else going_on()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fail", "error"),
+    [
+        ("x = batch(0)[0]; attempt(lambda: pipe.step(x, target=1 / 0)); sys.exit()", "its script ended"),
+        ("os.kill(os.getpid(), 9)", "its process died"),
+    ],
+)
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_ends_is_an_error_of_its_own_pipeline_alone(
+    fail: str, error: str, victim: int, tmp_path: Path
+) -> None:
+    """Also if the process that has torch's store is killed."""
+    body = FAILING.replace("VICTIM", str(victim)).replace("FAIL", fail).replace("RUN", str(victim // 2))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + body)
+    printed = [tmp_path / f"printed_{rank}" for rank in range(4)]
+    port = free_port()
+    processes = [forks.Process(target=_live, args=(rank, port, script, printed[rank])) for rank in range(4)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(120)
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    lines = [path.read_text().splitlines() for path in printed]
+    assert codes == [-signal.SIGKILL if rank == victim and "kill" in fail else 0 for rank in range(4)], lines
+    neighbour, others = victim ^ 1, [rank for rank in range(4) if rank // 2 != victim // 2]
+    first = 2 * (victim // 2)
+    named = rf"TransportError another rank failed.* rank {victim - first}: {error}.*"
+    if first:
+        named += rf"\(rank k is the k-th of the processes \({first}, {first + 1}\)\)"
+    assert re.fullmatch(named, lines[neighbour][-1]), lines[neighbour]
+    (alone,) = told(
+        tmp_path,
+        """
+        pipe = compiled(deep, 1, devices=2)
+        train(pipe, range(5))
+        pipe.eval()
+        print("mean", float(pipe(batch(7)[0]).mean()).hex())
+        """,
+        0,
+    )
+    assert [lines[rank] for rank in others] == [alone, alone]
+
+
+def _live(rank: int, port: int, script: Path, printed: Path) -> None:
+    """A rank without ``torchrun``, so that rank 0 has the store."""
+    import contextlib
+    import os
+
+    import torch
+    from worker_processes import run_main
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="4", RANK=str(rank), LOCAL_RANK=str(rank)
+    )
+    with printed.open("w") as file, contextlib.redirect_stdout(file):
+        run_main(script, [])
