@@ -2,6 +2,7 @@
 
 python examples/evolutionary.py                        # every pipeline in this process
 torchrun --nproc-per-node 2 examples/evolutionary.py   # each pipeline on two processes: the same losses
+torchrun --nproc-per-node 4 examples/evolutionary.py   # two pipelines at once, on two each: the same
 
 Population based training (Jaderberg et al. 2017): after each generation the worst half takes the weights of
 the best half, and changes their learning rates at random. The first rates are far too small or too large for
@@ -12,8 +13,10 @@ import argparse
 
 import torch
 import torch.nn.functional as F
+from collaborative import gather, mesh_of_pipelines, own_part
 from digits import load_images
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import pipec
 
@@ -28,28 +31,27 @@ def make_model() -> nn.Module:
 class Member:
     """A pipeline with an optimizer, whose learning rate mutates."""
 
-    def __init__(self, rate: float) -> None:
-        self.pipe = pipec.compile(make_model(), devices=2, loss_fn=F.cross_entropy, microbatches=2)
-        self.optimizer = torch.optim.SGD(self.pipe.parameters(), lr=rate)
-        self.score = 0.0
+    def __init__(self, number: int, model: nn.Module, group: DeviceMesh | None) -> None:
+        self.pipe = pipec.compile(model, devices=2, group=group, loss_fn=F.cross_entropy, microbatches=2)
+        self.optimizer = torch.optim.SGD(self.pipe.parameters(), lr=RATES[number])
+        self.draws = torch.Generator().manual_seed(number)
 
     @property
     def rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def step(self, images: torch.Tensor, labels: torch.Tensor) -> float:
+    def step(self, images: Tensor, labels: Tensor) -> float:
         loss = self.pipe.step(images, target=labels)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss)
 
-    def accuracy(self, images: torch.Tensor, labels: torch.Tensor) -> float:
+    def accuracy(self, images: Tensor, labels: Tensor) -> float:
         return float((self.pipe(images).argmax(dim=1) == labels).float().mean())
 
-    def copy_of(self, other: "Member", factor: float) -> None:
-        """Take the weights of another member, and its rate times ``factor``."""
-        self.pipe.load_state_dict(other.pipe.full_state_dict(all_ranks=True))
-        self.optimizer.param_groups[0]["lr"] = other.rate * factor
+    def become(self, weights: dict[str, Tensor], rate: float) -> None:
+        self.pipe.load_state_dict(weights)
+        self.optimizer.param_groups[0]["lr"] = rate
 
 
 def main() -> None:
@@ -59,24 +61,31 @@ def main() -> None:
 
     torch.manual_seed(0)
     images, labels = load_images()
-    generator = torch.Generator().manual_seed(0)
-    population = [Member(rate) for rate in RATES]
+    mutations = torch.Generator().manual_seed(0)
+    models, mesh = [make_model() for _ in RATES], mesh_of_pipelines()
+    group = None if mesh is None else mesh["pp"]
+    own = {number: Member(number, models[number], group) for number in own_part(len(RATES), mesh)}
 
     for generation in range(args.generations):
-        for member in population:
-            for batch in torch.randperm(TRAIN, generator=generator).split(BATCH):
+        found = {}
+        for number, member in own.items():
+            for batch in torch.randperm(TRAIN, generator=member.draws).split(BATCH):
                 loss = member.step(images[batch], labels[batch])
-            member.score = member.accuracy(images[TRAIN:VALIDATION], labels[TRAIN:VALIDATION])
-        population.sort(key=lambda member: -member.score)
-        best = population[0]
-        pipec.log(f"generation {generation}  best accuracy {best.score:.1%} at rate {best.rate:.4f}")
-        half = len(population) // 2
-        for winner, loser in zip(population[:half], population[half:], strict=True):
-            exponent = float(torch.empty(1).uniform_(-2, 2, generator=generator))
-            loser.copy_of(winner, 2**exponent)
+            score = member.accuracy(images[TRAIN:VALIDATION], labels[TRAIN:VALIDATION])
+            test = member.accuracy(images[VALIDATION:], labels[VALIDATION:])
+            found[number] = score, member.rate, loss, test, member.pipe.full_state_dict(all_ranks=True)
+        population = gather(found, mesh)
+        ranking = sorted(range(len(RATES)), key=lambda number: -population[number][0])
+        score, rate, loss, test, _ = population[ranking[0]]
+        pipec.log(f"generation {generation}  best accuracy {score:.1%} at rate {rate:.4f}, loss {loss:.6f}")
+        half = len(RATES) // 2
+        for winner, loser in zip(ranking[:half], ranking[half:], strict=True):
+            exponent = float(torch.empty(1).uniform_(-2, 2, generator=mutations))
+            if loser in own:
+                _, rate, *_, weights = population[winner]
+                own[loser].become(weights, rate * 2**exponent)
 
-    pipec.log(f"last loss {loss:.6f}")
-    pipec.log(f"test accuracy {best.accuracy(images[VALIDATION:], labels[VALIDATION:]):.1%}")
+    pipec.log(f"test accuracy {test:.1%}")
 
 
 if __name__ == "__main__":

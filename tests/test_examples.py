@@ -92,15 +92,20 @@ Chance is 10% of the digits, 5% of the walkers, and 20 moves until a pole falls 
 """
 
 
+ON_GROUPS = {"collaborative.py", "evolutionary.py"}
+"""On four processes, two pipelines run at once."""
+
+
 @pytest.mark.parametrize("script", LEARNED)
-def test_a_workflow_learns_and_two_processes_begin_alike(script: str, tmp_path: Path) -> None:
+def test_a_workflow_learns_and_processes_begin_alike(script: str, tmp_path: Path) -> None:
     fewer, pattern, least = LEARNED[script]
     printed = run_script(EXAMPLES / script, (), 0, tmp_path)
     found = re.search(pattern, printed)
     assert found, printed
     assert float(found[1]) >= least
-    distributed = run_script(EXAMPLES / script, fewer, 2, tmp_path)
-    assert results(distributed)[0] == results(printed)[0]
+    for num_ranks in (2, *[4] * (script in ON_GROUPS)):
+        distributed = run_script(EXAMPLES / script, fewer, num_ranks, tmp_path)
+        assert results(distributed)[0] == results(printed)[0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Folders of the libraries of Hugging Face: the index of weights, the configuration, ``save_pretrained``."""
 
+import contextlib
 import copy
 import json
 import os
@@ -41,6 +42,22 @@ def is_of(library: str, model: nn.Module) -> bool:
 def index_name(model: nn.Module) -> str:
     """The name of the index for the library of a model; diffusers has its own."""
     return DIFFUSERS_INDEX if is_of("diffusers", model) else INDEX
+
+
+@contextlib.contextmanager
+def saved_by_this_process(model: nn.Module) -> Iterator[None]:
+    """Let models of transformers save files inside a ``with``, although this is not rank 0 of the job.
+
+    ``save_pretrained`` writes nothing on another one once torch.distributed is initialised (5.24).
+    """
+    models = [each for each in model.modules() if hasattr(each, "should_save_on_this_rank")]
+    for each in models:
+        vars(each)["should_save_on_this_rank"] = bool
+    try:
+        yield
+    finally:
+        for each in models:
+            del vars(each)["should_save_on_this_rank"]
 
 
 def write_config(model: Any, directory: Path) -> None:

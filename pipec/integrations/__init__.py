@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
 
 import pipec
 from pipec.errors import InputError
@@ -31,6 +33,34 @@ def module_of(model: nn.Module, options: Mapping[str, Any]) -> PipelineModule:
             "rows of a batch, and pipec divides them among replicas; leave it out"
         )
     return pipe.as_module()
+
+
+def replicas_of(parallelism_config: Any) -> int:
+    """The replicas of a ``ParallelismConfig`` of Accelerate. Raises InputError if it has another axis."""
+    sizes = {name: getattr(parallelism_config, f"{name}_size") for name in ("dp_shard", "tp", "cp", "sp")}
+    if others := [f"{name}_size={size}" for name, size in sizes.items() if size > 1]:
+        raise InputError(
+            f"parallelism_config has {', '.join(others)}, but stages divide the model; leave out all but "
+            "dp_replicate_size, the replicas, and pass shard='parameters' for what dp_shard_size does, or "
+            "group=mesh['pp'] to run beside other axes of a mesh"
+        )
+    return int(parallelism_config.dp_replicate_size)
+
+
+def process_groups(group: ProcessGroup | DeviceMesh | None) -> list[ProcessGroup | None]:
+    """The process groups along the axes of a mesh, or the group itself; none if nothing is initialised.
+
+    What is done in all of them, one after the other, is done with all members.
+    """
+    if not dist.is_initialized():
+        return []
+    return [*group.get_all_groups()] if isinstance(group, DeviceMesh) else [group]
+
+
+def wait_for_members(group: ProcessGroup | DeviceMesh | None) -> None:
+    """Wait for all processes of the group of ``pipec.compile``."""
+    for each in process_groups(group):
+        dist.barrier(each)
 
 
 def clip_grad_norm(

@@ -12,14 +12,14 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from torch import Tensor, nn
 
 from pipec.errors import InputError
-from pipec.integrations import clip_grad_norm, module_of, refuse_optimizer
+from pipec.integrations import clip_grad_norm, module_of, refuse_optimizer, replicas_of, wait_for_members
 from pipec.options import OPTIONS
 from pipec.pipeline.pipeline_module import PipelineModule
+from pipec.runtime.processes.launch import world
 
 __all__ = ["PipecAccelerator"]
 
@@ -34,7 +34,8 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
 
     Args:
         given: the options of ``pipec.compile``, and the arguments of ``Accelerator``. ``mixed_precision`` is
-            pipec's ``precision``. The script's own optimizer makes the updates.
+            pipec's ``precision``, and the ``dp_replicate_size`` of a ``parallelism_config`` the ``replicas``.
+            The script's own optimizer makes the updates.
 
     Raises:
         InputError: an option does not fit, or leaves no update to the script.
@@ -56,8 +57,12 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
             )
         if _PRECISIONS[precision] is not None:
             self._options.setdefault("precision", _PRECISIONS[precision])
+        if (parallelism := given.pop("parallelism_config", None)) is not None:
+            self._options.setdefault("replicas", replicas_of(parallelism))
+        self._group = self._options.get("group")
         state = PartialState(cpu=bool(given.get("cpu")))
         state.num_processes, state.distributed_type = 1, DistributedType.NO
+        state.process_index = world(self._group).rank
         super().__init__(mixed_precision="no", **given)
 
     def prepare_model(
@@ -75,8 +80,7 @@ class PipecAccelerator(Accelerator):  # type: ignore[misc]
 
     def wait_for_everyone(self) -> None:
         """Wait for the other ranks."""
-        if dist.is_initialized():
-            dist.barrier()
+        wait_for_members(self._group)
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:

@@ -20,7 +20,13 @@ from torch import nn
 from torchmetrics import Metric
 
 from pipec.errors import InputError
-from pipec.integrations import clip_grad_norm, module_of, refuse_optimizer
+from pipec.integrations import (
+    clip_grad_norm,
+    module_of,
+    process_groups,
+    refuse_optimizer,
+    wait_for_members,
+)
 from pipec.options import Options
 from pipec.pipeline import Pipeline
 from pipec.pipeline.pipeline_module import PipelineModule
@@ -51,7 +57,9 @@ class PipecStrategy(SingleDeviceStrategy):
         refuse_optimizer(given)
         Options.of(given)
         self._options = given
-        self.global_rank, self.local_rank = world().rank, int(os.environ.get("LOCAL_RANK", 0))
+        self._group = given.get("group")
+        self.global_rank = world(self._group).rank
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
 
     @property
     def root_device(self) -> torch.device:
@@ -126,14 +134,14 @@ class PipecStrategy(SingleDeviceStrategy):
                 child.to(self.root_device)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():
-            dist.barrier()
+        wait_for_members(self._group)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        found = [obj]
-        dist.broadcast_object_list(found, src)
+        """The object of rank ``src``; over a mesh of two axes, the first one's."""
+        found, groups = [obj], process_groups(self._group)
+        assert src == 0 or len(groups) < 2
+        for group in groups:
+            dist.broadcast_object_list(found, group=group, group_src=src)
         return found[0]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from pipec.artifact.artifact import MODE_FOLDERS, Artifact, write_artifact
 from pipec.checkpoint.all_ranks import call_on_rank_0
+from pipec.checkpoint.hugging_face import saved_by_this_process
 from pipec.console import notice
 from pipec.errors import CaptureError, InputError, MixedRowsError, NoLossError
 from pipec.ir import Mode, Program
@@ -718,7 +719,12 @@ class Pipeline(ConvertedModule):
         if self._agreement.is_distributed:
             self._agreement.require_same_call(f"saving to {folder!r}", {})
         state = self.full_state_dict()
-        call_on_rank_0(self.ranks, f"saving to {folder}", lambda: write(state))
+
+        def save() -> None:
+            with saved_by_this_process(self.unsplit_model):
+                write(state)
+
+        call_on_rank_0(self.ranks, f"saving to {folder}", save)
 
     @exclusive_call
     def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:

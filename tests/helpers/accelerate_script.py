@@ -3,10 +3,8 @@
 The arguments are a FOLDER, "plain" or "pipec", and options of pipec as Python.
 """
 
-import ast
 import functools
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from pipec.integrations.accelerate import PipecAccelerator
 
-FOLDER, KIND, *OPTIONS = sys.argv[1:]
+FOLDER, KIND, OPTIONS = classified_rows.arguments()
 
 
 class Loop:
@@ -26,7 +24,7 @@ class Loop:
         if KIND == "plain":
             self.accelerator = Accelerator(cpu=True)
         else:
-            self.accelerator = PipecAccelerator(cpu=True, **ast.literal_eval(OPTIONS[0]))
+            self.accelerator = PipecAccelerator(cpu=True, **OPTIONS)
         self.kind = classified_rows.MODELS[name]
         model = self.kind()
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)

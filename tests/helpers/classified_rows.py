@@ -1,12 +1,33 @@
 """A BERT classifier and a Llama in float64, and rows of ragged lengths, for the loops of libraries."""
 
+import ast
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 NUM_ROWS, BATCH = 18, 4  # the last of five batches has two rows
+
+
+def arguments() -> tuple[str, str, dict[str, Any]]:
+    """Those of a script: a folder, "plain" or "pipec", and the options of pipec as Python.
+
+    ``axes`` among them are names of a 2 x 2 mesh of four ranks, which trains one pipeline, or one for each
+    row: all but the first in a folder of its own.
+    """
+    folder, kind, *rest = sys.argv[1:]
+    options = ast.literal_eval(rest[0]) if rest else {}
+    if axes := options.pop("axes", None):
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+        is_one = "dp" in axes
+        options["group"] = mesh if is_one else mesh["pp"]
+        folder += "" if is_one or mesh.get_local_rank(0) == 0 else "/other"
+    return folder, kind, options
 
 
 def model() -> nn.Module:

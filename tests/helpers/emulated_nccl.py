@@ -104,12 +104,6 @@ class Group:
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         return self._start([Message(False, *tensors, peer)])
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
-        assert self.is_connected, "ranks that send nothing take no part in the first use of their group"
-        assert all(each.dtype is torch.uint8 for each in outputs + inputs)
-        sent = [Message(True, each, peer) for peer, each in enumerate(inputs) if each.numel()]
-        return self._start([*sent, *(Message(False, x, peer) for peer, x in enumerate(outputs) if x.numel())])
-
     def allreduce(self, tensors: list[Tensor]) -> Work:
         self.is_connected = True
         return self.run(lambda: self.together.all_reduce(*tensors)())
@@ -119,13 +113,9 @@ class Group:
         return self.run(lambda: self.together.reduce_scatter(*outputs, whole)())
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
-        def gather() -> None:
-            whole = torch.cat(outputs[0])
-            self.together.all_gather(whole, *inputs)()
-            for part, gathered in zip(outputs[0], whole.split(inputs[0].numel()), strict=True):
-                part.copy_(gathered)
-
-        return self.run(gather)
+        peers = [*enumerate(outputs[0])]
+        received = [Message(False, part, peer) for peer, part in peers]
+        return self._start([*(Message(True, *inputs, peer) for peer, _ in peers), *received])
 
     def _start(self, messages: Sequence[Message]) -> Work:
         return self.run(functools.partial(self._exchange, messages))

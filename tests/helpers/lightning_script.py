@@ -3,11 +3,9 @@
 The arguments are a FOLDER, "plain" or "pipec", and options of pipec as Python.
 """
 
-import ast
 import functools
 import json
 import logging
-import sys
 import warnings
 from inspect import signature
 from pathlib import Path
@@ -24,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from pipec.integrations.lightning import PipecStrategy
 
-FOLDER, KIND, *OPTIONS = sys.argv[1:]
+FOLDER, KIND, OPTIONS = classified_rows.arguments()
 PLACE = Path(FOLDER) / KIND
 
 
@@ -83,7 +81,7 @@ def loaders(name: str) -> list[Any]:
 
 
 def trainer(name: str, *callbacks: Any, **given: Any) -> Any:
-    options = {} if KIND == "plain" else {"strategy": PipecStrategy(**ast.literal_eval(OPTIONS[0]))}
+    options = {} if KIND == "plain" else {"strategy": PipecStrategy(**OPTIONS)}
     return lightning.Trainer(
         accelerator="cpu",
         devices=1,

@@ -3,10 +3,8 @@
 The arguments are a FOLDER, "plain" or "pipec", and options of pipec as Python.
 """
 
-import ast
 import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from torch.utils.data import DataLoader
 
 import pipec
 
-FOLDER, KIND, *OPTIONS = sys.argv[1:]
-OPTIONS_GIVEN = {} if KIND == "plain" else ast.literal_eval(OPTIONS[0])
+FOLDER, KIND, OPTIONS = classified_rows.arguments()
 SAVED = Path(FOLDER) / KIND
 
 
@@ -28,7 +25,7 @@ class Loop:
     def __init__(self, name: str) -> None:
         self.model: Any = classified_rows.MODELS[name]()
         if KIND == "pipec":
-            self.pipe = pipec.compile(self.model, **OPTIONS_GIVEN)
+            self.pipe = pipec.compile(self.model, **OPTIONS)
             self.model = self.pipe.as_module()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)

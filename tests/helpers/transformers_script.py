@@ -1,7 +1,8 @@
 """Trains in a Trainer of transformers or TRL, and prints what it logged as JSON.
 
-``transformers_script.py CASE FOLDER plain|REPLICAS``: with ``plain`` on one device without pipec, else with
-so many replicas on all ranks, or alone on two devices for each. Every batch has four rows.
+``transformers_script.py CASE FOLDER plain|REPLICAS|groups``: with ``plain`` on one device without pipec; with
+so many replicas on all ranks, or alone on two devices for each; or with two pipelines on two ranks each, of
+which one has a folder of its own. Every batch has four rows.
 """
 
 import json
@@ -13,11 +14,16 @@ import datasets
 import huggingface_models
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
 CASE, FOLDER, LAYOUT = sys.argv[1:4]
-IS_PLAIN = LAYOUT == "plain"
+IS_PLAIN, GROUP = LAYOUT == "plain", None
+if LAYOUT == "groups":
+    dist.init_process_group("gloo")
+    GROUP = [dist.new_group(members) for members in ([0, 1], [2, 3])][dist.get_rank() // 2]
+    FOLDER += "/other" * (dist.get_rank() // 2)
 LOGGED = (
     "loss",
     "grad_norm",
@@ -45,15 +51,14 @@ def arguments(kind: Any, pipec_kind: Any, **options: Any) -> Any:
     }
     if IS_PLAIN:
         return kind(FOLDER, **options)
-    replicas = int(LAYOUT)
+    replicas = 1 if GROUP else int(LAYOUT)
     options["per_device_train_batch_size"] //= replicas
     options["per_device_eval_batch_size"] //= replicas
     if pipec_kind is TrainingArguments:
         return pipec_kind(FOLDER, **options)
-    devices = int(os.environ.get("WORLD_SIZE", 2 * replicas))
-    return pipec_kind(
-        FOLDER, devices=devices, replicas=replicas, microbatches=2 * replicas, timeout=240.0, **options
-    )
+    size = int(os.environ.get("WORLD_SIZE", 2 * replicas))
+    options |= {"devices": size} if GROUP is None else {"group": GROUP}
+    return pipec_kind(FOLDER, replicas=replicas, microbatches=2 * replicas, timeout=240.0, **options)
 
 
 def trainer_arguments(**options: Any) -> Any:
@@ -318,7 +323,9 @@ def with_rewards() -> dict[str, Any]:
         return [sum(number % 3 for number in each) / (1 + len(each)) for each in completion_ids]
 
     rank = os.environ.get("RANK", "0")
-    huggingface_models.llama()[0].save_pretrained(f"{FOLDER}/reference_{rank}")  # which TRL reads
+    reference = huggingface_models.llama()[0]  # which TRL reads
+    reference.should_save_on_this_rank = bool  # whatever the rank is
+    reference.save_pretrained(f"{FOLDER}/reference_{rank}")
     model = LlamaForCausalLM.from_pretrained(f"{FOLDER}/reference_{rank}", dtype=torch.float64)
     prompts = datasets.Dataset.from_list([{"prompt": f"w{2 + k} w{3 + k} w{4 + k}"} for k in range(24)])
     options = {"learning_rate": 0.05, "optim": "sgd", "max_steps": 4, "beta": 0.1, "num_iterations": 2}

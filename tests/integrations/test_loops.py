@@ -25,6 +25,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 ranks": (2, {"microbatches": 2, "timeout": 60.0}),
     "4 ranks": (4, {"microbatches": 4, "timeout": 60.0}),
     "2 x 2": (4, {"microbatches": 4, "replicas": 2, "timeout": 60.0}),
+    "2 x 2 of a mesh": (4, {"microbatches": 4, "axes": ("dp", "pp"), "timeout": 60.0}),
+    "2 pipelines": (4, {"microbatches": 2, "axes": ("of each", "pp"), "timeout": 60.0}),
 }
 
 

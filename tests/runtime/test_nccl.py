@@ -105,8 +105,8 @@ class Group:
     def allreduce(self, tensors: list[Tensor]) -> Work:
         return self._distributed.message("sum", tensors, self)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
-        return self._distributed.message("exchange", [*outputs, *inputs], self)
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
+        return self._distributed.message("gather", [*outputs[0], *inputs], self)
 
     def abort(self) -> None:
         """As on a GPU that the messages of all groups occupy: it waits until all of them are aborted."""
@@ -435,10 +435,8 @@ def test_what_is_read_last_travels_as_one(distributed: Distributed, begins: str)
     arriving = found.receive([torch.zeros(1)], 2, 4, Payload.RESULT)
     assert distributed.asked == []
     found.wait(arriving) if begins == "the reader" else found.drain()
-    assert distributed.asked == [("exchange", (0, 1, 2, 3))]
-    received, sent = distributed.tensors[-8:-4], distributed.tensors[-4:]
-    assert [len(each) for each in received] == [0, 0, 4, 0]
-    assert [len(each) for each in sent] == [12, 0, 12, 0]
+    assert distributed.asked == [("gather", (0, 1, 2, 3))]
+    assert [len(each) for each in distributed.tensors[-5:]] == [0, 12, 4, 0, 12]
     assert distributed.works[-1].waited
     found.wait(arriving)
     found.drain()

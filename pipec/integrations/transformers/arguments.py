@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType
+from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import TrainingArguments
 
 from pipec.compiler.schedule_policy import make_schedule_policy
 from pipec.errors import InputError
+from pipec.integrations import replicas_of
 from pipec.options import OPTIONS, Options
 from pipec.runtime.processes.launch import default_num_ranks, world
 
@@ -32,7 +34,6 @@ _TYPES = {
 _REFUSED = {
     "fsdp": "leave it out: stages divide the model, and shard='parameters' with replicas what is left",
     "deepspeed": "leave it out: shard='optimizer', 'gradients' or 'parameters' is ZeRO 1, 2 or 3",
-    "parallelism_config": "leave it out: stages and replicas divide the work",
     "use_liger_kernel": "leave it out: its kernels would replace operators that pipec cuts and proves",
     **dict.fromkeys(
         ("torch_compile_backend", "torch_compile_mode"), "torch_compile=True compiles by inductor's defaults"
@@ -69,6 +70,9 @@ class PipelineArguments(_Options):  # type: ignore[misc]
     """Mixed into the arguments of a Trainer: the options, and that each process is alone."""
 
     torch_compile: Any
+    parallelism_config: Any
+    group: Any
+    replicas: Any
     activation_checkpointing: Any
     recompute: Any
     _n_gpu: Any
@@ -77,6 +81,10 @@ class PipelineArguments(_Options):  # type: ignore[misc]
         self._refuse()
         if self.torch_compile:
             self.torch_compile, self.kernels = False, "inductor"
+        if self.parallelism_config is not None:
+            self.replicas, self.parallelism_config = replicas_of(self.parallelism_config), None
+        if isinstance(self.group, ProcessGroup):  # which cannot be copied and saved with the arguments
+            self.group = DeviceMesh.from_group(self.group, "cpu")
         super().__post_init__()
         self._take_recompute()
         self.num_replicas = self._num_replicas()
@@ -116,9 +124,11 @@ class PipelineArguments(_Options):  # type: ignore[misc]
 
     def _num_replicas(self) -> int:
         """How many pipelines share a batch. ``per_device_train_batch_size`` is the rows of each."""
-        devices = default_num_ranks(world()) if self.devices is None else self.devices
+        here = world(self.group)
+        devices = default_num_ranks(here) if self.devices is None else self.devices
         count = devices if isinstance(devices, int) else len(devices)
-        replicas = make_schedule_policy(self.schedule, count, self.stages, self.replicas).replicas
+        wanted = self.replicas if here.replicas is None else here.replicas
+        replicas = make_schedule_policy(self.schedule, count, self.stages, wanted).replicas
         if not isinstance(replicas, int) or self.replicas == "auto":
             raise InputError(
                 f"replicas is {self.replicas!r}, but a batch has per_device_train_batch_size rows for each "
@@ -141,7 +151,7 @@ class PipelineArguments(_Options):  # type: ignore[misc]
         device: torch.device = TrainingArguments._setup_devices.func(self)
         state = self.distributed_state
         state.num_processes, state.process_index = 1, 0
-        state.local_process_index = int(os.environ.get("LOCAL_RANK", world().rank))
+        state.local_process_index = int(os.environ.get("LOCAL_RANK", self.process_index))
         state.distributed_type = DistributedType.NO
         self._n_gpu = min(self._n_gpu, 1)
         return device
@@ -149,7 +159,11 @@ class PipelineArguments(_Options):  # type: ignore[misc]
     @property
     def process_index(self) -> int:
         """The rank: rank 0 prints, logs and writes."""
-        return world().rank
+        return world(self.group).rank
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in ``TrainingArguments``, as JSON can have it."""
+        return {**super().to_dict(), "group": None if self.group is None else str(self.group)}
 
     @property
     def place_model_on_device(self) -> bool:
@@ -163,8 +177,9 @@ class PipecArguments(PipelineArguments, TrainingArguments):  # type: ignore[misc
 
     ``per_device_train_batch_size`` is the rows of a replica: with one pipeline, those of the batch. ``bf16``
     and ``fp16`` set ``precision``, ``activation_checkpointing`` (``gradient_checkpointing``) sets
-    ``recompute="full"``, ``torch_compile`` sets ``kernels="inductor"``; ``max_grad_norm`` clips. Every
-    process reads all rows of a batch. ``output_dir`` is one folder for all, which rank 0 writes.
+    ``recompute="full"``, ``torch_compile`` sets ``kernels="inductor"``, the ``dp_replicate_size`` of a
+    ``parallelism_config`` sets ``replicas``; ``max_grad_norm`` clips. Every process of ``group`` reads all
+    rows of a batch. ``output_dir`` is one folder for them, which rank 0 writes.
 
     Raises InputError for what a pipeline takes the place of, such as ``fsdp`` and ``deepspeed``.
     """

@@ -62,7 +62,7 @@ class PipecGRPOTrainer(PipelineTrainer, GRPOTrainer):  # type: ignore[misc]
                 "model generates"
             )
         self._generating: Any = model
-        if world().is_distributed:
+        if world(self.args.group).is_distributed:
             self._generating = copy.deepcopy(model)
             generating = self._generating.get_base_model() if is_peft_model(model) else self._generating
             vars(generating).pop("forward")  # TRL's patch, which calls that of the model itself
@@ -70,7 +70,7 @@ class PipecGRPOTrainer(PipelineTrainer, GRPOTrainer):  # type: ignore[misc]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``GRPOTrainer``, by a whole model."""
-        if world().is_distributed:
+        if world(self.args.group).is_distributed:
             self.pipe.gather_into(self._generating, all_ranks=True)
             self._generating.train(self.model.training)
         wrapped, self.model_wrapped = self.model_wrapped, self._generating
