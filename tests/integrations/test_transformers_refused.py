@@ -1,5 +1,6 @@
 """What trainers refuse, each with one error that says what to do, and what they need of the libraries."""
 
+import copy
 import functools
 import inspect
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 import huggingface_models
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
 from torch import Tensor, nn
 
 from pipec.errors import InputError
@@ -46,6 +49,7 @@ def trainer(folder: Path, kind: Any = None, model: Any = None, **given: Any) -> 
         ({"torch_compile_backend": "eager"}, "torch_compile=True"),
         ({"replicas": "auto"}, "so that their number must be known"),
         ({"microbatches": 0}, "microbatches is 0"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "has tp_size=2, but stages divide the model"),
     ],
 )
 def test_arguments(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -59,6 +63,35 @@ def test_arguments_of_the_library_become_options(tmp_path: Path) -> None:
     assert [options[name] for name in ("precision", "recompute")] == ["bf16-mixed", "full"]
     assert (made.mixed_precision, made.activation_checkpointing) == ("no", False)
     assert (made.train_batch_size, made.eval_batch_size, made.world_size) == (16, 16, 1)
+
+
+@pytest.mark.parametrize("library", ["transformers", "accelerate"])
+def test_replicas_by_the_name_of_the_library(library: str, tmp_path: Path) -> None:
+    from pipec.integrations.accelerate import PipecAccelerator
+
+    config = ParallelismConfig(dp_replicate_size=2)
+    if library == "transformers":
+        assert arguments(tmp_path, devices=4, parallelism_config=config).num_replicas == 2
+        return
+    accelerator = PipecAccelerator(cpu=True, devices=4, parallelism_config=config)
+    module = accelerator.prepare(huggingface_models.llama()[0].train())
+    module(input_ids=torch.arange(24).view(4, 6), labels=torch.arange(24).view(4, 6))
+    assert [len(ranks) for ranks in module._pipe.plan.placement] == [2, 2]
+    with pytest.raises(InputError, match="has dp_shard_size=2, but stages divide the model"):
+        PipecAccelerator(cpu=True, devices=4, parallelism_config=ParallelismConfig(dp_shard_size=2))
+
+
+def test_arguments_with_a_group_are_copied_and_written(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        made = arguments(tmp_path, devices=1, group=dist.group.WORLD)
+        torch.save(made, tmp_path / "arguments")
+        for each in (copy.deepcopy(made), torch.load(tmp_path / "arguments", weights_only=False)):
+            assert each.options()["group"] == made.options()["group"]
+        assert "DeviceMesh" in made.to_json_string()
+        assert "DeviceMesh" in str(made)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_arguments_are_read_from_a_command_line(tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ class PipelineArguments(_Options):  # type: ignore[misc]
     torch_compile: Any
     parallelism_config: Any
     group: Any
-    replicas: Any
     activation_checkpointing: Any
     recompute: Any
     _n_gpu: Any
@@ -127,9 +126,9 @@ class PipelineArguments(_Options):  # type: ignore[misc]
         here = world(self.group)
         devices = default_num_ranks(here) if self.devices is None else self.devices
         count = devices if isinstance(devices, int) else len(devices)
-        wanted = self.replicas if here.replicas is None else here.replicas
+        wanted: Any = self.replicas if here.replicas is None else here.replicas
         replicas = make_schedule_policy(self.schedule, count, self.stages, wanted).replicas
-        if not isinstance(replicas, int) or self.replicas == "auto":
+        if not isinstance(replicas, int) or wanted == "auto":
             raise InputError(
                 f"replicas is {self.replicas!r}, but a batch has per_device_train_batch_size rows for each "
                 "replica, so that their number must be known; pass it, or stages"
