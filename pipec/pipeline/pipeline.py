@@ -92,6 +92,7 @@ class Pipeline(ConvertedModule):
         super().__init__()
         refuse_wrappers()
         self._call_guard, self._steps = CallGuard(), StepState(updates)
+        ranks.tell_elsewhere(self._call_guard.elsewhere)
         self._tensors = Tensors(self, names, ranks, updates, read)
         self._agreement = CallAgreement(ranks, self._steps)
         self._executions = make_executions(self._tensors, self._agreement, self._steps)

@@ -7,7 +7,7 @@ the call waits. And threads would come in another order on each rank.
 import functools
 import threading
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class CallGuard:
-    """The call that runs, before those that it makes itself on its thread."""
+    """The call of a pipeline that runs, before those that it makes itself on its thread."""
+
+    _with_calls: ClassVar["list[CallGuard]"] = []
+    """The guards of all pipelines of this process that have begun calls, one for each call."""
 
     def __init__(self) -> None:
         self._lock, self._running = threading.RLock(), list[str]()
@@ -35,11 +38,18 @@ class CallGuard:
                 "hold a lock of your own around each of them"
             )
         self._running.append(method)
+        self._with_calls.append(self)
 
     def end(self) -> None:
         """End the call that was begun last."""
         self._running.pop()
+        self._with_calls.remove(self)
         self._lock.release()
+
+    def elsewhere(self) -> str:
+        """A description of what this process does instead if it runs a call, but none of this pipeline."""
+        others = [guard for guard in self._with_calls if guard is not self]
+        return "" if self._running or not others else "a call of another pipeline"
 
 
 def exclusive_call(method: Method) -> Method:

@@ -12,6 +12,7 @@ TENSORS = {
     "one": torch.tensor(3.0),
     "large": torch.arange(20_000.0),
     "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "every second": torch.arange(9)[::2],
 }
 
 

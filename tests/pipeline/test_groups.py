@@ -289,6 +289,30 @@ def test_what_is_no_group_of_this_process_is_refused_before_anything_is_sent(tmp
         assert all(re.match(pattern, line) for pattern, line in zip(patterns, lines, strict=True)), lines
 
 
+def test_a_rank_in_a_call_of_another_pipeline_is_waited_for(tmp_path: Path) -> None:
+    """As long as it takes: the timeout is for a rank that does not come back from a call of its own."""
+    ranks = told(
+        tmp_path,
+        """
+        left, right = dist.new_group([0, 1]), dist.new_group([0, 2])
+        short = compiled(wide, group=left, timeout=3.0) if RANK < 2 else None
+        long = compiled(deep, 1, group=right) if RANK != 1 else None
+        for pipe in filter(None, (short, long)):
+            train(pipe, [0])
+        if RANK == 2:
+            time.sleep(9)
+        if long:
+            train(long, [1])
+        if short:
+            train(short, [1])
+        """,
+        3,
+    )
+    losses = [[line for line in lines if line.startswith("loss")] for lines in ranks]
+    (first, second, third, fourth), left, right = losses
+    assert (left, right) == ([first, fourth], [second, third])
+
+
 FAILING = """
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "pp"))
 number, has_failed = mesh.get_local_rank("run"), FOLDER / "has failed"

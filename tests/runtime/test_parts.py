@@ -349,6 +349,8 @@ def test_the_world_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world() == World(2, 4)
     assert world().is_distributed
     assert default_num_ranks(world()) == 4
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [default_num_ranks(each) for each in (World(0, 1), World(0, 1, (3,)))] == [8, 1]
 
 
 @pytest.fixture
@@ -392,6 +394,11 @@ ALONE, FIRST, SECOND = World(0, 1), torch.device("cuda", 0), torch.device("cuda"
         (2, {"LOCAL_RANK": 2}, World(2, 4), ["cuda"] * 4, "process 2 of this machine has no GPU of its own"),
         (2, {"SLURM_LOCALID": 1}, World(3, 4), 4, {3: SECOND}),
         (1, {"LOCAL_RANK": 3}, World(3, 8), 8, {3: FIRST}),  # as Slurm lets each task see one
+        # a process has one of its own also where it is alone in its group
+        (4, {}, World(1, 2, (1, 3)), 2, {1: torch.device("cuda", 3)}),
+        (2, {"LOCAL_RANK": 1}, World(0, 1, (3,)), 1, {0: SECOND}),
+        (2, {"LOCAL_RANK": 1}, World(0, 1, (3,)), ["cuda"] * 2, {0: SECOND, 1: SECOND}),
+        (0, {}, World(0, 2, (0, 2)), 4, r"devices asks for 4 ranks, but 2 processes are in the group"),
         # cuda without an index is the GPU that a number of devices gives
         (2, {}, ALONE, [torch.device("cuda")] * 3, {0: FIRST, 1: SECOND, 2: FIRST}),
         (2, {}, ALONE, ["cuda:1", "cpu", "cuda"], {0: SECOND, 1: CPU, 2: FIRST}),

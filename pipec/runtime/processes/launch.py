@@ -151,7 +151,7 @@ def _indexed(device: torch.device, rank: int, world: World) -> torch.device:
 def _gpu(rank: int, world: World) -> int:
     """The GPU index of a rank of this process. NCCL needs one GPU for each process."""
     num_gpus = torch.cuda.device_count()
-    own = world.global_ranks[rank] if world.global_ranks else rank
+    own = world.global_ranks[world.rank] if world.global_ranks else rank
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or own)
     if world.is_one_of_several and num_gpus == 1:
         return 0  # ranks that have found the same one are refused when they meet

@@ -86,7 +86,7 @@ class _Comparison:
 class Star:
     """The connection of one rank. The thread calls ``on_failure`` once the pipeline cannot go on.
 
-    ``note`` ends the errors of other ranks.
+    ``note`` ends the errors of other ranks. ``elsewhere`` says what the process does for other pipelines.
 
     Rank 0 calls ``accept`` and then ``wait_for_all``; the others ``follow`` rank 0.
     """
@@ -94,6 +94,7 @@ class Star:
     def __init__(self, rank: int, num_ranks: int, timeout: float, note: str = "") -> None:
         self.rank, self.num_ranks, self._note = rank, num_ranks, note
         self.on_failure: Callable[[], None] = lambda: None
+        self.elsewhere: Callable[[], str] = str
         self.wait_status, self.last_activity = NOT_WAITING, ""
         self._timeout, self._interval = timeout, min(_LONGEST_INTERVAL, timeout / 5)
         self._judge = Judge(rank, num_ranks, timeout, self._interval)
@@ -498,7 +499,7 @@ class Star:
             wait = self.wait_status
             if wait is not self._last_wait:
                 self._last_wait, self._wait_number = wait, self._wait_number + 1
-            line = "" if wait.activity else _line_of_script()
+            line = "" if wait.activity else self.elsewhere() or _line_of_script()
             state = self._wait_number, wait, self.last_activity, line
             self._spread(PacketKind.HEARTBEAT, json.dumps(state))
             try:

@@ -38,6 +38,7 @@ class Ranks:
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
         self._timeout, self.kernels = timeout, kernels
+        self._elsewhere: Callable[[], str] = str
         if self.has_gpu_messages:  # before the first CUDA call, which would take memory of GPU 0
             torch.cuda.set_device(self.devices[self.world.rank])
 
@@ -47,7 +48,15 @@ class Ranks:
 
     @functools.cached_property
     def distributed(self) -> DistributedTransport:
-        return DistributedTransport(self.devices[self.world.rank], self._timeout, self.world)
+        transport = DistributedTransport(self.devices[self.world.rank], self._timeout, self.world)
+        transport.star.elsewhere = self._elsewhere
+        return transport
+
+    def tell_elsewhere(self, elsewhere: Callable[[], str]) -> None:
+        """Let the other ranks know what this process does, by a text, while it does not come to them."""
+        self._elsewhere = elsewhere
+        if "distributed" in vars(self):
+            self.distributed.star.elsewhere = elsewhere
 
     @functools.cached_property
     def exchange(self) -> Exchange:
