@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipec.errors import InputError
+from pipec.ir.argument_checks import short_repr
 
 Devices = int | Sequence[str | torch.device]
 """The number of devices, or a list whose entry r is the device of rank r."""
@@ -48,7 +49,8 @@ class World:
     @property
     def note(self) -> str:
         """What an error says about its numbers of ranks, if they are those of a group."""
-        return f"\n(rank k is the k-th of the processes {self.global_ranks})" if self.global_ranks else ""
+        processes = short_repr(self.global_ranks)
+        return f"\n(rank k is the k-th of the processes {processes})" if self.global_ranks else ""
 
 
 SINGLE_PROCESS = World(0, 1)
