@@ -86,7 +86,7 @@ class _Comparison:
 class Star:
     """The connection of one rank. The thread calls ``on_failure`` once the pipeline cannot go on.
 
-    ``note`` ends the errors of other ranks. ``elsewhere`` says what the process does for other pipelines.
+    ``note`` ends the errors that name ranks. ``elsewhere`` says what the process does for other pipelines.
 
     Rank 0 calls ``accept`` and then ``wait_for_all``; the others ``follow`` rank 0.
     """
@@ -300,7 +300,7 @@ class Star:
         """The error to raise here for the reason why the ranks cannot go on."""
         own = f"rank {self.rank}: "
         if reason.startswith(own):
-            return TransportError(reason.removeprefix(own))
+            return TransportError(reason.removeprefix(own) + self._note)
         self.fail(reason)
         while_doing = f" while this one was {activity}" * bool(activity)
         indented = textwrap.indent(reason, "  ")
