@@ -1,12 +1,15 @@
 """Pipelines on the ranks of process groups and meshes: several in one job, as if each were alone."""
 
+import contextlib
+import os
 import re
 import signal
 import textwrap
 from pathlib import Path
 
 import pytest
-from worker_processes import forks, free_port, run_ranks
+import torch
+from worker_processes import forks, free_port, run_main, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -135,10 +138,15 @@ def test_pipelines_on_equal_ranks_take_turns(tmp_path: Path) -> None:
         singles = ((deep, 3 + rank, 1) for rank in range(3))
         for make, seed, devices in ((wide, 0, 3), (wide, 1, 3), (deep, 2, 2), *singles):
             train(compiled(make, seed, devices=devices), range(4))
+        for make, name in ((wide, "policy"), (deep, "small")):
+            pipe = compiled(make, 9, devices=2)
+            pipe.load_checkpoint(FOLDER / name)
+            train(pipe, [3])
         """,
         0,
     )
     policy, reward, small, *single = (alone[first : first + 4] for first in range(0, 24, 4))
+    assert alone[24:] == [policy[3], small[3]], "what was saved"
     for rank, lines in enumerate(ranks):
         pipes = [policy, single[rank], *[small] * (rank > 0), reward]
         assert lines == [each[step] for step in range(3) for each in pipes] + [policy[3], reward[3]]
@@ -394,12 +402,6 @@ def test_a_rank_that_ends_is_an_error_of_its_own_pipeline_alone(
 
 def _live(rank: int, port: int, script: Path, printed: Path) -> None:
     """A rank without ``torchrun``, so that rank 0 has the store."""
-    import contextlib
-    import os
-
-    import torch
-    from worker_processes import run_main
-
     torch.set_num_threads(1)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="4", RANK=str(rank), LOCAL_RANK=str(rank)

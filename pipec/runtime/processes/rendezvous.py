@@ -225,7 +225,7 @@ def _agent_has_store() -> bool:
 
 
 def _store_owner() -> str:
-    return "torchrun" if _agent_has_store() else "rank 0"
+    return "torchrun" if _agent_has_store() else "rank 0 of the job"
 
 
 _ADDRESS = "address"
