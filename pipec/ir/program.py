@@ -28,6 +28,7 @@ class Op(StrEnum):
     GATHER_ROWS = "gather_rows"
     TAIL = "tail"
     REDUCE_GRAD = "reduce_grad"
+    STORE = "store"
     AVERAGE_BUFFERS = "average_buffers"
     GRAD_NORM = "grad_norm"
     STAGE_NORM = "stage_norm"
@@ -36,6 +37,7 @@ class Op(StrEnum):
     UPDATE = "update"
     PAUSE = "pause"
     UNSHARD = "unshard"
+    LOAD = "load"
     RESHARD = "reshard"
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -46,8 +48,10 @@ class Op(StrEnum):
     WAIT_SUM_COUNTS = "wait_sum_counts"
     WAIT_GATHER_ROWS = "wait_gather_rows"
     WAIT_REDUCE_GRAD = "wait_reduce_grad"
+    WAIT_STORE = "wait_store"
     WAIT_AVERAGE_BUFFERS = "wait_average_buffers"
     WAIT_UNSHARD = "wait_unshard"
+    WAIT_LOAD = "wait_load"
     WAIT_ALL_REDUCE = "wait_all_reduce"
     WAIT_ALL_GATHER = "wait_all_gather"
     WAIT_REDUCE_SCATTER = "wait_reduce_scatter"
@@ -189,8 +193,8 @@ def _compute(phase: Phase, effects: str) -> OpTraits:
     return OpTraits(OpKind.COMPUTE, "stage microbatch segment? version?", effects, phase, timed=True)
 
 
-def _copy(effects: str) -> OpTraits:
-    return OpTraits(OpKind.COPY, "stage microbatch", effects, timed=True)
+def _copy(effects: str, fields: str = "stage microbatch") -> OpTraits:
+    return OpTraits(OpKind.COPY, fields, effects, timed=True)
 
 
 def _once(kind: OpKind, effects: str, fields: str = "stage") -> OpTraits:
@@ -211,13 +215,13 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.SEND: OpTraits(
         OpKind.SEND,
         "stage microbatch? link peer",
-        f"{_READS_SENT} forwards.close:result tail.read:result loss.make:result sent.send",
+        f"{_READS_SENT} forwards.close:result tail.read:result loss.make:result gathered.read:weight sent.send",
         timed=True,
     ),
     Op.MOVE: OpTraits(
         OpKind.SEND,
         "stage microbatch? link slot?",
-        f"{_READS_SENT} message.move returned.move "
+        f"{_READS_SENT} gathered.read:weight message.move returned.move "
         "returned_sum.add:weight_gradient bucket_sum.add:weight_gradient slot.fill",
     ),
     Op.FORWARD: _compute(
@@ -255,6 +259,7 @@ _STARTS: Mapping[Op, OpTraits] = {
         "bucket_sum.reduce reduction.reduce round.reduce round.open round.next unadded.use",
         f"{_ROUND} bucket",
     ),
+    Op.STORE: _copy("bucket_sum.reduce reduction.reduce unadded.use", "stage bucket"),
     Op.AVERAGE_BUFFERS: _once(OpKind.COLLECTIVE, "forwards.close averaged.average buffers.average"),
     Op.GRAD_NORM: _once(
         OpKind.COLLECTIVE, "sum.close returned_sum.close reduction.read norm.norm unadded.use", ""
@@ -276,6 +281,7 @@ _STARTS: Mapping[Op, OpTraits] = {
         OpKind.LOCAL, "microbatch?", "loss.pause gathered.pause results.close request.pause request.read"
     ),
     Op.UNSHARD: _once(OpKind.COLLECTIVE, "updated.read:late gathered.unshard shards.unshard", "stage bucket"),
+    Op.LOAD: _copy("gathered.unshard", "stage bucket"),
     Op.RESHARD: OpTraits(OpKind.RELEASE, "stage bucket", "gathered.reshard"),
     **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), _MODEL_COLLECTIVE),
 }
@@ -290,8 +296,10 @@ _WAITS: Mapping[Op, str] = {
     Op.SUM_COUNTS: "counts.wait loss.make",
     Op.GATHER_ROWS: "rows.wait",
     Op.REDUCE_GRAD: "reduction.wait round.wait",
+    Op.STORE: "reduction.wait",
     Op.AVERAGE_BUFFERS: "buffers.wait loss.make",
     Op.UNSHARD: "gathered.wait shards.wait",
+    Op.LOAD: "gathered.wait",
     **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), "collective.wait"),
 }
 """For each op that returns before what it starts has ended, the effects of the op that waits for this."""
@@ -333,6 +341,8 @@ class Instruction:
     gather_rows     start to gather the inputs of the tail of ``stage`` from its replicas
     tail            run the tail of ``stage`` on the rows of all microbatches; it adds its own gradients
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
+    store           start to copy the sums of the gradients of ``bucket`` to host memory, where its
+                    parameters are
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
     grad_norm       sum the squared norms of all gradients over all ranks, and what is not finite
     stage_norm      compute the norm of the gradients of ``stage``, by which its next update is clipped
@@ -342,7 +352,8 @@ class Instruction:
     pause           wait for the script, until it has requested the mini-batch of ``microbatch``, or has
                     computed the loss of the results
     unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``
-    reshard         free the gathered parameters of ``bucket``
+    load            start to copy the parameters of ``bucket`` from host memory
+    reshard         free the gathered or loaded parameters of ``bucket``
     all_reduce      start to sum the value of ``model_collective`` over the microbatches of a round
     all_gather      start to concatenate the values of ``model_collective`` of a round
     reduce_scatter  start to sum the value of ``model_collective`` over a round; each replica gets its part

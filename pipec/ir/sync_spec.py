@@ -38,14 +38,18 @@ class NonFiniteAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Trained parameters of ``stage``, of one dtype, whose gradients its replicas sum together.
+    """Parameters of ``stage``, of one dtype, that are brought to its devices, or reduced, together.
+
+    The replicas of the stage sum their gradients. If it is ``on_host``, the parameters are in host memory:
+    a rank without replicas loads them for use, and stores the sums of its gradients there. A bucket that is
+    not ``trained`` has no gradients that an update uses: in an evaluation, or if its parameters are frozen.
 
     If it ``is_tied``, other stages borrow its parameters: their gradients are summed after the last computes
     of all ranks, and they are not sharded. Other gradients are complete after ``segment`` of the last
     backward, or of its weight half; a backward that is one function only has segment 0. A parameter with
     ``sparse`` gradients is alone in its bucket. ``reduce_seconds`` is the time to sum the
-    gradients over the replicas, ``unshard_seconds`` the time to gather the parameters from the shards. A
-    shard has ``shard_bytes`` and all of them ``unsharded_bytes``; gradients in transit take another
+    gradients over the replicas, or to store them; ``unshard_seconds`` the time to gather the parameters from
+    the shards, or to load them. A shard has ``shard_bytes`` and all of them ``unsharded_bytes``; gradients in transit take another
     ``in_transit_bytes``.
     """
 
@@ -53,6 +57,8 @@ class Bucket:
     parameters: tuple[Value, ...]
     is_tied: bool = False
     sparse: bool = False
+    trained: bool = True
+    on_host: bool = False
     reduce_seconds: float = 0.0
     unshard_seconds: float = 0.0
     segment: int = 0
@@ -69,17 +75,18 @@ class Bucket:
 class SyncSpec:
     """The end of a step, after its microbatches: reduce, clip, update, unshard. By default nothing.
 
-    An evaluation only gathers parameters that are sharded.
+    An evaluation only gathers parameters that are sharded, or loads those that are on the host.
 
     If ``replicas_pass_own_rows`` of a batch, those of ``count_stages`` sum their batch counts first.
-    ``buckets`` belong to stages with several replicas. The replicas of the stages in ``buffer_sync_stages``
+    ``buckets`` belong to stages with several replicas, or to all if ``weights_on_host``. The replicas of the stages in ``buffer_sync_stages``
     average the buffers that their forwards changed. If the program ``updates``, it runs the optimizer; if it
     ``clips``, it computes the norm of all gradients before. ``shard`` is the data that replicas shard.
     Gradients are sent between replicas in ``gradient_dtype``, a torch name, or in their own dtype if it is
     "". With a ``stream``, steps are asynchronous: each stage then updates, and clips, by itself. ``on_nan``
     is the reaction to losses or gradients that are not finite; None checks nothing. If the program
     ``has_loss_scale``, backwards start from a multiple of the loss, and a step whose gradients overflow is
-    skipped. With ``state_on_host``, the optimizer state is in host memory between updates. If replicas shard
+    skipped. With ``state_on_host``, the optimizer state is in host memory between updates; with
+    ``weights_on_host``, parameters, gradients and state are there, and updates run there. If replicas shard
     gradients and the step ``reduces_once``, each holds whole sums until the last round, as memory allows it.
     ``part`` is the part of the step that the program runs: all of it, the microbatches or the update.
     """
@@ -94,6 +101,7 @@ class SyncSpec:
     on_nan: NonFiniteAction | None = None
     has_loss_scale: bool = False
     state_on_host: bool = False
+    weights_on_host: bool = False
     reduces_once: bool = False
     replicas_pass_own_rows: bool = False
     count_stages: tuple[int, ...] = ()
@@ -115,11 +123,6 @@ class SyncSpec:
         return self.shard in (ShardingLevel.GRADIENTS, ShardingLevel.PARAMETERS)
 
     @property
-    def only_gathers(self) -> bool:
-        """Whether parameters are gathered before they are used, and nothing is reduced: in an evaluation."""
-        return self.shard is ShardingLevel.PARAMETERS and not self.updates
-
-    @property
     def may_skip_step(self) -> bool:
         """Whether some steps make no update, depending on the gradients of all ranks."""
         return self.on_nan is not None or self.has_loss_scale
@@ -137,21 +140,25 @@ class SyncSpec:
 
     def reduces_every_round(self, bucket: Bucket) -> bool:
         """Whether gradients are summed after each round, a microbatch of each replica, or at the end."""
-        return self.shards_gradients and not self.reduces_once and not bucket.is_tied
+        return self.shards_gradients and not (self.reduces_once or bucket.is_tied or bucket.on_host)
 
     def reshards_after_use(self, bucket: Bucket) -> bool:
-        """Whether the parameters of a bucket are gathered for each use, and not once at the end."""
-        return self.shard is ShardingLevel.PARAMETERS and not bucket.is_tied
+        """Whether the parameters of a bucket are gathered or loaded for each use, and not once at the end."""
+        return bucket.on_host or (self.shard is ShardingLevel.PARAMETERS and not bucket.is_tied)
 
     def buckets_of(self, stage: int) -> Sequence[int]:
         """The numbers of the buckets of a stage."""
         return [number for number, bucket in enumerate(self.buckets) if bucket.stage == stage]
 
     def reduced_parameters(self, stage: int) -> tuple[str, ...]:
-        """The parameters of a stage whose gradients its replicas sum."""
-        if self.only_gathers:
-            return ()
-        return tuple(name for bucket in self.buckets if bucket.stage == stage for name in bucket.names)
+        """The parameters of a stage whose gradients its replicas sum, or it stores on the host."""
+        trained = (bucket for bucket in self.buckets if bucket.stage == stage and bucket.trained)
+        return tuple(name for bucket in trained for name in bucket.names)
+
+    def loaded_parameters(self, stage: int) -> tuple[str, ...]:
+        """The parameters of a stage that are on the host."""
+        loaded = (bucket for bucket in self.buckets if bucket.stage == stage and bucket.on_host)
+        return tuple(name for bucket in loaded for name in bucket.names)
 
 
 NO_SYNC = SyncSpec()

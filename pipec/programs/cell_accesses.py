@@ -329,21 +329,25 @@ def _of_stage(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) ->
 def _of_bucket(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) -> Iterator[_Keys]:
     """The cell of a bucket, or those of a stage, or all, for an op that names none.
 
-    Gradients are added to a bucket by segments up to the one that completes it, and by tied weights.
+    Gradients are added to a bucket by segments up to the one that completes it, and by tied weights. What
+    moves a tied weight reads its bucket.
     """
     columns, buckets = cells.columns, cells.sync_spec.buckets
     if cell == "gathered" and op.traits.kind is OpKind.COMPUTE:
         numbers = columns.numbers_of(op)  # each segment reads
     stages, named = taken(columns.stages, numbers), taken(columns.buckets, numbers)
+    links = taken(columns.link_numbers, numbers)
     for number, bucket in enumerate(buckets):
         if bucket.stage not in cells.stages or not cells.exists(cell, number):
             continue
         own = ((stages == bucket.stage) | (stages < 0)) & ((named == number) | (named < 0))
+        moves = [not {*link.names}.isdisjoint(bucket.names) for link in columns.links]
+        moved = np.array([*moves, False])[links]
         if event == "add":
-            links = taken(columns.link_numbers, numbers)
-            brings = [not {*link.names}.isdisjoint(bucket.names) for link in columns.links]
             early = bucket.is_tied | (taken(columns.segments, numbers) <= bucket.segment)
-            own &= np.where(links < 0, early, np.array([*brings, False])[links])
+            own &= np.where(links < 0, early, moved)
+        elif cell == "gathered" and op in (Op.SEND, Op.MOVE):  # a move names the stage that gets the weight
+            own = moved
         yield np.full(int(own.sum()), number), numbers[own]
 
 
@@ -439,9 +443,9 @@ _KEYS: Mapping[str, Callable[[RankCells, str, Op, str, Ints], Iterator[_Keys]]] 
 """By the fields that name a cell, the function that returns the keys of those that instructions access."""
 
 
-def _is_reduced(cells: RankCells, _: int) -> bool:
+def _is_reduced(cells: RankCells, bucket: int) -> bool:
     sync_spec = cells.sync_spec
-    return not (cells.stream or sync_spec.only_gathers) and sync_spec.runs_microbatches
+    return not cells.stream and sync_spec.buckets[bucket].trained and sync_spec.runs_microbatches
 
 
 def _averages(cells: RankCells, stage: int) -> bool:

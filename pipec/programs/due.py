@@ -92,7 +92,15 @@ def _with_waits(cells: RankCells, *, of_results: bool) -> InstructionColumns:
 
 
 def _limit_sums_in_transit(cells: RankCells, places: Ints) -> None:
-    """A sum after each round is awaited before any other begins: memory is short then."""
+    """A sum after each round is awaited before any other begins: memory is short then.
+
+    Gradients that are stored are awaited before the next ones are.
+    """
+    stores = cells.columns.numbers_of(Op.STORE)
+    others = np.flatnonzero(np.diff(taken(cells.columns.stages, stores))) + 1  # the next stage's begin
+    following = np.append(stores[others], len(cells.columns))
+    numbers = np.searchsorted(others, np.arange(stores.size), "right")
+    places[stores] = np.minimum(places[stores], following[numbers])
     sums = cells.columns.numbers_of(Op.REDUCE_GRAD)
     every_round = [cells.sync_spec.reduces_every_round(bucket) for bucket in cells.sync_spec.buckets]
     short = np.flatnonzero(np.array(every_round, bool)[cells.columns.buckets[sums[:-1]]])

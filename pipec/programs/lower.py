@@ -138,7 +138,7 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
         copies = offload_intervals(index.computes[rank], offload)
         blocks = [
             [_receives(traffic, order, rank, arriving[rank], depends, sums)],
-            [_sync_ops(collectives, rank, OpKind.COLLECTIVE)],
+            [_sync_ops(collectives, rank, OpKind.COLLECTIVE, OpKind.COPY)],
             _model_collectives(index, rank, model_collectives),
             [_sync_ops(collectives, rank, OpKind.LOCAL)],
             [_sync_ops(collectives, rank, OpKind.STEP_COMPUTE)],
@@ -439,9 +439,10 @@ def _accumulates(index: ScheduleIndex, rank: int) -> _Block:
     return _block((own + 1).astype(np.int32), OP_CODE[Op.ACCUMULATE], *same)
 
 
-def _sync_ops(collectives: Sequence[SyncOp], rank: int, kind: OpKind | None = None) -> _Block:
-    """The collectives, updates or releases of a rank, or all of them if ``kind`` is None."""
-    own = [each for each in collectives if rank in each.positions and kind in (None, each.op.traits.kind)]
+def _sync_ops(collectives: Sequence[SyncOp], rank: int, *kinds: OpKind) -> _Block:
+    """The collectives, updates or releases of a rank that are of these kinds, or all without ``kinds``."""
+    own = [each for each in collectives if rank in each.positions]
+    own = [each for each in own if not kinds or each.op.traits.kind in kinds]
     if not own:
         return _NOTHING
     positions = np.array([each.positions[rank] for each in own], np.int32)

@@ -91,9 +91,10 @@ class SyncOrder:
             yield self._collective(Op.AVERAGE_BUFFERS, ready, stage)
 
     def _reduces(self) -> Iterator[tuple[float, SyncOp]]:
-        for number, bucket in enumerate(() if self.sync_spec.only_gathers else self.sync_spec.buckets):
-            for ready in self._rounds(bucket):
-                yield self._collective(Op.REDUCE_GRAD, ready, bucket.stage, number)
+        for number, bucket in enumerate(self.sync_spec.buckets):
+            op = Op.STORE if bucket.on_host else Op.REDUCE_GRAD
+            for ready in self._rounds(bucket) if bucket.trained else ():
+                yield self._collective(op, ready, bucket.stage, number)
 
     def _rounds(self, bucket: Bucket) -> Iterator[dict[int, int]]:
         """By rank, the positions after which gradients of a bucket are complete: of each round, or of all."""
@@ -116,17 +117,25 @@ class SyncOrder:
             ready = self._last(stage, _GRADIENTS)
             if self.sync_spec.has_grad_norm or self._with_remote_gradients(stage):
                 ready = {rank: self._end(rank) for rank in ready}
-            buckets = (self.sync_spec.buckets[number] for number in self.sync_spec.buckets_of(stage))
+            buckets = [self.sync_spec.buckets[number] for number in self.sync_spec.buckets_of(stage)]
+            buckets = [bucket for bucket in buckets if bucket.trained]
+            if any(bucket.on_host for bucket in buckets):
+                ready = {rank: self._behind_next_use(rank, last) for rank, last in ready.items()}
             reduced = [self._time(ready) for bucket in buckets for ready in self._rounds(bucket)]
             for rank, position in ready.items():
                 time = max([float(self.ends[rank][position]), *reduced])
                 yield time, self._at(time, Op.UPDATE, [rank], stage)
 
     def _gathers(self) -> Iterator[tuple[float, SyncOp]]:
-        for number, bucket in enumerate(self.sync_spec.buckets if self.sync_spec.shard else ()):
+        buckets = [*enumerate(self.sync_spec.buckets)]
+        loads = [each for number, bucket in buckets if bucket.on_host for each in self._loads(number, bucket)]
+        yield from ((time, load) for _, time, load in sorted(loads, key=lambda each: each[0]))
+        for number, bucket in buckets:
+            if bucket.on_host:
+                continue
             if self.sync_spec.reshards_after_use(bucket):
                 yield from self._around_uses(number, bucket)
-            elif self.sync_spec.updates:
+            elif self.sync_spec.shard and self.sync_spec.updates:
                 last = {rank: self._end(rank) + 2 for rank in self._ranks(bucket.stage)}
                 yield float("inf"), SyncOp(Op.UNSHARD, last, bucket.stage, number)
 
@@ -151,7 +160,7 @@ class SyncOrder:
         forwards = self._first(stage, _FORWARD), self._last(stage, _FORWARD)
         tail = self.plan.stages[stage].tail
         has_tail = tail is not None and bool(tail.parameters)
-        if self.sync_spec.only_gathers:
+        if not self.plan.mode.trains:
             return [(forwards[0], {rank: last + has_tail for rank, last in forwards[1].items()})]
         backwards = self._first(stage, _BACKWARDS), self._last(stage, [*_BACKWARDS, *_GRADIENTS])
         again = self._at(self._ahead_of(backwards[0]), Op.UNSHARD, backwards[0]).positions
@@ -160,6 +169,44 @@ class SyncOrder:
         if not has_tail and all(again[rank] > last for rank, last in forwards[1].items()):
             return [forwards, backwards]
         return [(forwards[0], backwards[1])]
+
+    def _loads(self, number: int, bucket: Bucket) -> Iterator[tuple[int, float, SyncOp]]:
+        """Load a bucket when the use before begins, and free it after its last use; with the first use.
+
+        So a rank has the stage that runs and the next one. Tied weights, which are sent when the program
+        begins, stay; what a pause interrupts is loaded again.
+        """
+        stays = bucket.is_tied and self.plan.mode is not Mode.OUTPUTS
+        for rank in self._ranks(bucket.stage):
+            spans = list[tuple[int, int, int]]()
+            for firsts, lasts in self._uses(bucket.stage):
+                begin = self._use_before(rank, firsts[rank])
+                if not spans:
+                    spans.append((firsts[rank], 0 if bucket.is_tied else begin, lasts[rank]))
+                elif stays or begin <= spans[-1][2]:
+                    spans[-1] = *spans[-1][:2], lasts[rank]
+                else:
+                    spans.append((firsts[rank], begin, lasts[rank]))
+            for first, begin, last in spans:
+                for op, position, time in ((Op.LOAD, begin, max(begin - 1, 0)), (Op.RESHARD, last, last)):
+                    placed = SyncOp(op, {rank: position}, bucket.stage, number)
+                    yield first, float(self.ends[rank][time]), placed
+
+    def _use_before(self, rank: int, first: int) -> int:
+        """Where the use before the one that begins at ``first`` begins; behind the pause of a step."""
+        before = max((begin for begin, _ in self._loaded(rank) if begin < first), default=min(first, 1))
+        forwards = num_forwards(self.index, rank) if self.plan.mode is Mode.OUTPUTS else first
+        return max(before, forwards + 1) if first > forwards else before
+
+    def _behind_next_use(self, rank: int, last: int) -> int:
+        """Where the use after ``last`` ends, or the program of the rank."""
+        return min((use for use in self._loaded(rank) if use[0] > last), default=(0, self._end(rank)))[1]
+
+    def _loaded(self, rank: int) -> Sequence[tuple[int, int]]:
+        """The first and last positions of each use of weights that a rank loads."""
+        stages = {bucket.stage for bucket in self.sync_spec.buckets if bucket.on_host}
+        uses = (use for stage in stages if rank in self._ranks(stage) for use in self._uses(stage))
+        return [(firsts[rank], lasts[rank]) for firsts, lasts in uses]
 
     def _ahead_of(self, firsts: Mapping[int, int]) -> float:
         """The time one compute before the first of these computes of several ranks."""

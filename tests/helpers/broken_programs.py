@@ -40,6 +40,7 @@ def golden_steps() -> Mapping[str, Step]:
     """Small steps, which together have every op and every option of a sync spec."""
     skip, data_parallel = skip_links(0, 2), _replicated("gpipe", 1, 4)
     skipped, outside = {"on_nan": NonFiniteAction.SKIP}, {"mode": Mode.OUTPUTS}
+    on_host = {"weights_on_host": True, "updates": True}
     return {
         "1f1b": make_step(make_schedule("1f1b", 3, 3), links=[*skip, result_link(2)], recompute=[1]),
         "tied": make_step(make_schedule("1f1b", 3, 3), tied=(0, 2), updates=True),
@@ -61,6 +62,13 @@ def golden_steps() -> Mapping[str, Step]:
             _replicated("1f1b", 2, 4), updates=True, shard=ShardingLevel.PARAMETERS, precomputes=True
         ),
         "offloaded": make_step(make_schedule("gpipe", 2, 4), offload=[0, 1]),
+        "weights on host": make_step(
+            make_schedule("looped-bfs-v3", 1, 2), tied=(0, 2), clips=True, num_segments=2, **on_host
+        ),
+        "loaded in turns": make_step(make_schedule("interleaved-1f1b", 2, 2), precomputes=True, **on_host),
+        "loaded outside": make_step(
+            make_schedule("looped-bfs", 2, 2), links=[result_link(3)], tied=(0, 3), **on_host, **outside
+        ),
         "precomputed": make_step(make_schedule("1f1b", 2, 3), precomputes=True),
         "tail": make_step(_replicated("gpipe", 2, 4), tail=True, updates=True),
         "loss outside": make_step(

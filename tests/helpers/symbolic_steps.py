@@ -89,7 +89,7 @@ def make_step(
     """A chain of the stages of a schedule, and ``links`` beside it.
 
     Gradients are made in ``num_segments`` segments. Each stage with replicas has a bucket for each of these,
-    and one for what it lends. With ``collectives``, the last stage has three model collectives, and with
+    and one for what it lends; with ``weights_on_host``, so has every stage, and one that is frozen. With ``collectives``, the last stage has three model collectives, and with
     ``tail`` it has a tail. In the ``mode`` OUTPUTS the script computes the loss.
     """
     if mode is Mode.OUTPUTS:
@@ -99,10 +99,15 @@ def make_step(
     if tied:
         lent, brought = tied_links(*tied)
         links += [lent, Link(brought.source, brought.target, Payload.WEIGHT_GRADIENT, lent.values)]
-    for stage in [stage for stage, ranks in enumerate(schedule.placement) if len(ranks) > 1]:
-        buckets += [Bucket(stage, (value(f"w_{stage}.{k}", 6),), segment=k) for k in range(num_segments)]
-        if tied and tied[0] == stage:
-            buckets.append(Bucket(stage, lent.values, is_tied=True))
+    for stage, ranks in enumerate(schedule.placement):
+        on_host = bool(options.get("weights_on_host")) and len(ranks) == 1
+        made = functools.partial(Bucket, stage, on_host=on_host)
+        if len(ranks) > 1 or on_host:
+            buckets += [made((value(f"w_{stage}.{k}", 6),), segment=k) for k in range(num_segments)]
+        if on_host:
+            buckets.append(made((value(f"frozen_{stage}", 6),), trained=False))
+        if tied and tied[0] == stage and (len(ranks) > 1 or on_host):
+            buckets.append(made(lent.values, is_tied=True))
     stages = range(schedule.num_stages) if num_segments > 1 else ()
     segments = {(stage, phase): num_segments for stage in stages for phase in phases & {*GRADIENT_PHASES}}
     last, backward = (
@@ -119,9 +124,9 @@ def make_step(
         )
     sync_spec = SyncSpec(tuple(buckets), stream=schedule.stream, **options)  # type: ignore[arg-type]
     plan = plan_of(schedule, links, recompute, sync_spec, segments, model_collectives, offload)
-    made = [replace(each, precomputed_phases=tuple(phases) if precomputes else ()) for each in plan.stages]
-    made[-1] = replace(made[-1], tail=Tail((ROWS,), (ROWS,)) if tail else None)
-    return Step(schedule, replace(plan, mode=mode, stages=tuple(made)))
+    stages_made = [replace(each, precomputed_phases=tuple(phases) if precomputes else ()) for each in plan.stages]
+    stages_made[-1] = replace(stages_made[-1], tail=Tail((ROWS,), (ROWS,)) if tail else None)
+    return Step(schedule, replace(plan, mode=mode, stages=tuple(stages_made)))
 
 
 @st.composite
@@ -157,6 +162,7 @@ def steps(draw: st.DrawFn) -> Step:
         clips=updates and draw(st.booleans()),
         on_nan=draw(st.sampled_from([None, *NonFiniteAction])),
         shard=draw(st.sampled_from([None, *ShardingLevel])) if updates else None,
+        weights_on_host=draw(st.booleans()),
         num_segments=draw(st.integers(1, 3)),
     )
 
@@ -267,6 +273,11 @@ class SymbolicExecution:
         each = instructions[state.position]
         if each.op in COLLECTIVES:
             return self._meet(each)
+        if each.op in (Op.LOAD, Op.STORE):
+            self._require(each.stage in self.stages, "no such stage")
+            self._collect([(rank, each)])
+            state.position += 1
+            return True
         if not self._can_run(rank, each):
             return False
         self._run(rank, each)
@@ -390,6 +401,10 @@ class SymbolicExecution:
                 self._require_all_forwards(rank, source)
                 self._require(not self.stages[source].tail or source in state.tails, "before the tail")
             case Payload.WEIGHT:
+                for number in self.sync_spec.buckets_of(source):
+                    bucket = self.sync_spec.buckets[number]
+                    if bucket.on_host and {*bucket.names} & {*link.names}:
+                        self._require(state.gathered.get(number) == {False}, "lends what is on the host")
                 self._require(not state.versions[source], "lends weights after the update")
             case Payload.WEIGHT_GRADIENT:
                 self._require(not state.made, "sends gradients that are not complete")
@@ -525,7 +540,11 @@ class SymbolicExecution:
         """The parameters of a stage, each with the part that completes its gradient; -1 is the last one."""
         tied = [link for link in self.plan.links if link.payload is Payload.WEIGHT]
         buckets = [self.sync_spec.buckets[number] for number in self.sync_spec.buckets_of(stage)]
-        own = {name: -1 if bucket.is_tied else bucket.segment for bucket in buckets for name in bucket.names}
+        own = {
+            name: -1 if bucket.is_tied else bucket.segment
+            for bucket in buckets
+            for name in (bucket.names if bucket.trained else ())
+        }
         lent = {v.name: -1 for x in tied if stage in (x.source, x.target) for v in x.values}
         return {**(own or {f"w_{stage}": -1}), **lent}
 
@@ -561,7 +580,7 @@ class SymbolicExecution:
 
     def _collect(self, met: Sequence[tuple[int, Instruction]]) -> None:
         total, each = Gradients(), met[0][1]
-        if each.op is Op.REDUCE_GRAD:
+        if each.op in (Op.REDUCE_GRAD, Op.STORE):
             self._require(0 <= each.bucket < len(self.sync_spec.buckets), "no such bucket")
             for rank, _ in met:
                 for name in self.sync_spec.buckets[each.bucket].names:
@@ -570,7 +589,7 @@ class SymbolicExecution:
         for rank, own in met:
             state, cell = self.ranks[rank], (each.stage, own.microbatch)
             self._require(own not in state.started, "started twice")
-            if each.op in (Op.REDUCE_GRAD, Op.GRAD_NORM):
+            if each.op in (Op.REDUCE_GRAD, Op.STORE, Op.GRAD_NORM):
                 self._require(not state.made, "reads gradients before they are accumulated")
             if each.op in MODEL_COLLECTIVES:
                 collective = self.stages[each.stage].model_collectives[own.model_collective]
@@ -586,7 +605,7 @@ class SymbolicExecution:
                     self._check_gradients(rank, stage, self._every_microbatch)
                 state.norms.add((-1, -1))
             else:
-                state.started[own] = versions if each.op is Op.UNSHARD else total
+                state.started[own] = versions if each.op in (Op.UNSHARD, Op.LOAD) else total
 
     def _await(self, state: _Rank, each: Instruction) -> None:
         """What a collective has made is there from now on."""
@@ -594,13 +613,13 @@ class SymbolicExecution:
         self._require(started in state.started, "waits for nothing")
         result = state.started.pop(started)
         match each.op:
-            case Op.WAIT_REDUCE_GRAD:
+            case Op.WAIT_REDUCE_GRAD | Op.WAIT_STORE:
                 state.sums[each.bucket] += result
             case Op.WAIT_SUM_COUNTS:
                 state.counted.add(each.stage)
             case Op.WAIT_GATHER_ROWS:
                 state.rows.add(each.stage)
-            case Op.WAIT_UNSHARD:
+            case Op.WAIT_UNSHARD | Op.WAIT_LOAD:
                 self._require(each.bucket not in state.gathered, "gathered twice")
                 state.gathered[each.bucket] = result
             case _ if started.op in MODEL_COLLECTIVES:

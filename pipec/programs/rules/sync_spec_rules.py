@@ -28,17 +28,18 @@ def violations(
     sync_spec: SyncSpec, placement: Placement, links: Sequence[Link], segments: SegmentCounts
 ) -> Iterator[str]:
     """Faults in a sync spec for stages on these ranks, whatever their programs are."""
-    if (sync_spec.clips or sync_spec.shard) and not (sync_spec.updates or sync_spec.only_gathers):
+    trains = not sync_spec.buckets or any(bucket.trained for bucket in sync_spec.buckets)
+    if (sync_spec.clips or sync_spec.shard) and trains and not sync_spec.updates:
         yield "the step clips gradients or shards state, but it updates nothing; expected an optimizer in it"
     replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
     named = [("averages buffers of", stage) for stage in sync_spec.buffer_sync_stages]
     named += [("sums counts of", stage) for stage in sync_spec.count_stages]
-    named += [(f"has bucket {k} of", bucket.stage) for k, bucket in enumerate(sync_spec.buckets)]
+    whole = [(k, bucket.stage) for k, bucket in enumerate(sync_spec.buckets) if not bucket.on_host]
+    named += [(f"has bucket {k} of", stage) for k, stage in whole]
     for what, stage in named:
         if stage not in replicated:
             yield f"the step {what} stage {stage}; expected a stage with several replicas: {replicated}"
-    if not sync_spec.only_gathers:
-        yield from _in_no_segment(sync_spec.buckets, segments)
+    yield from _in_no_segment(sync_spec.buckets, segments)
     yield from _summed_twice(sync_spec.buckets)
     yield from _wrongly_tied(sync_spec, links)
 
@@ -46,7 +47,7 @@ def violations(
 def _in_no_segment(buckets: Sequence[Bucket], segments: SegmentCounts) -> Iterator[str]:
     for number, bucket in enumerate(buckets):
         most = max(segments.get((bucket.stage, phase), 1) for phase in GRADIENT_PHASES)
-        if not 0 <= bucket.segment < most:
+        if bucket.trained and not 0 <= bucket.segment < most:
             last = f"bucket {number} is complete after segment {bucket.segment}"
             yield f"{last}; stage {bucket.stage} has {most}"
 
@@ -73,7 +74,9 @@ def _wrongly_tied(sync_spec: SyncSpec, links: Sequence[Link]) -> Iterator[str]:
 
 def stage_violations(plan: Plan) -> Iterator[str]:
     """Faults in the sync spec of a plan, given the tensors of its stages."""
-    for number, bucket in enumerate(() if plan.sync_spec.only_gathers else plan.sync_spec.buckets):
+    for number, bucket in enumerate(plan.sync_spec.buckets):
+        if not (bucket.trained or bucket.on_host):
+            continue  # what training has sharded, of which this call may need less
         stage = plan.stages[bucket.stage] if 0 <= bucket.stage < len(plan.stages) else None
         own = {*stage.parameters} - {*stage.borrowed_parameters} if stage else set()
         if foreign := sorted({*bucket.names} - own):
@@ -109,6 +112,8 @@ def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
         yield Violation(None, f"{step.plan.num_microbatches} microbatches are no whole number of {whole}")
     if sync_spec.shard or sync_spec.buffer_sync_stages:
         yield Violation(None, "replicas share state or buffers, for which streams have no rules of versions")
+    if any(bucket.on_host for bucket in sync_spec.buckets):
+        yield Violation(None, "weights are in host memory, for which streams have no rules of versions")
     if any(link.payload in (Payload.WEIGHT, Payload.WEIGHT_GRADIENT) for link in step.plan.links):
         yield Violation(None, "stages share tied weights, for which streams have no rule of versions")
     if reason := stream.unsupported(replica_counts(step.plan.placement)):
