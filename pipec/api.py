@@ -248,7 +248,8 @@ def _sync_spec(options: Options, ranks: Ranks) -> SyncSpec:
         has_loss_scale=options.precision == Precision.FP16,
         gradient_dtype=GRADIENT_DTYPES[options.gradient_dtype] if options.gradient_dtype else "",
         on_nan=None if options.on_nan == "ignore" else NonFiniteAction(options.on_nan),
-        state_on_host=options.offload in ("optimizer", "all"),
+        state_on_host=options.offload == "optimizer",
+        weights_on_host=options.offload in ("weights", "all"),
         replicas_pass_own_rows=options.batch == "local" and ranks.world.is_distributed,
     )
 

@@ -279,7 +279,9 @@ def _check_asynchronous(options: Options, policy: SchedulePolicy) -> None:
 def _check_offload(options: Options, policy: SchedulePolicy, topology: Topology) -> None:
     """Refuse to keep state or saved values on the host where they cannot be there, or need not."""
     offload = options.offload
-    if offload in ("optimizer", "all") and options.optimizer is None:
+    if offload in ("weights", "all"):
+        _check_weights_on_host(options, policy)
+    if offload == "optimizer" and options.optimizer is None:
         raise InputError(
             f"offload is {offload!r}, but the programs have no optimizer; pass optimizer=..., such as "
             "functools.partial(torch.optim.AdamW, lr=1e-3), or offload='activations'"
@@ -300,6 +302,26 @@ def _check_offload(options: Options, policy: SchedulePolicy, topology: Topology)
         raise InputError(
             f"offload is {offload!r}, which moves no more than memory asks for; pass the bytes that a device "
             "has, such as memory_limit='16GiB', or a topology that says so"
+        )
+
+
+def _check_weights_on_host(options: Options, policy: SchedulePolicy) -> None:
+    """Refuse weights in host memory for stages that ranks share, or that update while they are read."""
+    offload = options.offload
+    if policy.may_be_asynchronous:
+        raise InputError(
+            f"offload is {offload!r}, but under an asynchronous schedule stages keep several versions of their "
+            "weights on the device; pass a synchronous schedule, such as schedule='1f1b', or leave offload out"
+        )
+    if options.replicas == "auto" or policy.replicas != 1:
+        raise InputError(
+            f"offload is {offload!r}, but stages have replicas, which share weights through the devices; leave "
+            "out replicas and stages, so that all devices load stages in turn"
+        )
+    if options.shard is not None:
+        raise InputError(
+            f"offload is {offload!r}, but shard={options.shard!r} divides what replicas hold, and stages have "
+            "none; leave shard out"
         )
 
 

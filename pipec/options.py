@@ -258,10 +258,11 @@ class Options:
     )
     offload: str | None = option(
         None,
-        one_of("activations", "optimizer", "all") | NONE,
+        one_of("activations", "optimizer", "weights", "all") | NONE,
         """The tensors that wait in host memory: ``"activations"``, as few saved values as ``memory_limit``
-        needs; ``"optimizer"``, its state between updates; or ``"all"``. Default: none. See
-        docs/memory.md.""",
+        needs; ``"optimizer"``, its state between updates; ``"weights"``, also gradients and the weights of
+        stages that do not run; ``"all"``, weights and activations. Default: none, or ``"weights"`` if nothing
+        else fits into ``memory_limit``. See docs/memory.md.""",
         flag=Flag("The tensors that wait in host memory."),
     )
     topology: Topology | str | Path | None = option(

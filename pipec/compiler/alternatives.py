@@ -42,7 +42,7 @@ def sharding_costs(evaluated: EvaluatedPlan) -> tuple[ShardingCost, ...]:
     Empty unless the plan updates stages with replicas, and for asynchronous schedules.
     """
     sync_spec, staged = evaluated.plan.sync_spec, evaluated.staged
-    if not (sync_spec.updates and sync_spec.buckets) or sync_spec.stream:
+    if not (sync_spec.updates and sync_spec.buckets) or sync_spec.stream or sync_spec.weights_on_host:
         return ()
     levels = {}
     for shard in (None, *ShardingLevel):

@@ -88,6 +88,23 @@ class Candidate:
         sync_spec = replace(self.options.sync_spec, shard=shard)
         return replace(self, options=replace(self.options, sync_spec=sync_spec), tunes_shard=False)
 
+    @property
+    def may_load_weights(self) -> bool:
+        """Whether weights may wait in host memory if nothing else fits, although nobody asked for it.
+
+        A CPU has no other memory.
+        """
+        spec, is_open = self.options.sync_spec, self.cut is None and not self.tunes_replicas
+        is_asked = self.options.may_offload or spec.state_on_host or spec.weights_on_host or spec.shard
+        has_host = self.options.device_model.name != "cpu"
+        is_open = is_open and self.policy.replicas == 1 and not self.tunes_shard
+        return is_open and has_host and not (is_asked or self.policy.may_be_asynchronous)
+
+    def with_weights_on_host(self) -> "Candidate":
+        """The candidate whose weights are in host memory, and loaded for use."""
+        sync_spec = replace(self.options.sync_spec, weights_on_host=True)
+        return replace(self, options=replace(self.options, sync_spec=sync_spec))
+
     def restricted_by(self, graph: TrainingGraph) -> "Candidate":
         """The candidate for steps on this graph: a tail and model collectives do not allow everything."""
         restricted, replicas = self, self.policy.replicas

@@ -37,8 +37,8 @@ ScheduleSource = str | Path | Callable[[int, int], Schedule]
 _MAX_MICROBATCHES_PER_RANK = 8
 """With eight microbatches a rank, warmup and cooldown take a ninth of the step. More gain little."""
 
-_GROUPS_OF_LAYERS = (8, 4, 2)
-"""The numbers of stages of a rank that gathers few layers at a time, until the model has as many."""
+_GROUPS_OF_LAYERS = (64, 32, 16, 8, 4, 2)
+"""The numbers of stages of a rank that gathers or loads few layers at a time."""
 
 Replicas = int | tuple[int, ...]
 """The replicas of every stage, or of each stage."""
@@ -114,12 +114,12 @@ class SchedulePolicy:
         num_ranks = self.total_ranks // replicas if isinstance(replicas, int) else len(replicas)
         return replace(self, num_ranks=num_ranks, replicas=replicas)
 
-    def with_groups_of_layers(self) -> list["SchedulePolicy"]:
-        """The policies that divide the stage of each rank, into most stages first.
+    def with_groups_of_layers(self, most: int) -> list["SchedulePolicy"]:
+        """The policies that divide the stage of each rank, into ``most`` stages first.
 
         All microbatches go through one stage, then through the next. So what a stage needs is needed twice.
         """
-        looped = [looped_name("looped-bfs", number) for number in _GROUPS_OF_LAYERS]
+        looped = [looped_name("looped-bfs", number) for number in _GROUPS_OF_LAYERS if number <= most]
         return [replace(self, source=name) for name in looped] if self.chooses_stages else []
 
     def microbatch_counts(self, batch: int) -> list[int]:

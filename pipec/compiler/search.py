@@ -39,6 +39,10 @@ _MEMORY_LAYOUTS, _MEMORY_ATTEMPTS = 2, 3
 """On how many layouts cuts are tried that need less memory, and how many cuts on each until one fits."""
 
 
+_MOST_GATHERED, _MOST_LOADED = 8, 64
+"""The most stages of a rank that replicas gather, or that are loaded from the host."""
+
+
 @dataclass(frozen=True, eq=False)
 class CapturedStep:
     """A step of ``batch`` rows on a captured graph. ``observers`` are called after every pass.
@@ -104,10 +108,13 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
     for each in levels:
         with suppress(InputError) if candidate.tunes_shard else nullcontext():  # a level it cannot have
             if each.cut is None:
-                found.append(_gathering_by_layers(step, _search_layouts(step, each)))
+                found.append(_by_layers(step, _search_layouts(step, each)))
             else:
                 found.append(evaluate_stages(step.cut_as_decided(each), each, step.batch))
     best = min(found, key=lambda result: result.best.score)
+    if not _fits(best.best) and candidate.may_load_weights:
+        loading = search(step, candidate.with_weights_on_host())
+        best = loading if _fits(loading.best) else best
     if candidate.tells_replicas:
         with suppress(InputError):  # no other layout runs this model
             told = [as_alternative(each.best) for each in _other_layouts(step, candidate, _Tried(step.batch))]
@@ -141,24 +148,42 @@ def _other_layouts(step: CapturedStep, candidate: Candidate, tried: "_Tried") ->
     return [plan for each in others for plan in tried.on_fastest_cuts(step, each)]
 
 
-def _gathering_by_layers(step: CapturedStep, whole: SearchResult) -> SearchResult:
-    """The result, or one that gathers sharded parameters by groups of layers, the smallest possible ones.
+def _by_layers(step: CapturedStep, whole: SearchResult) -> SearchResult:
+    """The result, or one whose ranks gather or load parameters by groups of layers.
 
-    It is taken if it fits where ``whole`` does not, if it is faster, or if it takes less memory and about the
-    same time. Pipelines of several ranks are divided only if no other schedule that ``auto`` may take fits.
+    Where replicas gather them, the groups are the smallest possible ones, and pipelines of several ranks are
+    divided only if no other schedule that ``auto`` may take fits. Where they are loaded, groups get smaller
+    while that gains.
     """
     candidate, policy = whole.candidate, whole.candidate.policy
+    if candidate.options.sync_spec.weights_on_host:
+        for layered in reversed(policy.with_groups_of_layers(_MOST_LOADED)):
+            found = _if_it_gains(step, replace(candidate, policy=layered), whole)
+            if found is None or found is whole:
+                break
+            whole = found
+        return whole
     shares = candidate.options.sync_spec.shard is ShardingLevel.PARAMETERS and policy.replicas != 1
     if not shares or (policy.num_ranks > 1 and (policy.source != "auto" or _fits(whole.best))):
         return whole
-    for each in (replace(candidate, policy=layered) for layered in policy.with_groups_of_layers()):
-        with suppress(InputError, PlanError):
-            found = _search_layouts(step, each)
-            best, other = found.best, whole.best
-            gains = best.score < other.score or (other.is_close(best) and best.peak_bytes < other.peak_bytes)
-            tried = (*found.alternatives, *whole.alternatives)
-            return replace(found, alternatives=tried) if gains else whole
-    return whole
+    layers = policy.with_groups_of_layers(_MOST_GATHERED)
+    found_ones = (_if_it_gains(step, replace(candidate, policy=layered), whole) for layered in layers)
+    return next(filter(None, found_ones), whole)
+
+
+def _if_it_gains(step: CapturedStep, candidate: Candidate, than: SearchResult) -> SearchResult | None:
+    """The best plan of a candidate, or the other one; None if the model has not as many stages.
+
+    It is taken if it fits where the other does not, if it is faster, or if it takes less memory and about the
+    same time.
+    """
+    try:
+        found = _search_layouts(step, candidate)
+    except (InputError, PlanError):
+        return None
+    best, other = found.best, than.best
+    gains = best.score < other.score or (other.is_close(best) and best.peak_bytes < other.peak_bytes)
+    return replace(found, alternatives=(*found.alternatives, *than.alternatives)) if gains else than
 
 
 @dataclass

@@ -40,7 +40,7 @@ from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute, checkpointed_values, stage_values
 from pipec.passes.pass_dump import requested_pass_dumps
 from pipec.plan.buckets import segment_backwards
-from pipec.plan.build_plan import Names, build_plan, with_offload_seconds
+from pipec.plan.build_plan import Names, build_plan, with_host_memory
 from pipec.plan.optimizer_cost import with_training_state, with_update_costs
 from pipec.plan.predictions import plan_memory, simulate_plan, step_seconds
 from pipec.planner.recompute_solver import ForwardValue
@@ -338,7 +338,7 @@ class StagedGraph:
             stages = segment_backwards(self.graph, stages, split, schedule.placement)
         plan = build_plan(self.graph, stages, self.names, schedule, size, options.topology, sync_spec)
         plan = replace(
-            with_offload_seconds(plan, device.host_link),
+            with_host_memory(plan, device.host_link),
             host=device.host,
             cost_source=options.cost_source,
             assumptions=options.topology.assumptions,

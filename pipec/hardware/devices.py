@@ -48,6 +48,9 @@ NETWORK_100, NETWORK_200, NETWORK_400 = (
 NCCL_CHANNEL_BYTES_PER_SECOND = 22.5e9
 """What one thread block of NCCL moves over NVLink: between the 20 and 25 GB/s that are reported of it."""
 
+HOST_MEMORY = 100e9
+"""Half of the peak of eight channels of DDR4-3200, of 25.6 GB/s each (JEDEC JESD79-4)."""
+
 _NO_HOST_COST = HostCost()
 
 
@@ -59,7 +62,8 @@ class DeviceModel:
     ``float32``. Attention reaches the fraction ``attention_efficiency`` of these rates. Operators that are
     neither products nor attention reach at most ``other_flops_per_second``. Every operator takes at least
     ``launch_seconds``, and ``host`` is the host's time besides operators. ``link`` joins the device to its
-    peers in one host, ``network_link`` to those of other hosts, and ``host_link`` to the memory of the host.
+    peers in one host, ``network_link`` to those of other hosts, and ``host_link`` to the memory of the host,
+    which the host reads and writes at ``host_memory_bytes_per_second``.
     ``source`` says where the figures come from.
     """
 
@@ -72,6 +76,7 @@ class DeviceModel:
     source: str
     host_link: LinkModel = PCIE_4
     network_link: LinkModel = NETWORK_100
+    host_memory_bytes_per_second: float = HOST_MEMORY
     host: HostCost = _NO_HOST_COST
     attention_efficiency: float = 1.0
     other_flops_per_second: float = math.inf
@@ -116,6 +121,7 @@ _CPU = DeviceModel(
     "the Python and the views around an operator; the link is gloo over loopback, and a copy to the "
     "host reads and writes this memory; the host's time as of two processes on two cores",
     host_link=LinkModel(4e9, 3e-5),
+    host_memory_bytes_per_second=8e9,
     host=HostCost(call_seconds=1.2e-4, step_seconds=2e-3),
 )
 

@@ -35,6 +35,7 @@ class Op(StrEnum):
     CHECK = "check"
     STASH = "stash"
     UPDATE = "update"
+    HOST_UPDATE = "host_update"
     PAUSE = "pause"
     UNSHARD = "unshard"
     LOAD = "load"
@@ -201,6 +202,10 @@ def _once(kind: OpKind, effects: str, fields: str = "stage") -> OpTraits:
     return OpTraits(kind, fields, effects, timed=True)
 
 
+_UPDATES = (
+    "sum.close returned_sum.close reduction.read norm.read verdict.read averaged.read updated.update "
+    "unadded.use"
+)
 _ROUND = "stage microbatch?"
 _MODEL_COLLECTIVE = OpTraits(
     OpKind.COLLECTIVE, "stage microbatch model_collective", "collective.start", timed=True
@@ -273,10 +278,10 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.STASH: OpTraits(OpKind.LOCAL, f"{_ROUND} version?", "round.stash stashed.stash"),
     Op.UPDATE: _once(
         OpKind.STEP_COMPUTE,
-        "sum.close returned_sum.close reduction.read norm.read verdict.read averaged.read updated.update "
-        "round.update round.open version.make version.replace request.read unadded.use",
+        f"{_UPDATES} round.update round.open version.make version.replace request.read",
         f"{_ROUND} version?",
     ),
+    Op.HOST_UPDATE: _copy(_UPDATES, "stage"),
     Op.PAUSE: OpTraits(
         OpKind.LOCAL, "microbatch?", "loss.pause gathered.pause results.close request.pause request.read"
     ),
@@ -349,6 +354,7 @@ class Instruction:
     check           skip the next updates if a loss or a gradient was found that is not finite
     stash           keep the weights of ``stage`` as ``version``, before an update changes them
     update          run the optimizer on this rank's share of ``stage``, once its gradients are complete
+    host_update     run it in host memory, where the parameters of ``stage`` are; the device goes on
     pause           wait for the script, until it has requested the mini-batch of ``microbatch``, or has
                     computed the loss of the results
     unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``

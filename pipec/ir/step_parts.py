@@ -64,7 +64,7 @@ def _parts_with(instruction: Instruction, sync_spec: SyncSpec) -> Sequence[StepP
     match instruction.op:
         case Op.GRAD_NORM | Op.CHECK if sync_spec.may_skip_step:
             return tuple(StepPart)
-        case Op.GRAD_NORM | Op.UPDATE:
+        case Op.GRAD_NORM | Op.UPDATE | Op.HOST_UPDATE:
             return StepPart.WHOLE, StepPart.UPDATE
         case Op.UNSHARD | Op.WAIT_UNSHARD:
             if not sync_spec.reshards_after_use(sync_spec.buckets[instruction.bucket]):

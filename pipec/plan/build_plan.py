@@ -37,6 +37,7 @@ from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     SCHEDULED_PHASES,
+    Bucket,
     InputLeaf,
     Link,
     ModelCollective,
@@ -539,11 +540,27 @@ def _target(node: fx.Node) -> int:
     return stage_of(next(iter(node.users)))
 
 
-def with_offload_seconds(plan: Plan, link: LinkModel) -> Plan:
-    """The plan with the seconds of each stage's offloads and prefetches."""
+def with_host_memory(plan: Plan, link: LinkModel) -> Plan:
+    """The plan with the seconds of copies to the host and back, and without the weights that are there."""
+    on_host = [0] * len(plan.stages)
+    buckets = list[Bucket]()
+    for bucket in plan.sync_spec.buckets:
+        if bucket.on_host:
+            num_bytes = sum(value_bytes(value, {}) for value in bucket.parameters)
+            on_host[bucket.stage] += num_bytes
+            seconds = _copy_seconds(link, len(bucket.parameters), num_bytes)
+            bucket = replace(bucket, reduce_seconds=seconds, unshard_seconds=seconds)
+        buckets.append(bucket)
     stages = []
     for stage in plan.stages:
-        num_bytes = stage.cost.memory.offloaded
-        seconds = len(stage.offloaded) * link.latency_seconds + num_bytes / link.bytes_per_second
-        stages.append(replace(stage, cost=replace(stage.cost, copy_seconds=seconds)))
-    return replace(plan, stages=tuple(stages))
+        memory = stage.cost.memory
+        seconds = _copy_seconds(link, len(stage.offloaded), memory.offloaded)
+        weights = on_host[stage.index]
+        memory = replace(memory, weights=memory.weights - weights, host=memory.host + weights)
+        stages.append(replace(stage, cost=replace(stage.cost, copy_seconds=seconds, memory=memory)))
+    sync_spec = replace(plan.sync_spec, buckets=tuple(buckets))
+    return replace(plan, stages=tuple(stages), sync_spec=sync_spec)
+
+
+def _copy_seconds(link: LinkModel, count: int, num_bytes: float) -> float:
+    return count * link.latency_seconds + num_bytes / link.bytes_per_second

@@ -79,6 +79,7 @@ def with_update_costs(plan: Plan, optimizer: OptimizerProperties, device: Device
     shards = {
         number: _shard_bytes(bucket, len(plan.placement[bucket.stage]), state, optimizer.elementwise)
         for number, bucket in enumerate(plan.sync_spec.buckets if plan.sync_spec.shard else ())
+        if not bucket.on_host
     }
     buckets = list(plan.sync_spec.buckets)
     for number, share in shards.items():
@@ -107,15 +108,14 @@ def with_training_state(plan: Plan, training: SyncSpec, optimizer: OptimizerProp
         share = 1 / len(plan.placement[stage.index]) if training.shard else 1.0
         state = share * sum((optimizer.state_bytes or {}).get(name, 0) for name in own)
         memory = stage.cost.memory
-        if plan.sync_spec.only_gathers:
-            buckets = [plan.sync_spec.buckets[number] for number in plan.sync_spec.buckets_of(stage.index)]
-            sharded = [each for each in buckets if plan.sync_spec.reshards_after_use(each)]
+        buckets = [plan.sync_spec.buckets[number] for number in plan.sync_spec.buckets_of(stage.index)]
+        if sharded := [x for x in buckets if plan.sync_spec.reshards_after_use(x) and not x.on_host]:
             whole = sum(sizes[name] for each in sharded for name in each.names if name in stage.parameters)
             memory = replace(memory, weights=memory.weights - whole + sum(x.shard_bytes for x in sharded))
         elif training.shard is ShardingLevel.PARAMETERS and share < 1:
             memory = replace(memory, weights=memory.weights + share * sum(sizes[name] for name in own))
-        on_host = state if training.state_on_host else 0.0
-        memory = replace(memory, state=state - on_host, host=on_host)
+        on_host = state if training.state_on_host or training.weights_on_host else 0.0
+        memory = replace(memory, state=state - on_host, host=memory.host + on_host)
         return replace(stage, cost=replace(stage.cost, memory=memory))
 
     return replace(plan, stages=tuple(map(beside, plan.stages)))
@@ -162,28 +162,32 @@ def _updated(
     updated = [sizes[name] for name in whole] + [min(sizes[name], own) for name, own in parts.items()]
     for number, share in divided.items():
         memory = _divided(sync_spec, sync_spec.buckets[number], share, memory)
-    if not sync_spec.shard:
+    if not (sync_spec.shard or sync_spec.weights_on_host):
         travels: float = sum(_travelling_bytes(plan, number) for number in own_buckets)
         if sync_spec.stream and sync_spec.stream.versions is VersionPolicy.DOUBLE and own_buckets:
             travels += memory.gradients  # while these travel, those of the next mini-batch are added up
         memory = replace(memory, gradients=memory.gradients + travels)
     own_state = sum(state.get(name, 0) for name in whole) + sum(share.state for share in divided.values())
     trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
-    moved, on_host = 3 * max(trained, 0) + 2 * own_state + 3 * memory.precomputed, 0.0
-    seconds = moved / device.memory_bytes_per_second
-    if sync_spec.state_on_host:
+    moved, on_host = 3 * max(trained, 0) + 2 * own_state, 0.0
+    seconds = (moved + 3 * memory.precomputed) / device.memory_bytes_per_second
+    scratch = optimizer.scratch_bytes(updated)
+    if sync_spec.weights_on_host:
+        seconds = moved / device.host_memory_bytes_per_second
+        on_host, own_state, scratch = own_state, 0, 0.0
+    elif sync_spec.state_on_host:
         seconds += 2 * own_state / device.host_link.bytes_per_second
-        on_host, own_state = own_state, 0
+        on_host, own_state, scratch = own_state, 0, scratch + own_state
     replicas = replica_counts(plan.placement)
     behind = sync_spec.stream.max_live_versions(stage.index, replicas) - 1 if sync_spec.stream else 0
-    versions, scratch = behind * max(trained, 0), optimizer.scratch_bytes(updated)
+    versions = behind * max(trained, 0)
     memory = replace(
         memory,
         state=own_state,
         versions=versions,
         precomputed=(1 + behind) * memory.precomputed,
-        update=scratch + on_host,
-        host=on_host,
+        update=scratch,
+        host=memory.host + on_host,
     )
     cost = replace(stage.cost, memory=memory, update_seconds=seconds)
     return replace(stage, cost=cost)

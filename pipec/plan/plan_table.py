@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
-from pipec.ir import InputLeaf, Payload, Phase, Plan, Program, RankMemory, Stage, Tail
+from pipec.ir import InputLeaf, Op, Payload, Phase, Plan, Program, RankMemory, Stage, Tail
 from pipec.ir.text_format import (
     format_bytes,
     format_replicas,
@@ -94,13 +94,19 @@ def _row(plan: Plan, stage: Stage) -> list[str]:
         str(stage.index),
         _ranges(plan.placement[stage.index]),
         f"{stage.first_operator}-{stage.last_operator}",
-        format_bytes(stage.cost.memory.weights),
+        format_bytes(stage.cost.memory.weights + _loaded_bytes(plan, stage.index)),
         format_seconds(seconds.get(Phase.FORWARD, 0.0)),
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
         format_bytes(stage.cost.memory.saved) + ("*" if stage.has_recompute else ""),
         " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]])),
     ]
+
+
+def _loaded_bytes(plan: Plan, stage: int) -> int:
+    """The bytes of a stage's weights that are in host memory."""
+    loaded = (bucket for bucket in plan.sync_spec.buckets if bucket.stage == stage and bucket.on_host)
+    return sum(value_bytes(value, {}) for bucket in loaded for value in bucket.parameters)
 
 
 def sent_bytes(plan: Plan, stage: int, per_microbatch: bool = True) -> int:
@@ -217,7 +223,8 @@ def _bounds(timeline: Timeline) -> str:
     path = critical_path(timeline, attribute_waits(timeline))
     for index, time in zip(path, critical_path_times(timeline, path), strict=True):
         event = timeline.events[index]
-        others = "collectives" if event.is_collective else "copies" if event.is_copy else "messages"
+        copies = "host memory" if event.instruction.op is Op.HOST_UPDATE else "host link"
+        others = "collectives" if event.is_collective else copies if event.is_copy else "messages"
         what = f"stage {event.instruction.stage}" if event.is_blocking else others
         seconds[what] += time
     longest = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)

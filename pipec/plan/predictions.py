@@ -24,7 +24,8 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     messages = dict(zip(plan.links, plan.link_seconds, strict=True))
     sync_times = _collectives(plan)
     for stage in plan.stages:
-        sync_times[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
+        for update in (Op.UPDATE, Op.HOST_UPDATE):
+            sync_times[update, stage.index, -1] = stage.cost.update_seconds
         if stage.tail:
             sync_times[Op.TAIL, stage.index, -1] = stage.tail.seconds + plan.host.call_seconds
     programs = steady_excerpt(programs, plan.sync_spec.stream, plan.placement)
@@ -84,6 +85,8 @@ def _collectives(plan: Plan) -> dict[tuple[Op, int, int], float]:
         (Op.GATHER_ROWS, stage.index, -1): stage.tail.gather_seconds for stage in plan.stages if stage.tail
     }
     for number, bucket in enumerate(plan.sync_spec.buckets):
-        seconds[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
-        seconds[Op.UNSHARD, bucket.stage, number] = bucket.unshard_seconds
+        for reduce in (Op.REDUCE_GRAD, Op.STORE):
+            seconds[reduce, bucket.stage, number] = bucket.reduce_seconds
+        for gather in (Op.UNSHARD, Op.LOAD):
+            seconds[gather, bucket.stage, number] = bucket.unshard_seconds
     return seconds

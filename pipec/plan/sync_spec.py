@@ -1,6 +1,6 @@
 """Builds the sync spec of a step from a cut graph: its buckets, and what replicas average."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,10 +28,11 @@ def build_sync_spec(
     ``values`` are the parameters by FQN. Only training reduces and updates. Another call gathers the
     parameters that training has sharded, whose buckets were ``requested``. In training, each stage with
     replicas has buckets for each segment of its backward and each dtype; parameters that are tied to other
-    stages have buckets of their own, and so has each with sparse gradients.
+    stages have buckets of their own, and so has each with sparse gradients. Where weights are on the host,
+    every parameter is in a bucket.
 
     Raises:
-        InputError: state is to be sharded of a parameter that has sparse gradients and several replicas.
+        InputError: a parameter has sparse gradients, and state is to be sharded or weights are on the host.
     """
     counted = tuple(
         stage.index
@@ -40,31 +41,59 @@ def build_sync_spec(
     )
     if not mode.trains:
         gathers = requested.shard is ShardingLevel.PARAMETERS and bool(requested.buckets)
+        sharded = requested.buckets if gathers else ()
+        loaded = (each for stage in stages for each in _loaded(stage, values, links))
         return SyncSpec(
-            requested.buckets if gathers else (),
+            tuple(replace(bucket, trained=False) for bucket in sharded)
+            + tuple(loaded if requested.weights_on_host else ()),
             shard=requested.shard if gathers else None,
+            weights_on_host=requested.weights_on_host,
             replicas_pass_own_rows=requested.replicas_pass_own_rows,
             count_stages=counted,
         )
-    buckets = tuple(
-        with_collective_seconds(bucket, placement[stage.index], topology, requested)
-        for stage in stages
-        if len(placement[stage.index]) > 1
-        for bucket in _buckets(stage, _gradients(stage, stages, links), values, links)
-    )
+    buckets = list[Bucket]()
+    for stage in stages:
+        own = _buckets(stage, _gradients(stage, stages, links), values, links)
+        if len(placement[stage.index]) > 1:
+            buckets += (with_collective_seconds(x, placement[stage.index], topology, requested) for x in own)
+        elif requested.weights_on_host:
+            trained = [replace(bucket, on_host=True) for bucket in own]
+            names = {name for bucket in trained for name in bucket.names}
+            buckets += [*trained, *_loaded(stage, values, links, names)]
     if requested.shard is not None:
-        _require_dense(buckets)
-    return replace(requested, buckets=buckets, count_stages=counted)
+        _require_dense(buckets, "shard")
+    if requested.weights_on_host:
+        _require_dense(buckets, "offload")
+    return replace(requested, buckets=tuple(buckets), count_stages=counted)
 
 
-def _require_dense(buckets: Sequence[Bucket]) -> None:
-    """Refuse to shard sparse gradients: shards sum slices of gradients, and a sparse one has none."""
+def _require_dense(buckets: Sequence[Bucket], option: str) -> None:
+    """Refuse sparse gradients where slices of gradients are summed, or the host has memory for dense ones."""
     sparse = [bucket for bucket in buckets if bucket.sparse]
     if sparse:
         raise InputError(
-            f"{sparse[0].parameters[0].name} has sparse gradients, which replicas cannot keep shares of; "
-            "make it with sparse=False, or compile without shard=..."
+            f"{sparse[0].parameters[0].name} has sparse gradients, which {option}=... cannot divide or copy; "
+            f"make it with sparse=False, or compile without {option}=..."
         )
+
+
+def _loaded(
+    stage: StageFunctions, values: Mapping[str, Value], links: Sequence[Link], trained: Collection[str] = ()
+) -> Iterator[Bucket]:
+    """Buckets of the parameters that a stage loads and has no gradients of."""
+    tied, borrowed = _tied(stage, links)
+    groups: dict[tuple[str, bool], list[Value]] = {}
+    for fqn in (node.meta["role"].fqn for node in stage.parameters):
+        if fqn not in borrowed and fqn not in trained:
+            groups.setdefault((values[fqn].dtype, fqn in tied), []).append(values[fqn])
+    for (_, is_tied), parameters in groups.items():
+        yield Bucket(stage.index, tuple(parameters), is_tied, trained=False, on_host=True)
+
+
+def _tied(stage: StageFunctions, links: Sequence[Link]) -> tuple[Collection[str], Collection[str]]:
+    """The parameters that several stages have, and those of them that this stage borrows."""
+    lent = [(link.target, value.name) for link in links for value in link.values if link.payload is Payload.WEIGHT]
+    return {name for _, name in lent}, {name for target, name in lent if target == stage.index}
 
 
 def _buckets(
@@ -73,13 +102,7 @@ def _buckets(
     values: Mapping[str, Value],
     links: Sequence[Link],
 ) -> Iterator[Bucket]:
-    tied = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
-    borrowed = {
-        v.name
-        for link in links
-        if link.payload is Payload.WEIGHT and link.target == stage.index
-        for v in link.values
-    }
+    tied, borrowed = _tied(stage, links)
     completed_by = {
         fqn: function.segment
         for phase in GRADIENT_PHASES

@@ -182,10 +182,11 @@ class _Account:
         for stage, memory in self.stages.items():
             self._tail_and_results(stage)
             self._copies(stage, memory)
-            if not self.sync_spec.only_gathers:
+            if plan.mode.trains:
                 self._gradients(stage, memory)
             if self.sync_spec.shard:
                 self._collectives(stage)
+            self._loads_and_stores(stage)
             if not self.sync_spec.stream:
                 self._precomputed(stage, memory)
 
@@ -200,7 +201,7 @@ class _Account:
                 for number, segment in enumerate(segments):
                     own = of_phase & (columns.segments[computes] == number)
                     starts[own], ends[own], transient[own] = 0.0, segment.growth, segment.transient
-            updates = self._at(Op.UPDATE, stage)
+            updates = self._updates(stage)
             self._hold("running", updates, updates, memory.update)
         self._grow("saved", computes, starts, ends)
         self._hold("running", computes, computes, transient)
@@ -249,11 +250,14 @@ class _Account:
             self.before["gradients"] += memory.gradients
             return
         others, numbers = _sums_by_segment(memory), self.sync_spec.buckets_of(stage)
+        numbers = [number for number in numbers if self.sync_spec.buckets[number].trained]
         for number in numbers:
             bucket = self.sync_spec.buckets[number]
             num_bytes = self._size(bucket.parameters)
             others[bucket.segment] -= num_bytes
-            if self.sync_spec.shard:
+            if bucket.on_host:
+                self._sum_until(self._at(Op.WAIT_STORE, stage, number), num_bytes, stage, bucket.segment)
+            elif self.sync_spec.shard:
                 reductions = self._at(Op.REDUCE_GRAD, stage, number)
                 self._sum_until(reductions, num_bytes, stage, bucket.segment)
             else:
@@ -265,7 +269,7 @@ class _Account:
             others[0] -= (in_transit := sum(others) - borrowed)
             self.before["gradients"] += in_transit
         for segment, num_bytes in enumerate(others):
-            self._sum_until(self._at(Op.UPDATE, stage), num_bytes, stage, segment)
+            self._sum_until(self._updates(stage), num_bytes, stage, segment)
 
     def _sum_until(self, reductions: Ints, amount: float, stage: int, segment: int) -> None:
         """Sums that begin with the first gradients of a segment after each reduction."""
@@ -332,9 +336,23 @@ class _Account:
         self._grow("sent", saved_until[outlives], amount, 0.0)
         self._grow("sent", replaced[outlives & (replaced < len(columns))], -amount, 0.0)
 
+    def _updates(self, stage: int) -> Ints:
+        return np.sort(np.concatenate([self._at(op, stage) for op in (Op.UPDATE, Op.HOST_UPDATE)]))
+
+    def _loads_and_stores(self, stage: int) -> None:
+        """Parameters that are on the host, while they are loaded, and gradients that were stored there."""
+        for number in self.sync_spec.buckets_of(stage):
+            bucket = self.sync_spec.buckets[number]
+            if bucket.on_host:
+                num_bytes = self._size(bucket.parameters)
+                self._hold("parameters", *(self._at(x, stage, number) for x in (Op.LOAD, Op.RESHARD)), num_bytes)
+                self._hold(_HOST, self._at(Op.STORE, stage, number), self._updates(stage), num_bytes)
+
     def _collectives(self, stage: int) -> None:
         for number in self.sync_spec.buckets_of(stage):
             bucket = self.sync_spec.buckets[number]
+            if bucket.on_host:
+                continue
             if self.sync_spec.reshards_after_use(bucket):
                 gathered, freed = (self._at(op, stage, number) for op in (Op.UNSHARD, Op.RESHARD))
                 self._hold("in_transit", gathered, freed, bucket.unsharded_bytes)
@@ -343,7 +361,7 @@ class _Account:
             self._grow("in_transit", reduces, bucket.unsharded_bytes, received)  # once gradients are copied
             self._grow("in_transit", ends, 0.0, -bucket.in_transit_bytes)
             self._grow("gradients", reduces, 0.0, bucket.shard_bytes)
-            until = np.append(ends[1:], self._at(Op.UPDATE, stage)[: bool(reduces.size)])
+            until = np.append(ends[1:], self._updates(stage)[: bool(reduces.size)])
             self._grow("gradients", until, 0.0, -bucket.shard_bytes)
 
     def _precomputed(self, stage: int, memory: StageMemory) -> None:

@@ -107,10 +107,9 @@ class SyncOrder:
 
     def _norm(self) -> Iterator[tuple[float, SyncOp]]:
         if self.sync_spec.has_grad_norm:
-            every = {rank: self._end(rank) for rank in range(len(self.ends))}
-            yield self._collective(Op.GRAD_NORM, every)
+            yield self._collective(Op.GRAD_NORM, self._ends)
             if self.sync_spec.may_skip_step:
-                yield self._collective(Op.CHECK, every)
+                yield self._collective(Op.CHECK, self._ends)
 
     def _updates(self) -> Iterator[tuple[float, SyncOp]]:
         for stage in range(self.index.schedule.num_stages if self.sync_spec.updates else 0):
@@ -119,12 +118,14 @@ class SyncOrder:
                 ready = {rank: self._end(rank) for rank in ready}
             buckets = [self.sync_spec.buckets[number] for number in self.sync_spec.buckets_of(stage)]
             buckets = [bucket for bucket in buckets if bucket.trained]
-            if any(bucket.on_host for bucket in buckets):
+            op = Op.HOST_UPDATE if any(bucket.on_host for bucket in buckets) else Op.UPDATE
+            if op is Op.HOST_UPDATE:
                 ready = {rank: self._behind_next_use(rank, last) for rank, last in ready.items()}
             reduced = [self._time(ready) for bucket in buckets for ready in self._rounds(bucket)]
+            reduced += [self._time(self._ends)] if self.sync_spec.has_grad_norm else []
             for rank, position in ready.items():
                 time = max([float(self.ends[rank][position]), *reduced])
-                yield time, self._at(time, Op.UPDATE, [rank], stage)
+                yield time, self._at(time, op, [rank], stage)
 
     def _gathers(self) -> Iterator[tuple[float, SyncOp]]:
         buckets = [*enumerate(self.sync_spec.buckets)]
@@ -240,6 +241,11 @@ class SyncOrder:
 
     def _ranks(self, stage: int) -> tuple[int, ...]:
         return self.index.schedule.placement[stage]
+
+    @property
+    def _ends(self) -> dict[int, int]:
+        """By rank, the position after its last compute."""
+        return {rank: self._end(rank) for rank in range(len(self.ends))}
 
     def _end(self, rank: int) -> int:
         """The position after the last compute of a rank."""

@@ -595,7 +595,7 @@ class Executions:
         """The optimizer, bound to the parameters as the plan shards them; None if it needs none."""
         updates = self.steps.updates
         if not plan.sync_spec.updates:
-            gathers = plan.sync_spec.only_gathers and updates is not None and updates.has_sharded(plan)
+            gathers = bool(plan.sync_spec.shard) and updates is not None and updates.has_sharded(plan)
             return updates if gathers else None
         if updates is None:
             raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")

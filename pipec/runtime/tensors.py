@@ -280,11 +280,13 @@ def read_only_buffers(plan: Plan) -> set[str]:
 
 
 def tensor_devices(plan: Plan, devices: Mapping[int, torch.device]) -> dict[str, torch.device | None]:
-    """By FQN, the device of each tensor of the model.
+    """By FQN, the device of each tensor of the model: that of its stage, or the host.
 
     ``devices`` has the ranks of this process; a tensor of another process has no device here.
     """
+    on_host = {name for bucket in plan.sync_spec.buckets if bucket.on_host for name in bucket.names}
+    host = torch.device("cpu")
     return {
-        fqn: next((devices[rank] for rank in ranks if rank in devices), None)
+        fqn: next((host if fqn in on_host else devices[rank] for rank in ranks if rank in devices), None)
         for fqn, ranks in owner_ranks(plan).items()
     }

@@ -6,10 +6,10 @@ from functools import cached_property
 
 import numpy as np
 
-from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Floats, Ints, constant
+from pipec.ir.columns import Floats, Ints, constant, one_of
 from pipec.programs.messages import collective_numbers
 from pipec.timeline.events import Events, Timeline
+from pipec.timeline.step_events import COPY_LANES
 
 NEGLIGIBLE = 1e-6
 """Shorter waits, as a share of the makespan, are rounding errors: times are sums of floats."""
@@ -63,7 +63,7 @@ def attribute_waits(timeline: Timeline) -> Attribution:
     awaited = np.where(idle > 0, awaited[:-1], -1)
     queued = _queued(events, previous, least)
     ops = events.instructions.ops
-    masks = (events.is_collective, *(ops == OP_CODE[op] for op in (Op.OFFLOAD, Op.PREFETCH)))
+    masks = (events.is_collective, *(one_of(*lane)[ops] for lane in COPY_LANES))
     for mask in filter(np.any, masks):
         before = events.latest_before(mask)
         follows = mask & (_at(events.ends, before, 0.0) > free)

@@ -5,8 +5,8 @@ leads from a sending rank to a receiving rank and carries one message at a time.
 program of its rank has reached the send and the channel has carried all earlier messages; it arrives after
 the seconds of its link. A compute starts when its rank is free. A collective overlaps compute, too, and
 starts when all its ranks have reached it and finished earlier collectives. Copies to and from host memory
-also overlap compute; a rank makes one at a time in each direction. An update occupies its rank. A wait holds
-its rank until what it is for has ended. docs/benchmarks.md compares this with measured steps.
+also overlap compute; a rank makes one at a time in each direction. An update occupies its rank; one in host
+memory overlaps the work that was started before it. A wait holds its rank until what it is for has ended. docs/benchmarks.md compares this with measured steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Link, Op, Phase, Program
-from pipec.ir.columns import OP_CODE, OPS, Floats, InstructionColumns, Ints, with_shared_links
+from pipec.ir.columns import OP_CODE, OPS, Floats, InstructionColumns, Ints, one_of, with_shared_links
 from pipec.programs.messages import collective_numbers
 from pipec.programs.rank_memory import peak_in_flight
 from pipec.programs.task_times import AVAILABLE_AT_START, Deadlock, TaskInputs, run_tasks
 from pipec.timeline.events import Events, Timeline
-from pipec.timeline.step_events import StepEvents
+from pipec.timeline.step_events import COPY_LANES, StepEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Step(StepEvents):
 
     Each event occupies a resource while it lasts: computes and updates their rank, a message the channel from
     its rank to its peer, a collective its rank's place for collectives, a copy one direction of its rank's
-    link to the host. The tasks of ``run_tasks`` are the events resource by resource. Here rank 0 has the
+    link to the host, an update in host memory its host. The tasks of ``run_tasks`` are the events resource by resource. Here rank 0 has the
     events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
@@ -122,7 +122,7 @@ class _Step(StepEvents):
         self.programs = programs
         self.sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND])
         self.collectives = np.flatnonzero(self.events.is_collective)
-        self.copies = [np.flatnonzero(self.events.ops == OP_CODE[op]) for op in (Op.OFFLOAD, Op.PREFETCH)]
+        self.copies = [np.flatnonzero(one_of(*lane)[self.events.ops]) for lane in COPY_LANES]
         started = self.events.taken(self.collectives)
         self.collective_numbers = collective_numbers(started, self.ranks[self.collectives])
         self._lay_out()
@@ -133,7 +133,8 @@ class _Step(StepEvents):
     def _lay_out(self) -> None:
         """Number the tasks: events rank by rank, and on each of them resource by resource; then arrivals."""
         num_ranks = len(self.programs)
-        most = num_ranks + 4  # of a rank: itself, a channel to each rank, collectives, and copies both ways
+        # of a rank: itself, a channel to each rank, collectives, copies both ways, and its host
+        most = num_ranks + 2 + len(COPY_LANES)
         own = self.ranks.astype(np.int64) * most
         resources = np.concatenate([own, num_ranks * most + self.collective_numbers])
         resources[self.sends] += 1 + self.events.peers[self.sends]
@@ -169,7 +170,7 @@ def _durations(step: _Step, costs: SimulationCosts) -> Floats:
     for event, (op, stage, bucket, collective) in zip(others.tolist(), _keys(events, others), strict=True):
         sync_time = costs.sync_times.get((OPS[op], stage, bucket), 0.0)
         found[event] = costs.model_collectives.get((stage, collective), 0.0) if collective >= 0 else sync_time
-    copies = np.flatnonzero(events.is_copy)
+    copies = np.flatnonzero(events.is_copy & (events.microbatches >= 0))
     found[copies] = [costs.copy_times.get(stage, 0.0) for stage in events.stages[copies].tolist()]
     return found
 
@@ -182,14 +183,14 @@ def _keys(events: InstructionColumns, which: Ints) -> list[list[int]]:
 
 def _reads(step: _Step) -> TaskInputs:
     """The inputs of tasks: what a rank starts reads the compute before, and what follows a wait its end."""
-    pairs = [*_start_reads(step), *_arrival_reads(step), *_wait_reads(step)]
+    pairs = [*_start_reads(step), *_arrival_reads(step), *_wait_reads(step), *_host_reads(step)]
     return TaskInputs(*(np.concatenate(parts) for parts in zip(*pairs, strict=True)))
 
 
 def _start_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     """A message and a copy read the work before them, a collective the last arrival of its ranks."""
     tasks, own = np.append(step.tasks, np.int32(AVAILABLE_AT_START)), step.collectives
-    for started in (step.sends, *step.copies):
+    for started in (step.sends, *step.copies[:2]):
         yield tasks[started], tasks[step.last_before(step.events.is_blocking, started, step.ranks[started])]
     last = np.full(int(step.collective_numbers.max(initial=-1)) + 1, -1, np.int32)
     np.maximum.at(last, step.collective_numbers, step.arrivals)
@@ -216,6 +217,14 @@ def _wait_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
         following, last, ended = following[between], last[between], ended[between]
         yield step.begins[following], ended
         following = following + 1
+
+
+def _host_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
+    """What a rank does behind an update in host memory, which its device did not wait for."""
+    updates = step.copies[-1]
+    following, last = step.next_blocking[updates + 1], step.first_events[step.ranks[updates] + 1]
+    found = following < last
+    yield step.begins[following[found]], step.tasks[updates[found]]
 
 
 def _wait_times(step: _Step, ends: Floats, start_time: float) -> tuple[Floats, Floats]:

@@ -35,7 +35,13 @@ COLLECTIVE_NAMES: Mapping[Op, str] = {
     Op.REDUCE_SCATTER: "reduce-scatter",
 }
 
-COPY_NAMES: Mapping[Op, str] = {Op.OFFLOAD: "offload", Op.PREFETCH: "prefetch"}
+COPY_NAMES: Mapping[Op, str] = {
+    Op.OFFLOAD: "offload",
+    Op.PREFETCH: "prefetch",
+    Op.LOAD: "load",
+    Op.STORE: "store",
+    Op.HOST_UPDATE: "update in host memory",
+}
 
 NAMES = {**BLOCKING_NAMES, **COLLECTIVE_NAMES, **COPY_NAMES}
 
@@ -54,6 +60,9 @@ LETTERS: Mapping[Op, str] = {
     Op.REDUCE_SCATTER: "S",
     Op.OFFLOAD: "H",
     Op.PREFETCH: "D",
+    Op.LOAD: "L",
+    Op.STORE: "O",
+    Op.HOST_UPDATE: "U",
 }
 """What the labels of cells begin with."""
 
@@ -105,7 +114,7 @@ def overlap_rows(events: Events) -> list[int]:
 def payload_description(timeline: Timeline, event: Event) -> str:
     """The payload of a collective: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``; or a copy."""
     instruction = event.instruction
-    if event.is_copy:
+    if event.is_copy and instruction.microbatch >= 0:
         return f"saved values of stage {instruction.stage}, microbatch {instruction.microbatch}"
     stage = f"stage {instruction.stage}" if instruction.stage >= 0 else "all stages"
     if instruction.op is Op.SUM_COUNTS:

@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipec
-from pipec.ir import Instruction, RankMemory, Sizes
+from pipec.ir import Instruction, Op, RankMemory, Sizes
 from pipec.ir.text_format import evaluate_dim
 from pipec.plan.step_memory import StepMemory
 from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.messages import collective_group, transport
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
 from pipec.runtime.optimizers.stage_optimizer import OffloadedState
-from pipec.runtime.stages import host_copies
+from pipec.runtime.stages import host_bucket, host_copies
 from pipec.runtime.step.interpreter import Interpreter
 
 TensorsByUse = Mapping[str, Iterable[Tensor]]
@@ -51,7 +51,9 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
             meter.begin(_memory_at_start(interpreter))
             for position, action in enumerate(actions):
                 interpreter.position = position
-                action()
+                is_on_host = _op_at(interpreter, position) is Op.HOST_UPDATE
+                with meter.paused() if is_on_host else contextlib.nullcontext():
+                    action()
                 if position < len(interpreter._part.instructions):
                     meter.note(sum(_host_bytes(interpreter, each) for each in interpreter.stages))
         found[rank] = max(found.get(rank), meter.memory(rank), key=lambda x: x.peak_bytes if x else -1)
@@ -59,6 +61,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
     with (
         mock.patch.object(Interpreter, "_execute", execute),
         mock.patch.object(host_copies, "host_memory", _uncounted(host_copies.host_memory)),
+        mock.patch.object(host_bucket, "host_memory_like", _uncounted(host_bucket.host_memory_like)),
         mock.patch.object(OffloadedState, "_copied", _uncounted(OffloadedState._copied)),
         contextlib.ExitStack() as stack,
     ):
@@ -90,7 +93,7 @@ def _memory_at_start(interpreter: Interpreter) -> dict[str, list[Tensor]]:
         found["buffers"] += [*stage.buffers, *(each for each in constants if isinstance(each, Tensor))]
         found["inputs"] += [frame[x] for frame in stage.frames for x in stage.inputs if x in frame]
         if own := _update_of(interpreter, index):
-            found["optimizer"] += _state_on_device(own)
+            found["optimizer"] += [] if stage.on_host else _state_on_device(own)
             found["parameters"] += [shard._own for shard in own.shards.values()]
             found["gradients"] += [x._gradient for x in own.shards.values() if x._gradient is not None]
     found["received"] += _received(interpreter.transport)
@@ -117,7 +120,15 @@ def _host_bytes(interpreter: Interpreter, stage: int) -> int:
     saved = (x for frame in frames for x in frame.get("saved", ()))
     offloaded = (x for x in saved if isinstance(x, host_copies.OffloadedValue))
     state = own._host._hosts.values() if own and own._host else ()
+    if weights := [*interpreter.stages[stage].on_host.values()]:
+        state = [*weights, *(each.grad for each in weights if each.grad is not None)]
+        state += _state_on_device(own) if own else []
     return sum(x.untyped_storage().nbytes() for x in state) + sum(len(p) for x in offloaded for p in x.host)
+
+
+def _op_at(interpreter: Interpreter, position: int) -> Op | None:
+    instructions = interpreter._part.instructions
+    return instructions[position].op if position < len(instructions) else None
 
 
 def _received(endpoint: Any) -> list[Tensor]:

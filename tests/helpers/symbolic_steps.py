@@ -347,7 +347,7 @@ class SymbolicExecution:
             case Op.STASH:
                 self._require(state.versions[stage] == each.version, "stashes another version")
                 state.stashed.add((stage, each.version))
-            case Op.UPDATE:
+            case Op.UPDATE | Op.HOST_UPDATE:
                 self._update(rank, each)
             case Op.PAUSE:
                 self._pause(rank, each)

@@ -12,6 +12,8 @@ from pipec.runtime.messages.connections import MAX_IN_TRANSIT
 
 T = TypeVar("T")
 
+Wait = Callable[[], None]
+
 
 @contextlib.contextmanager
 def current_device(device: torch.device) -> Iterator[None]:
@@ -109,10 +111,11 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def start(self, copy: Callable[[], None]) -> Callable[[], None]:
+    def start(self, copy: Wait, host_reads: bool = False) -> Wait:
         """Copy after all work launched so far; returns a function that makes later work wait for the copy.
 
-        Until then, the caller keeps the device memory alive.
+        If the ``host_reads`` what is copied, it waits itself. Until then, the caller keeps the device memory
+        alive.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -123,7 +126,11 @@ class CopyStream:
             reader = torch.cuda.current_stream(self._device)
             reader.wait_event(done)
 
-        return wait
+        return done.synchronize if host_reads else wait
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+        self._stream.synchronize()
 
     def finish(self) -> None:
         """Make later work wait for all copies."""

@@ -74,8 +74,8 @@ class StageCode(Protocol):
 class BoundStage:
     """The state of a stage while its rank executes a program.
 
-    Replicas in one process share the tensors of the model; the one with ``owns_tensors`` writes to them. In a
-    stream, the ``versions_behind`` the last one of the weights may still be read; a step has one version.
+    Replicas in one process share the tensors of the model; the one with ``owns_tensors`` writes to them.
+    Parameters that are ``on_host``, by index, are among the weights while they are loaded. In a stream, the ``versions_behind`` the last one of the weights may still be read; a step has one version.
     """
 
     def __init__(
@@ -96,11 +96,16 @@ class BoundStage:
         self._parameters = [
             _NOT_RECEIVED if fqn in stage.borrowed_parameters else parameters[fqn] for fqn in code.PARAMETERS
         ]
+        loaded = {code.PARAMETERS.index(fqn) for fqn in sync_spec.loaded_parameters(stage.index)}
+        self.on_host = {index: self._parameters[index] for index in sorted(loaded)}
+        self._parameters = [_NOT_RECEIVED if k in loaded else x for k, x in enumerate(self._parameters)]
         self.weights = [*self._parameters]
         self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed_parameters]
         summed = {*stage.borrowed_parameters, *sync_spec.reduced_parameters(stage.index)}
         separate = [code.PARAMETERS.index(fqn) for fqn in summed]
-        self.gradients = GradientAccumulator(self.weights, separate, sync_spec.defers_gradients)
+        self.gradients = GradientAccumulator(
+            self.weights, separate, sync_spec.defers_gradients, self.on_host
+        )
         self.owns_tensors = owns_tensors
         self.inputs = frozenset(code.INPUTS)
         self._count_names = stage.batch_counts

@@ -6,6 +6,7 @@ rows of a dense sum.
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,10 +26,17 @@ class GradientAccumulator:
     parameters that another stage owns, or whose gradients are reduced over replicas before they are added to
     ``.grad``. If it ``defers``, all gradients stay in totals until ``release`` adds them to ``.grad``.
     Gradients are multiplied by a factor of the step as they are added, which is exact for a power of two.
+    ``on_host`` are the parameters of which the list has copies.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], separate: Collection[int], defers: bool = False) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        separate: Collection[int],
+        defers: bool = False,
+        on_host: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self._parameters, self._on_host = parameters, on_host
         self._separate = frozenset(range(len(parameters)) if defers else separate)
         self._defers = defers
         self._factor = 1.0
@@ -123,7 +131,7 @@ class GradientAccumulator:
         if self._defers:
             self._totals[index] = total
         else:
-            add_to_grad(self._parameters[index], total)
+            add_to_grad(self._owner(index), total)
 
     @property
     def unreleased(self) -> dict[int, Tensor]:
@@ -135,7 +143,11 @@ class GradientAccumulator:
         for index in self.unreleased if self._defers else ():
             total, self._totals[index] = self._totals[index], None
             assert total is not None
-            add_to_grad(self._parameters[index], total)
+            add_to_grad(self._owner(index), total)
+
+    def _owner(self, index: int) -> Tensor:
+        """The parameter of the model."""
+        return self._on_host.get(index, self._parameters[index])
 
     def _set_first(
         self, index: int, gradients: list[Tensor | RowSparseGradient | None], factor: float

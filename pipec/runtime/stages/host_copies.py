@@ -7,7 +7,7 @@ of a microbatch are laid end to end over blocks of such sizes, of which less tha
     5.3 MiB of values    ->    blocks of 4 MiB, 2 MiB
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.runtime.messages.cuda import CopyStream
-
-Wait = Callable[[], None]
+from pipec.runtime.messages.cuda import CopyStream, Wait
 
 
 @dataclass(eq=False)

@@ -31,7 +31,7 @@ log = logging.getLogger("pipec")
 
 _OF_THE_END = (
     *(Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.WAIT_AVERAGE_BUFFERS),
-    *(Op.GRAD_NORM, Op.STAGE_NORM, Op.CHECK, Op.STASH, Op.UPDATE, Op.PAUSE),
+    *(Op.GRAD_NORM, Op.STAGE_NORM, Op.CHECK, Op.STASH, Op.UPDATE, Op.HOST_UPDATE, Op.PAUSE),
 )
 """Instructions with lasting effects, which a dry run leaves out."""
 

@@ -16,6 +16,7 @@ from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveW
 from pipec.runtime.optimizers import StageOptimizer, sum_of_squares
 from pipec.runtime.stages.bound_stage import BoundStage
 from pipec.runtime.stages.flat_bucket import FlatBucket, ShardedBucket, reduction_dtype, undivided
+from pipec.runtime.stages.host_bucket import HostBucket
 from pipec.runtime.stages.replica_reductions import BufferAverage, no_rows, sum_of_rows
 from pipec.runtime.step.non_finite import found_in, is_overflow, norm_table, require_finite
 from pipec.runtime.step.rank_state import RankState
@@ -50,6 +51,7 @@ class Linker:
         self._rank, self._plan, self._stages = rank, rank.plan, rank.stages
         self._ends: dict[object, Action] = {}
         self._buckets: dict[int, FlatBucket] = {}
+        self._on_host: dict[int, HostBucket] = {}
         self._received: dict[tuple[int, int], Sequence[Tensor]] = {}
         self._last_messages = {
             (each.link.source, each.microbatch, name): (each.link, each.peer)
@@ -77,8 +79,11 @@ class Linker:
             Op.CHECK: self._check,
             Op.STASH: self._stash,
             Op.UPDATE: self._update,
+            Op.HOST_UPDATE: self._update,
             Op.PAUSE: lambda x: nothing,
             Op.UNSHARD: self._unshard,
+            Op.LOAD: self._load,
+            Op.STORE: self._store,
             Op.RESHARD: self._reshard,
             **dict.fromkeys((Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER), self._model_collective),
         }
@@ -525,8 +530,40 @@ class Linker:
             return start, finish
         return self._unless_skipped(start), self._unless_skipped(finish)
 
+    def _load(self, instruction: Instruction) -> StartAndEnd:
+        """Copy parameters to the device, where the stage's functions find them."""
+        stage, bucket = self._stages[instruction.stage], self._host_bucket(instruction)
+        return bucket.start_load, lambda: stage.set_weights(bucket.finish_load())
+
+    def _store(self, instruction: Instruction) -> StartAndEnd:
+        """Copy the sums of gradients to the host, and add them to ``.grad`` of the parameters there."""
+        stage, bucket = self._stages[instruction.stage], self._host_bucket(instruction)
+        names, gradients = self._plan.sync_spec.buckets[instruction.bucket].names, stage.gradients
+        indices = {name: stage.code.PARAMETERS.index(name) for name in names}
+
+        def start() -> None:
+            bucket.start_store({name: gradients.pop(index) for name, index in indices.items()})
+
+        def finish() -> None:
+            for name, total in bucket.finish_store().items():
+                gradients.add_reduced(indices[name], total)
+
+        return start, finish
+
+    def _host_bucket(self, instruction: Instruction) -> HostBucket:
+        stage, number = self._stages[instruction.stage], instruction.bucket
+        if number not in self._on_host:
+            names = self._plan.sync_spec.buckets[number].names
+            parameters = {name: stage.on_host[stage.code.PARAMETERS.index(name)] for name in names}
+            self._on_host[number] = HostBucket(parameters, self._rank.host_link)
+        return self._on_host[number]
+
     def _reshard(self, instruction: Instruction) -> Action:
         stage, shard = self._stages[instruction.stage], self._shard(instruction)
+        bucket = self._plan.sync_spec.buckets[instruction.bucket]
+        if bucket.on_host:
+            loaded = self._host_bucket(instruction)
+            return in_sequence([loaded.drop, functools.partial(stage.clear_weights, bucket.names)])
         if shard is None:
             return nothing
 

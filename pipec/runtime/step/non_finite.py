@@ -74,6 +74,7 @@ def norm_table(
     size = len(names) + (plan.num_microbatches if checks else 0)
     table = torch.zeros(size, dtype=torch.float64, device=device)
     found = gradient_norms(gradients.values(), exactly=plan.sync_spec.clips)
+    found = [norm.to(device) for norm in found]  # of gradients in host memory
     norms = dict(zip(gradients, found, strict=True))
     if norms:
         none = torch.zeros((), dtype=torch.float64, device=device)

@@ -21,6 +21,7 @@ from pipec.runtime.stages.bound_stage import (
     StageCode,
     SuspendedStage,
 )
+from pipec.runtime.stages.host_bucket import HostLink
 from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -105,6 +106,7 @@ class RankState:
             for index, stage in self.stages.items()
             if plan.stages[index].tail
         }
+        self.host_link = HostLink(device)
         self.step_results = StepResults(plan, program.rank)
         self.stream_results = StreamResults(plan, program.rank)
         self.results = self.stream_results if program.period else self.step_results
@@ -208,5 +210,6 @@ class RankState:
         for tail in self.tails.values():
             tail.forget_step()
         self.step_results.forget()
+        self.host_link.finish()
         self.inputs = ()
         clear_block_cache()
