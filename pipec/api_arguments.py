@@ -310,18 +310,19 @@ def _check_weights_on_host(options: Options, policy: SchedulePolicy) -> None:
     offload = options.offload
     if policy.may_be_asynchronous:
         raise InputError(
-            f"offload is {offload!r}, but under an asynchronous schedule stages keep several versions of their "
-            "weights on the device; pass a synchronous schedule, such as schedule='1f1b', or leave offload out"
+            f"offload is {offload!r}, but under an asynchronous schedule stages keep several versions of "
+            "their weights on the device; pass a synchronous schedule, such as schedule='1f1b', or leave out "
+            "offload"
         )
     if options.replicas == "auto" or policy.replicas != 1:
         raise InputError(
-            f"offload is {offload!r}, but stages have replicas, which share weights through the devices; leave "
-            "out replicas and stages, so that all devices load stages in turn"
+            f"offload is {offload!r}, but stages have replicas, which share weights through the devices; "
+            "leave out replicas and stages, so that all devices load stages in turn"
         )
     if options.shard is not None:
         raise InputError(
-            f"offload is {offload!r}, but shard={options.shard!r} divides what replicas hold, and stages have "
-            "none; leave shard out"
+            f"offload is {offload!r}, but shard={options.shard!r} divides what replicas hold, and stages "
+            "have none; leave shard out"
         )
 
 

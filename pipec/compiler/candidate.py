@@ -94,11 +94,16 @@ class Candidate:
 
         A CPU has no other memory.
         """
-        spec, is_open = self.options.sync_spec, self.cut is None and not self.tunes_replicas
+        spec, policy = self.options.sync_spec, self.policy
         is_asked = self.options.may_offload or spec.state_on_host or spec.weights_on_host or spec.shard
-        has_host = self.options.device_model.name != "cpu"
-        is_open = is_open and self.policy.replicas == 1 and not self.tunes_shard
-        return is_open and has_host and not (is_asked or self.policy.may_be_asynchronous)
+        is_fixed = self.cut is not None or self.tunes_replicas or self.tunes_shard
+        can_load = policy.replicas == 1 and not policy.may_be_asynchronous
+        return can_load and not (is_asked or is_fixed) and self.options.device_model.name != "cpu"
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether weights are in host memory, and loaded for use."""
+        return self.options.sync_spec.weights_on_host
 
     def with_weights_on_host(self) -> "Candidate":
         """The candidate whose weights are in host memory, and loaded for use."""

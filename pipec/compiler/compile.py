@@ -37,6 +37,7 @@ from pipec.compiler.compiler import CompiledCall, CompileRequest
 from pipec.compiler.infeasible import require_memory
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
+from pipec.console import notice
 from pipec.errors import CaptureError, FailingModelError, InputError, MixedRowsError
 from pipec.ir import Mode
 from pipec.ir.batch_split import require_equal_rows, split_sizes
@@ -193,6 +194,11 @@ def _choose(
         decided = found.candidate.for_next_steps(best.schedule)
         if is_first:
             require_memory(best)
+            if decided.loads_weights and not candidate.loads_weights:
+                notice(
+                    "nothing else fits into the memory of the devices: weights, gradients and optimizer "
+                    "state are kept in host memory, as with offload='weights'"
+                )
             decided = decided.on_stages_of(found.base, best.schedule.placement).gathering(best.plan)
         count = best.plan.num_microbatches if len(counts) > 1 else counts[0]
         return decided, found.base, count, found

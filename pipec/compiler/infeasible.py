@@ -19,6 +19,8 @@ def require_memory(evaluated: EvaluatedPlan, where: str = "") -> None:
     options = evaluated.staged.options
     instead = "" if options.recompute == "auto" else ", recompute='auto'"
     instead += "" if options.may_offload or evaluated.is_asynchronous else ", offload='activations'"
+    is_shared = any(len(ranks) > 1 for ranks in evaluated.plan.placement) or evaluated.is_asynchronous
+    instead += "" if options.sync_spec.weights_on_host or is_shared else ", offload='weights'"
     if options.sync_spec.shard is ShardingLevel.PARAMETERS:
         instead += ", schedule='looped-bfs-v4', which gathers a quarter of a rank's layers at a time"
     needed = math.ceil(max(need.peak_bytes for need in evaluated.memory))

@@ -156,7 +156,7 @@ def _by_layers(step: CapturedStep, whole: SearchResult) -> SearchResult:
     while that gains.
     """
     candidate, policy = whole.candidate, whole.candidate.policy
-    if candidate.options.sync_spec.weights_on_host:
+    if candidate.loads_weights:
         for layered in reversed(policy.with_groups_of_layers(_MOST_LOADED)):
             found = _if_it_gains(step, replace(candidate, policy=layered), whole)
             if found is None or found is whole:

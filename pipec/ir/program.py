@@ -220,7 +220,8 @@ _STARTS: Mapping[Op, OpTraits] = {
     Op.SEND: OpTraits(
         OpKind.SEND,
         "stage microbatch? link peer",
-        f"{_READS_SENT} forwards.close:result tail.read:result loss.make:result gathered.read:weight sent.send",
+        f"{_READS_SENT} forwards.close:result tail.read:result loss.make:result gathered.read:weight "
+        "sent.send",
         timed=True,
     ),
     Op.MOVE: OpTraits(

@@ -47,10 +47,10 @@ class Bucket:
     If it ``is_tied``, other stages borrow its parameters: their gradients are summed after the last computes
     of all ranks, and they are not sharded. Other gradients are complete after ``segment`` of the last
     backward, or of its weight half; a backward that is one function only has segment 0. A parameter with
-    ``sparse`` gradients is alone in its bucket. ``reduce_seconds`` is the time to sum the
-    gradients over the replicas, or to store them; ``unshard_seconds`` the time to gather the parameters from
-    the shards, or to load them. A shard has ``shard_bytes`` and all of them ``unsharded_bytes``; gradients in transit take another
-    ``in_transit_bytes``.
+    ``sparse`` gradients is alone in its bucket. ``reduce_seconds`` is the time to sum the gradients over the
+    replicas, or to store them; ``unshard_seconds`` the time to gather the parameters from the shards, or to
+    load them. A shard has ``shard_bytes`` and all of them ``unsharded_bytes``; gradients in transit take
+    another ``in_transit_bytes``.
     """
 
     stage: int
@@ -78,17 +78,18 @@ class SyncSpec:
     An evaluation only gathers parameters that are sharded, or loads those that are on the host.
 
     If ``replicas_pass_own_rows`` of a batch, those of ``count_stages`` sum their batch counts first.
-    ``buckets`` belong to stages with several replicas, or to all if ``weights_on_host``. The replicas of the stages in ``buffer_sync_stages``
-    average the buffers that their forwards changed. If the program ``updates``, it runs the optimizer; if it
-    ``clips``, it computes the norm of all gradients before. ``shard`` is the data that replicas shard.
-    Gradients are sent between replicas in ``gradient_dtype``, a torch name, or in their own dtype if it is
-    "". With a ``stream``, steps are asynchronous: each stage then updates, and clips, by itself. ``on_nan``
-    is the reaction to losses or gradients that are not finite; None checks nothing. If the program
-    ``has_loss_scale``, backwards start from a multiple of the loss, and a step whose gradients overflow is
-    skipped. With ``state_on_host``, the optimizer state is in host memory between updates; with
-    ``weights_on_host``, parameters, gradients and state are there, and updates run there. If replicas shard
-    gradients and the step ``reduces_once``, each holds whole sums until the last round, as memory allows it.
-    ``part`` is the part of the step that the program runs: all of it, the microbatches or the update.
+    ``buckets`` belong to stages with several replicas, or to all if ``weights_on_host``. The replicas of the
+    stages in ``buffer_sync_stages`` average the buffers that their forwards changed. If the program
+    ``updates``, it runs the optimizer; if it ``clips``, it computes the norm of all gradients before.
+    ``shard`` is the data that replicas shard. Gradients are sent between replicas in ``gradient_dtype``, a
+    torch name, or in their own dtype if it is "". With a ``stream``, steps are asynchronous: each stage then
+    updates, and clips, by itself. ``on_nan`` is the reaction to losses or gradients that are not finite; None
+    checks nothing. If the program ``has_loss_scale``, backwards start from a multiple of the loss, and a step
+    whose gradients overflow is skipped. With ``state_on_host``, the optimizer state is in host memory between
+    updates; with ``weights_on_host``, parameters, gradients and state are there, and updates run there. If
+    replicas shard gradients and the step ``reduces_once``, each holds whole sums until the last round, as
+    memory allows it. ``part`` is the part of the step that the program runs: all of it, the microbatches or
+    the update.
     """
 
     buckets: tuple[Bucket, ...] = ()

@@ -92,7 +92,9 @@ def _loaded(
 
 def _tied(stage: StageFunctions, links: Sequence[Link]) -> tuple[Collection[str], Collection[str]]:
     """The parameters that several stages have, and those of them that this stage borrows."""
-    lent = [(link.target, value.name) for link in links for value in link.values if link.payload is Payload.WEIGHT]
+    lent = [
+        (link.target, value.name) for link in links for value in link.values if link.payload is Payload.WEIGHT
+    ]
     return {name for _, name in lent}, {name for target, name in lent if target == stage.index}
 
 

@@ -345,8 +345,9 @@ class _Account:
             bucket = self.sync_spec.buckets[number]
             if bucket.on_host:
                 num_bytes = self._size(bucket.parameters)
-                self._hold("parameters", *(self._at(x, stage, number) for x in (Op.LOAD, Op.RESHARD)), num_bytes)
-                self._hold(_HOST, self._at(Op.STORE, stage, number), self._updates(stage), num_bytes)
+                loads, stores = (self._at(op, stage, number) for op in (Op.LOAD, Op.STORE))
+                self._hold("parameters", loads, self._at(Op.RESHARD, stage, number), num_bytes)
+                self._hold(_HOST, stores, self._updates(stage), num_bytes)
 
     def _collectives(self, stage: int) -> None:
         for number in self.sync_spec.buckets_of(stage):

@@ -18,6 +18,7 @@ from pipec.runtime.absent_tensors import (
     release_elsewhere,
     release_sharded,
 )
+from pipec.runtime.memory.host_room import require_host_memory
 from pipec.runtime.messages.call_description import format_names, format_ranks
 from pipec.runtime.model_tensors import ModelTensors, UninitializedTensors, restore_tensors
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
@@ -114,6 +115,10 @@ class Tensors:
     def place(self, plan: Plan) -> None:
         """Move each tensor to the device of the stage that owns it, and release those of other processes."""
         unique = self.names.unique()
+        here = [
+            fqn for fqn, x in unique.items() if not (x.is_meta or is_absent(x)) and x.device.type == "cpu"
+        ]
+        require_host_memory(plan, self.ranks.devices, here)
         there, first = tensor_devices(plan, self.ranks.devices), not self.owner_ranks
         if first and self._world.is_distributed:
             self._refuse_tensors_elsewhere(owner_ranks(plan))

@@ -6,7 +6,8 @@ program of its rank has reached the send and the channel has carried all earlier
 the seconds of its link. A compute starts when its rank is free. A collective overlaps compute, too, and
 starts when all its ranks have reached it and finished earlier collectives. Copies to and from host memory
 also overlap compute; a rank makes one at a time in each direction. An update occupies its rank; one in host
-memory overlaps the work that was started before it. A wait holds its rank until what it is for has ended. docs/benchmarks.md compares this with measured steps.
+memory overlaps the work that was started before it. A wait holds its rank until what it is for has ended.
+docs/benchmarks.md compares this with measured steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,8 +103,8 @@ class _Step(StepEvents):
 
     Each event occupies a resource while it lasts: computes and updates their rank, a message the channel from
     its rank to its peer, a collective its rank's place for collectives, a copy one direction of its rank's
-    link to the host, an update in host memory its host. The tasks of ``run_tasks`` are the events resource by resource. Here rank 0 has the
-    events 0 to 4::
+    link to the host, an update in host memory its host. The tasks of ``run_tasks`` are the events resource by
+    resource. Here rank 0 has the events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
         instruction       F0    send  F1    send  B0    F0    B0    send

@@ -21,7 +21,8 @@ from pipec.ir.columns import (
 from pipec.programs.messages import Transfers
 
 COPY_LANES = ((Op.OFFLOAD, Op.STORE), (Op.PREFETCH, Op.LOAD), (Op.HOST_UPDATE,))
-"""What a rank does one after the other beside its work: copies to the host and back, and what the host does."""
+"""What a rank does one after the other beside its work: copies to the host and back, and what the host
+does."""
 
 _STARTED_OP = np.array([OP_CODE[op.traits.awaits or op] for op in OPS], np.int32)
 _STARTING = [op for op in WAIT_OF if op is not Op.RECV]

@@ -89,8 +89,9 @@ def make_step(
     """A chain of the stages of a schedule, and ``links`` beside it.
 
     Gradients are made in ``num_segments`` segments. Each stage with replicas has a bucket for each of these,
-    and one for what it lends; with ``weights_on_host``, so has every stage, and one that is frozen. With ``collectives``, the last stage has three model collectives, and with
-    ``tail`` it has a tail. In the ``mode`` OUTPUTS the script computes the loss.
+    and one for what it lends; with ``weights_on_host``, so has every stage, and one that is frozen. With
+    ``collectives``, the last stage has three model collectives, and with ``tail`` it has a tail. In the
+    ``mode`` OUTPUTS the script computes the loss.
     """
     if mode is Mode.OUTPUTS:
         schedule = with_forwards_first(schedule)
@@ -124,7 +125,9 @@ def make_step(
         )
     sync_spec = SyncSpec(tuple(buckets), stream=schedule.stream, **options)  # type: ignore[arg-type]
     plan = plan_of(schedule, links, recompute, sync_spec, segments, model_collectives, offload)
-    stages_made = [replace(each, precomputed_phases=tuple(phases) if precomputes else ()) for each in plan.stages]
+    stages_made = [
+        replace(each, precomputed_phases=tuple(phases) if precomputes else ()) for each in plan.stages
+    ]
     stages_made[-1] = replace(stages_made[-1], tail=Tail((ROWS,), (ROWS,)) if tail else None)
     return Step(schedule, replace(plan, mode=mode, stages=tuple(stages_made)))
 

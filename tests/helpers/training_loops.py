@@ -45,6 +45,8 @@ LAYOUTS: Mapping[int, Sequence[dict[str, Any]]] = {
         {"devices": 4, "replicas": 2, "shard": "gradients"},
         {"devices": 4, "replicas": 2, "shard": "parameters"},
         {"devices": 2, "offload": "optimizer"},
+        {"devices": 1, "schedule": "looped-bfs-v3", "offload": "weights"},
+        {"devices": 2, "schedule": "interleaved-1f1b", "offload": "weights"},
     ),
     2: (
         {"devices": 2},
@@ -52,6 +54,7 @@ LAYOUTS: Mapping[int, Sequence[dict[str, Any]]] = {
         {"devices": 2, "stages": 1},
         {"devices": 2, "stages": 1, "shard": "optimizer"},
         {"devices": 2, "stages": 1, "shard": "parameters"},
+        {"devices": 2, "schedule": "looped-bfs", "offload": "weights"},
     ),
 }
 """By the number of processes, 0 for one that has all ranks."""
@@ -102,7 +105,7 @@ class Case:
     def drawn(cls, seed: int, num_ranks: int) -> "Case":
         draws = random.Random(seed)
         layouts = draws.choice(LAYOUTS[num_ranks]), draws.choice(LAYOUTS[num_ranks])
-        needs_pipeline = any("shard" in each or "offload" in each for each in layouts)
+        needs_pipeline = any("shard" in each or each.get("offload") == "optimizer" for each in layouts)
         owner = "pipeline" if needs_pipeline else draws.choice(("pipeline", "model", "pipe"))
         scheduler = draws.choice((None, optim.lr_scheduler.ExponentialLR))
         return cls(seed, layouts, draws.choice(OPTIMIZERS), owner, draws.choice((None, 0.1)), scheduler)

@@ -110,7 +110,11 @@ class PipelineArguments(_Options):  # type: ignore[misc]
     @property
     def updates_in_programs(self) -> bool:
         """Whether pipec makes the updates: it does where it scales the loss, shards or offloads state."""
-        return self._given_precision == "fp16" or bool(self.shard) or self.offload in ("optimizer", "weights", "all")
+        return (
+            self._given_precision == "fp16"
+            or bool(self.shard)
+            or self.offload in ("optimizer", "weights", "all")
+        )
 
     @property
     def mixed_precision(self) -> str:

@@ -75,7 +75,8 @@ class BoundStage:
     """The state of a stage while its rank executes a program.
 
     Replicas in one process share the tensors of the model; the one with ``owns_tensors`` writes to them.
-    Parameters that are ``on_host``, by index, are among the weights while they are loaded. In a stream, the ``versions_behind`` the last one of the weights may still be read; a step has one version.
+    Parameters that are ``on_host``, by index, are among the weights while they are loaded. In a stream, the
+    ``versions_behind`` the last one of the weights may still be read; a step has one version.
     """
 
     def __init__(
@@ -103,9 +104,7 @@ class BoundStage:
         self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed_parameters]
         summed = {*stage.borrowed_parameters, *sync_spec.reduced_parameters(stage.index)}
         separate = [code.PARAMETERS.index(fqn) for fqn in summed]
-        self.gradients = GradientAccumulator(
-            self.weights, separate, sync_spec.defers_gradients, self.on_host
-        )
+        self.gradients = GradientAccumulator(self.weights, separate, sync_spec.defers_gradients, self.on_host)
         self.owns_tensors = owns_tensors
         self.inputs = frozenset(code.INPUTS)
         self._count_names = stage.batch_counts

@@ -130,9 +130,11 @@ class OptimizerUpdates:
     def has_sharded(self, plan: Plan) -> bool:
         """Whether the parameters are sharded as the programs of an evaluation gather them."""
         bound, gathered = self._bound, [bucket.names for bucket in plan.sync_spec.buckets]
-        return bound is not None and bound.placement == plan.placement and gathered == [
-            bucket.names for bucket in bound.sync_spec.buckets
-        ]
+        return (
+            bound is not None
+            and bound.placement == plan.placement
+            and gathered == [bucket.names for bucket in bound.sync_spec.buckets]
+        )
 
     def drop_gradients(self) -> None:
         """Forget all gradients since the last update: a step has failed that has added some of its own."""

@@ -1,0 +1,299 @@
+"""Weights in host memory: the bits, the memory, the copies and the errors of ``offload="weights"``."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import memory_meter
+import pytest
+import torch
+from huggingface_models import gpt2, llama, resnet, t5
+from optimizer_reference import SAME, batches, difference, model, pair
+from torch import Tensor, nn
+from unsplit_reference import relative_error
+from worker_processes import run_ranks
+
+import pipec
+from pipec.errors import ExecutionError, InfeasibleError, InputError
+from pipec.hardware.devices import DEVICES
+from pipec.ir import Op
+from pipec.ir.text_format import value_bytes
+from pipec.runtime.memory import host_room
+from pipec.runtime.stages.host_bucket import HostBucket
+
+LAYOUTS = {
+    "one device": {"devices": 1, "schedule": "looped-bfs-v3"},
+    "a stage a device": {"devices": 2, "schedule": "zb-h1"},
+    "turns": {"devices": 2, "schedule": "looped-bfs"},
+    "interleaved": {"devices": 2, "schedule": "interleaved-1f1b", "recompute": "full"},
+}
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+# bits
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_pipeline_trains_as_the_plain_script_does(layout: str, clip: float | None) -> None:
+    """A tied weight is used by the first and the last stage. Some steps accumulate."""
+    pipe, plain = pair("adamw", 4, clip, offload="weights", **LAYOUTS[layout])
+    for number, batch in enumerate(batches(6)):
+        if number % 3 == 1:
+            with pipe.accumulate():
+                found = pipe.step(**batch)
+            expected = plain.accumulate(batch)
+        else:
+            found, expected = pipe.step(**batch), plain.step(batch)
+        assert relative_error(found, expected) < SAME
+    assert difference(pipe, plain) < SAME
+
+
+def trained(make: Callable[[], Any], steps: int, factory: Any = adamw, **options: Any) -> list[Tensor]:
+    """The losses of some steps and of an evaluation, and then all tensors of the model."""
+    own, inputs = make()
+    torch.manual_seed(1)
+    pipe = pipec.compile(own, optimizer=factory, microbatches=4, **options)
+    found = [pipe.step(**inputs) for _ in range(steps)] + [pipe.eval_step(**inputs)]
+    return [torch.as_tensor(each) for each in (*found, *pipe.state_dict().values())]
+
+
+def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def lora(make: Callable[[], Any]) -> Any:
+    """All weights but those of one block are frozen."""
+    own, inputs = make()
+    for name, parameter in own.named_parameters():
+        parameter.requires_grad_(".1." in name)
+    return own, inputs
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:batch norms")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("freezes", [False, True], ids=["full", "partly frozen"])
+@pytest.mark.parametrize("make", [gpt2, llama, t5, resnet])
+def test_every_bit_is_that_without_offload(make: Callable[[], Any], freezes: bool, devices: int) -> None:
+    chosen = functools.partial(lora, make) if freezes else make
+    sgd = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+    for factory in (adamw, sgd):
+        options = {"devices": devices, "schedule": f"looped-bfs-v{4 // devices}", "factory": factory}
+        assert equal(trained(chosen, 10, offload="weights", **options), trained(chosen, 10, **options))
+
+
+RANKS = """
+import sys
+sys.path.insert(0, {tests!r})
+from optimizer_reference import *
+for schedule in ("looped-bfs", "1f1b"):
+    pipe, plain = pair("adamw", 4, 0.5, devices=2, schedule=schedule, offload="weights", timeout=240.0)
+    worst = max(relative_error(pipe.step(**batch), plain.step(batch)) for batch in batches(8))
+    pipe.save_checkpoint({folder!r} + schedule)
+    again, _ = pair("adamw", 4, 0.5, devices=2, schedule="gpipe", timeout=240.0)
+    again.load_checkpoint({folder!r} + schedule)
+    batch = next(batches(1))
+    same = relative_error(again.step(**batch), pipe.step(**batch)) < SAME
+    print(schedule, worst < SAME, same, *{{str(x.device) for x in pipe.parameters()}})
+"""
+
+
+@pytest.mark.slow
+def test_processes_train_and_resume_without_offload(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RANKS.format(tests=str(Path(__file__).parents[2]), folder=f"{tmp_path}/"))
+    printed = run_ranks(script, 2, tmp_path)
+    assert [each.split("\n")[:2] for each in printed] == [
+        ["looped-bfs True True cpu", "1f1b True True cpu"]
+    ] * 2
+
+
+def test_a_script_that_has_its_own_optimizer_and_loss() -> None:
+    """It finds parameters and gradients on the CPU."""
+    own, (batch, *_) = model(), [*batches(1)]
+    plain = model()
+    pipe = pipec.compile(own, devices=1, microbatches=4, offload="weights", schedule="looped-bfs-v3")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (own, plain)]
+    for _ in range(3):
+        found, expected = pipe.step(**batch), plain(**batch)
+        expected.backward()
+        assert relative_error(found, expected) < SAME
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (own, plain)]
+        assert relative_error(*norms) < SAME
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_outputs_with_a_gradient() -> None:
+    own, plain = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))) for _ in range(2))
+    plain.load_state_dict(own.state_dict())
+    module = pipec.compile(
+        own, devices=1, microbatches=2, offload="weights", schedule="looped-bfs-v4"
+    ).as_module(outputs="differentiable")
+    x = torch.randn(4, 4)
+    for each in (module, plain):
+        each(x).square().mean().backward()
+    for own_parameter, parameter in zip(own.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own_parameter.grad, parameter.grad)
+
+
+def test_a_saved_artifact_trains_on(tmp_path: Path) -> None:
+    pipe, plain = pair(offload="weights", devices=1, schedule="looped-bfs-v3")
+    for batch in batches(2):
+        pipe.step(**batch)
+        plain.step(batch)
+    pipe.save(tmp_path / "artifact", tensors=True)
+    loaded = pipec.load(tmp_path / "artifact", optimizer=adamw)
+    assert any(each.op is Op.HOST_UPDATE for each in loaded.programs[0].instructions)
+    (batch,) = batches(1)
+    assert relative_error(loaded.step(**batch), plain.step(batch)) < SAME
+
+
+def test_a_failed_step_leaves_no_gradients_and_says_which_stages_were_updated() -> None:
+    """As after a device was lost, in the middle of the backwards."""
+    pipe, _ = pair(offload="weights", devices=1, schedule="looped-bfs-v3")
+    (batch,) = batches(1)
+    start, stores = HostBucket.start_store, [0]
+
+    def store(bucket: HostBucket, gradients: Any) -> None:
+        stores[0] += 1
+        if stores[0] == 7:  # the third one of the second step, when the last stage is updated
+            raise RuntimeError("the device is lost")
+        start(bucket, gradients)
+
+    with mock.patch.object(HostBucket, "start_store", store):
+        pipe.step(**batch)
+        with pytest.raises(ExecutionError, match="lost") as raised:
+            pipe.step(**batch)
+    assert all(each.grad is None for each in pipe.parameters())
+    assert "updates had begun, of stage 2" in raised.value.__notes__[-1]
+
+
+# memory and copies
+
+
+@pytest.mark.parametrize("layout", ["one device", "a stage a device"])
+def test_a_device_holds_two_stages_at_most(layout: str) -> None:
+    pipe, _ = pair(offload="weights", **LAYOUTS[layout] | {"recompute": "full"})
+    for batch in batches(2):
+        pipe.step(**batch)
+    measured, planned = memory_meter.measure_memory(pipe, **batch), pipe.memory()
+    for found, expected in zip(measured, planned, strict=True):
+        assert found.peak_bytes <= 1.01 * expected.peak_bytes
+        assert found.host_bytes == expected.host_bytes
+    stages: dict[int, float] = Counter()
+    for bucket in pipe.plan.sync_spec.buckets:
+        stages[bucket.stage] += sum(value_bytes(value, {}) for value in bucket.parameters)
+    tied = sum(value_bytes(v, {}) for x in pipe.plan.sync_spec.buckets if x.is_tied for v in x.parameters)
+    largest = sorted(stages.values())[-2:]
+    for expected in planned:
+        loaded = expected.bytes_by_category["parameters"]
+        assert loaded <= sum(largest) + 2 * tied
+
+
+def test_copies_are_those_of_the_plan() -> None:
+    """Each weight is loaded at most twice, and each gradient stored once, by bytes."""
+    pipe, _ = pair(offload="weights", devices=1, schedule="looped-bfs-v3")
+    (batch,) = batches(1)
+    moved = Counter[str]()
+
+    def counting(name: str, start: Any) -> Any:
+        def count(bucket: HostBucket, *gradients: Any) -> None:
+            start(bucket, *gradients)
+            held = bucket._loaded if name == "load" else bucket._stored
+            moved[name] += sum(each.nbytes for each in held.values())
+
+        return count
+
+    with (
+        mock.patch.object(HostBucket, "start_load", counting("load", HostBucket.start_load)),
+        mock.patch.object(HostBucket, "start_store", counting("store", HostBucket.start_store)),
+    ):
+        pipe.step(**batch)
+    buckets, planned = pipe.plan.sync_spec.buckets, Counter[str]()
+    for each in pipe.programs[0].instructions:
+        if each.op in (Op.LOAD, Op.STORE):
+            planned[str(each.op)] += sum(value_bytes(value, {}) for value in buckets[each.bucket].parameters)
+    weights = sum(each.nbytes for each in pipe.parameters())
+    assert moved == planned
+    assert planned["store"] == weights
+    assert weights < planned["load"] <= 2 * weights
+
+
+# plans and errors
+
+
+def wide(width: int = 256, depth: int = 16) -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))), torch.empty(8, width)
+
+
+def planned(**options: Any) -> pipec.Pipeline:
+    own, x = wide()
+    given = {"devices": 1, "optimizer": adamw, "costs": DEVICES["h100"], "loss_fn": nn.functional.mse_loss}
+    pipe = pipec.compile(own, **given | options)
+    pipe.prepare(x, target=x)
+    return pipe
+
+
+def test_stages_become_small_enough_for_the_limit() -> None:
+    """16 layers of 263 kB, with gradients and AdamW's state 16.8 MB."""
+    pipe = planned(memory_limit="1.5MB", offload="weights")
+    assert pipe.memory().peak_bytes <= 1.5e6
+    assert pipe.plan.schedule.startswith("looped-bfs")
+    assert "host memory by rank" in str(pipe.plan)
+
+
+def test_weights_go_to_the_host_if_nothing_else_fits(caplog: pytest.LogCaptureFixture) -> None:
+    assert not planned(memory_limit="40MB").plan.sync_spec.weights_on_host
+    with caplog.at_level("INFO", "pipec"):
+        pipe = planned(memory_limit="1.5MB")
+    assert pipe.plan.sync_spec.weights_on_host
+    assert "kept in host memory" in caplog.text
+    with pytest.raises(InfeasibleError):
+        planned(memory_limit="100kB")
+
+
+def test_an_evaluation_loads_weights_and_stores_nothing() -> None:
+    own, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.randn(8, 4)
+    pipe = pipec.compile(own, devices=1, microbatches=2, offload="weights", schedule="looped-bfs-v4")
+    with mock.patch.object(HostBucket, "start_store") as store, torch.no_grad():
+        torch.testing.assert_close(pipe(x), own(x))
+    store.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"replicas": 2, "devices": 2}, "replicas"),
+        ({"stages": 1, "devices": 2}, "replicas"),
+        ({"shard": "parameters", "devices": 2}, "shard"),
+        ({"schedule": "pipedream", "devices": 2}, "asynchronous"),
+    ],
+)
+def test_what_it_excludes_is_refused(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        pipec.compile(nn.Linear(2, 2), optimizer=adamw, offload="weights", **options)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    own = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    pipe = pipec.compile(own, devices=1, loss_fn=lambda output, _: output.mean(), offload="weights")
+    with pytest.raises(InputError, match="sparse"):
+        pipe.step(torch.zeros(4, dtype=torch.long), target=torch.zeros(4))
+
+
+def test_a_host_with_too_little_memory_is_refused_before_anything_is_allocated() -> None:
+    pipe, _ = pair(offload="weights", devices=1, schedule="looped-bfs-v3")
+    (batch,) = batches(1)
+    with (
+        mock.patch.object(host_room, "available_bytes", return_value=100.0),
+        pytest.raises(InfeasibleError, match="of optimizer state in host memory"),
+    ):
+        pipe.step(**batch)
+    assert pipe.step(**batch) > 0
