@@ -440,9 +440,14 @@ def _accumulates(index: ScheduleIndex, rank: int) -> _Block:
 
 
 def _sync_ops(collectives: Sequence[SyncOp], rank: int, *kinds: OpKind) -> _Block:
-    """The collectives, updates or releases of a rank that are of these kinds, or all without ``kinds``."""
+    """The collectives, updates or releases of a rank that are of these kinds, or all without ``kinds``.
+
+    An update in host memory stands where updates do.
+    """
     own = [each for each in collectives if rank in each.positions]
-    own = [each for each in own if not kinds or each.op.traits.kind in kinds]
+    if kinds:
+        kind_of = {each.op: each.op.traits.kind for each in own} | {Op.HOST_UPDATE: OpKind.STEP_COMPUTE}
+        own = [each for each in own if kind_of[each.op] in kinds]
     if not own:
         return _NOTHING
     positions = np.array([each.positions[rank] for each in own], np.int32)

@@ -223,8 +223,8 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
             "under an asynchronous schedule saved values stay on the device",
         ),
         (
-            {"memory_limit": "1GB", "offload": "weights"},
-            "offload is 'weights'; expected",
+            {"memory_limit": "1GB", "offload": "state"},
+            "offload is 'state'; expected",
         ),
     ],
 )
