@@ -23,8 +23,10 @@ from pipec.compiler.candidate import Candidate
 from pipec.compiler.memory_budget import fit_into_memory, may_free_memory
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan, StagedGraph
+from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
+from pipec.graph.nodes import Parameter
 from pipec.ir import Alternative, Placement, Schedule, ShardingLevel
 from pipec.ir.batch_split import split_sizes
 from pipec.passes import Observer, Pass
@@ -68,6 +70,12 @@ class CapturedStep:
         return staged
 
     @functools.cached_property
+    def parameter_bytes(self) -> int:
+        """The bytes of all parameters."""
+        arguments = (node for node in self.graph.arguments if isinstance(node.meta["role"], Parameter))
+        return sum(node_bytes(node, 1) for node in arguments)
+
+    @functools.cached_property
     def _cuts(self) -> list[tuple[Pass, StagedGraph]]:
         return []
 
@@ -108,7 +116,7 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
     for each in levels:
         with suppress(InputError) if candidate.tunes_shard else nullcontext():  # a level it cannot have
             if each.cut is None:
-                found.append(_by_layers(step, _search_layouts(step, each)))
+                found.append(_by_layers(step, each))
             else:
                 found.append(evaluate_stages(step.cut_as_decided(each), each, step.batch))
     best = min(found, key=lambda result: result.best.score)
@@ -148,27 +156,45 @@ def _other_layouts(step: CapturedStep, candidate: Candidate, tried: "_Tried") ->
     return [plan for each in others for plan in tried.on_fastest_cuts(step, each)]
 
 
-def _by_layers(step: CapturedStep, whole: SearchResult) -> SearchResult:
-    """The result, or one whose ranks gather or load parameters by groups of layers.
+def _by_layers(step: CapturedStep, candidate: Candidate) -> SearchResult:
+    """The best plan, whose ranks may gather or load parameters by groups of layers.
 
     Where replicas gather them, the groups are the smallest possible ones, and pipelines of several ranks are
-    divided only if no other schedule that ``auto`` may take fits. Where they are loaded, groups get smaller
-    while that gains.
+    divided only if no other schedule that ``auto`` may take fits.
     """
-    candidate, policy = whole.candidate, whole.candidate.policy
     if candidate.loads_weights:
-        for layered in reversed(policy.with_groups_of_layers(_MOST_LOADED)):
-            found = _if_it_gains(step, replace(candidate, policy=layered), whole)
-            if found is None or found is whole:
-                break
-            whole = found
-        return whole
+        return _loading_by_layers(step, candidate)
+    whole = _search_layouts(step, candidate)
+    candidate, policy = whole.candidate, whole.candidate.policy
     shares = candidate.options.sync_spec.shard is ShardingLevel.PARAMETERS and policy.replicas != 1
     if not shares or (policy.num_ranks > 1 and (policy.source != "auto" or _fits(whole.best))):
         return whole
     layers = policy.with_groups_of_layers(_MOST_GATHERED)
-    found_ones = (_if_it_gains(step, replace(candidate, policy=layered), whole) for layered in layers)
-    return next(filter(None, found_ones), whole)
+    found = (_if_it_gains(step, replace(candidate, policy=layered), whole) for layered in layers)
+    return next(filter(None, found), whole)
+
+
+def _loading_by_layers(step: CapturedStep, candidate: Candidate) -> SearchResult:
+    """The best plan that loads weights, in groups of layers that get smaller while that gains.
+
+    It begins with the first groups of which two fit into a device, those that run and the next ones, if the
+    model has as many.
+    """
+    policy, devices = candidate.policy, candidate.options.topology.devices
+    least = min(device.memory_bytes for device in devices) * policy.num_ranks
+    groups = [policy, *reversed(policy.with_groups_of_layers(_MOST_LOADED))]
+    fitting = [each for k, each in enumerate(groups) if 2 * step.parameter_bytes <= least * 2**k]
+    first, *others = fitting or groups[:1]
+    try:
+        best = _search_layouts(step, replace(candidate, policy=first))
+    except (InputError, PlanError):
+        return _search_layouts(step, candidate)
+    for layered in others:
+        found = _if_it_gains(step, replace(candidate, policy=layered), best)
+        if found is None or found is best:
+            break
+        best = found
+    return best
 
 
 def _if_it_gains(step: CapturedStep, candidate: Candidate, than: SearchResult) -> SearchResult | None:
