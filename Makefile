@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test full docs zoo prose lint benchmark gpu gpu-tests gpu-times package format clean
+.PHONY: help setup demo smoke test full docs zoo prose lint benchmark gpu gpu-tests gpu-times gpu-offload package format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -88,6 +88,9 @@ gpu-tests: $(READY) ## the tests that need a GPU
 gpu-times: $(READY) ## step times on a GPU as a Markdown table
 	$(RUN) tests/cuda/check_environment.py
 	timeout 590 $(RUN) benchmarks/gpu.py
+
+gpu-offload: $(READY) ## a model of 6.7B parameters on a GPU, with its weights in host memory
+	timeout 590 $(RUN) benchmarks/gpu.py --offload 24 --width 4096 --layers 32 --batch 16 --steps 2
 
 package: $(READY) ## build wheel and sdist into dist/, and check them
 	rm -rf dist
