@@ -185,8 +185,8 @@ class Plan:
     is None, it is valid for calls in which these arguments alone are one tensor: pairs of positions.
 
     ``link_seconds[i]`` is the time of ``links[i]``, ``link_sender_bytes[i]`` the bytes that its sender holds
-    for it besides saved values, ``link_saved_bytes[i]`` the bytes of it that are saved values, and
-    ``link_reader_phases[i]`` the last phase of its reader that needs it. ``host`` is the time of hosts
+    for each of its values besides saved ones, ``link_saved_bytes[i]`` the bytes of it that are saved values,
+    and ``link_reader_phases[i]`` the last phase of its reader that needs each of them. ``host`` is the time of hosts
     outside stages and links, and ``cost_source`` names the origin of all these seconds: a device model, or a
     profile. ``assumptions`` are sentences about links and memory that were not measured. ``parameters`` and
     ``buffers`` are named by FQN. ``sync_spec`` specifies reductions and updates.
@@ -205,9 +205,9 @@ class Plan:
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     link_seconds: tuple[float, ...] = ()
-    link_sender_bytes: tuple[float, ...] = ()
+    link_sender_bytes: tuple[tuple[float, ...], ...] = ()
     link_saved_bytes: tuple[float, ...] = ()
-    link_reader_phases: tuple[Phase, ...] = ()
+    link_reader_phases: tuple[tuple[Phase, ...], ...] = ()
     host: HostCost = HostCost()
     cost_source: str = ""
     assumptions: tuple[str, ...] = ()

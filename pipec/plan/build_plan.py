@@ -113,7 +113,7 @@ class _PlanBuilder:
             link_seconds=tuple(map(self.link_seconds, links)),
             link_sender_bytes=tuple(own for own, _ in link_bytes),
             link_saved_bytes=tuple(saved for _, saved in link_bytes),
-            link_reader_phases=tuple(map(self.last_reader, links)),
+            link_reader_phases=tuple(map(self.last_readers, links)),
             parameters=parameters,
             buffers=self.model_tensors(node for stage in self.stages for node in stage.buffers),
             inputs=tuple(self.inputs()),
@@ -375,8 +375,8 @@ class _PlanBuilder:
         ways = {self.topology.link_between(*pair) for pair in pairs}
         return max(way.seconds(num_bytes) for way in ways)
 
-    def link_memory(self, links: Sequence[Link]) -> Iterator[tuple[float, float]]:
-        """The bytes that the sender of each link holds for a message: copies, and saved values.
+    def link_memory(self, links: Sequence[Link]) -> Iterator[tuple[tuple[float, ...], float]]:
+        """The bytes that the sender of each link holds for a message: copies of each value, and saved values.
 
         A value that is not contiguous is copied before it is sent.
         """
@@ -393,16 +393,16 @@ class _PlanBuilder:
                     held[function.stage, self.names[node]] = (0, num_bytes) if kept else (num_bytes, 0)
         for link in links:
             amounts = [held.get((link.source, value.name), (0, 0)) for value in link.values]
-            yield sum(own for own, _ in amounts), sum(saved for _, saved in amounts)
+            yield tuple(own for own, _ in amounts), sum(saved for _, saved in amounts)
 
-    def last_reader(self, link: Link) -> Phase:
-        """The last phase of the target that reads or saves a value of a link."""
-        values, last = {value.name for value in link.values}, Phase.FORWARD
+    def last_readers(self, link: Link) -> tuple[Phase, ...]:
+        """The last phase of the target that reads or saves each value of a link."""
+        last = {value.name: Phase.FORWARD for value in link.values}
         for function in self.stages[link.target].functions if link.payload.per_microbatch else ():
             read = (*function.received, *(each for each in function.saved_in if each.target is recv))
-            if not values.isdisjoint(self.names[each.all_input_nodes[0]] for each in read):
-                last = function.phase
-        return last
+            names = (self.names[each.all_input_nodes[0]] for each in read)
+            last |= {name: function.phase for name in names if name in last}
+        return tuple(last.values())
 
 
 def _fqns(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

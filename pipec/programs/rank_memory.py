@@ -301,8 +301,9 @@ class _Account:
         for group in equal_groups(columns.link_numbers[sends], columns.peers[sends]):
             of_peer, number = sends[group], int(columns.link_numbers[sends[group[0]]])
             replacing = of_peer[NUM_SENDS_IN_TRANSIT:]
-            self._grow("sent", of_peer, sent_bytes[number], 0.0)
-            self._grow("sent", replacing, -sent_bytes[number], 0.0)
+            amount = sum(sent_bytes[number])
+            self._grow("sent", of_peer, amount, 0.0)
+            self._grow("sent", replacing, -amount, 0.0)
             until_end = np.full(of_peer.size - replacing.size, len(columns))
             self._outlive_saved(number, of_peer, np.append(replacing, until_end))
         for group in equal_groups(columns.link_numbers[moves]):
@@ -311,17 +312,21 @@ class _Account:
         for group in equal_groups(columns.link_numbers[receives]):
             own, number = receives[group], int(columns.link_numbers[receives[group[0]]])
             if columns.slots[own[0]] >= 0:
-                self._keep_until_read(number, own, self._size(links[number].values))
+                self._keep_until_read(number, own, [self._size([value]) for value in links[number].values])
             elif links[number].payload is not Payload.WEIGHT:  # a borrowed weight is a parameter of the stage
                 self._grow("received", own, self._size(links[number].values, of_all=True), 0.0)
 
-    def _keep_until_read(self, number: int, arrivals: Ints, amount: float) -> None:
-        """Values of a link, from the instructions that bring them until the last compute that reads them."""
-        reader, microbatches = Op(self.plan.link_reader_phases[number]), self.columns.microbatches
-        reads = self._at(reader, self.plan.links[number].target)
-        last = np.zeros(int(microbatches.max()) + 1, np.int64)
-        last[microbatches[reads]] = reads
-        self._hold("received", arrivals, last[microbatches[arrivals]], amount)
+    def _keep_until_read(self, number: int, arrivals: Ints, amounts: Sequence[float]) -> None:
+        """Values of a link, from the instructions that bring them until the last compute that reads each."""
+        microbatches = self.columns.microbatches
+        by_reader = dict.fromkeys(readers := self.plan.link_reader_phases[number], 0.0)
+        for reader, amount in zip(readers, amounts, strict=True):
+            by_reader[reader] += amount
+        for reader, amount in by_reader.items():
+            reads = self._at(Op(reader), self.plan.links[number].target)
+            last = np.zeros(int(microbatches.max()) + 1, np.int64)
+            last[microbatches[reads]] = reads
+            self._hold("received", arrivals, last[microbatches[arrivals]], amount)
 
     def _outlive_saved(self, number: int, sends: Ints, replaced: Ints) -> None:
         """Values sent on a link that a stage also saves, from their free until their send is ``replaced``."""
