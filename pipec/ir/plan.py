@@ -186,10 +186,10 @@ class Plan:
 
     ``link_seconds[i]`` is the time of ``links[i]``, ``link_sender_bytes[i]`` the bytes that its sender holds
     for each of its values besides saved ones, ``link_saved_bytes[i]`` the bytes of it that are saved values,
-    and ``link_reader_phases[i]`` the last phase of its reader that needs each of them. ``host`` is the time of hosts
-    outside stages and links, and ``cost_source`` names the origin of all these seconds: a device model, or a
-    profile. ``assumptions`` are sentences about links and memory that were not measured. ``parameters`` and
-    ``buffers`` are named by FQN. ``sync_spec`` specifies reductions and updates.
+    and ``link_reader_phases[i]`` the last phase of its reader that needs each of them. ``host`` is the time
+    of hosts outside stages and links, and ``cost_source`` names the origin of all these seconds: a device
+    model, or a profile. ``assumptions`` are sentences about links and memory that were not measured.
+    ``parameters`` and ``buffers`` are named by FQN. ``sync_spec`` specifies reductions and updates.
     ``checked`` says how microbatches agreed with the model itself, or why that was not compared.
     ``microbatch_weight`` is the weight of the losses of microbatches, unless the graph contains it: by
     "rows", 1 ("sum"), or the result of a function ("function"). ``alternatives`` are the other plans that
