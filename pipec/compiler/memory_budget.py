@@ -385,18 +385,13 @@ def _in_flight(columns: InstructionColumns, stage: int) -> Ints:
 
 
 def _binding(constraints: Sequence[MemoryConstraint]) -> list[MemoryConstraint]:
-    """The constraints that no other one implies."""
-    binding: list[MemoryConstraint] = []
-    for constraint in sorted(set(constraints), key=lambda each: (each.room, -sum(_counts(each)))):
-        if not any(_implies(other, constraint) for other in binding):
-            binding.append(constraint)
-    return binding
-
-
-def _implies(one: MemoryConstraint, other: MemoryConstraint) -> bool:
-    """Whether every choice that satisfies ``one`` also satisfies ``other``."""
-    counts = zip(_counts(one), _counts(other), strict=True)
-    return one.room <= other.room and all(first >= second for first, second in counts)
+    """The constraints that no other one implies: one with as little room for as many microbatches."""
+    by_room = sorted(set(constraints), key=lambda each: (each.room, -sum(_counts(each))))
+    counts, binding = np.array([_counts(each) for each in by_room]), list[int]()
+    for number, own in enumerate(counts):
+        if not (counts[binding] >= own).all(axis=1).any():
+            binding.append(number)
+    return [by_room[number] for number in binding]
 
 
 def _counts(constraint: MemoryConstraint) -> Sequence[int]:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from pipec.errors import PlanError
 from pipec.graph import Assignment, TrainingGraph, permuted_ranks
 from pipec.hardware.topology import Topology
@@ -15,7 +17,7 @@ from pipec.passes.assignments.operator_blocks import (
     operator_seconds,
     with_weight_versions,
 )
-from pipec.planner.chain import CostModel, one_f_one_b
+from pipec.planner.chain import CostModel, OperatorChain, one_f_one_b
 from pipec.planner.partition import partition_chain
 
 
@@ -31,6 +33,10 @@ class CutStages:
     microbatches in flight, or as many as under 1F1B if it is None. With ``between_modules`` no module with
     operators of its own is divided.
 
+    If stages take turns on a device, what one hands to the next waits there from all forwards to all
+    backwards, and their seconds add up however they are cut. So a ``narrow`` cut is made where few bytes
+    cross, at one of twice as many places as there are cuts.
+
     Raises:
         PlanError: there are fewer operators than stages.
         InfeasibleError: no cut fits into the memory of the devices.
@@ -43,6 +49,7 @@ class CutStages:
     replicas: int | tuple[int, ...] = 1
     num_microbatches: int | None = None
     between_modules: bool = False
+    narrow: bool = False
 
     def __call__(self, graph: TrainingGraph) -> Assignment:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
@@ -52,6 +59,10 @@ class CutStages:
         if self.replicas == 1:
             self._check_enough(graph, blocks[-1] + 1 if blocks else 0, colocations)
         chain = build_operator_chain(graph, blocks, seconds, self.microbatch_size)
+        if self.narrow:
+            merged = _merged_at_narrowest(chain, 2 * num_devices)
+            blocks = [merged[block] for block in blocks]
+            chain = build_operator_chain(graph, blocks, seconds, self.microbatch_size)
         if self.updates:
             chain = with_weight_versions(chain, graph, blocks, self.updates, num_devices)
         step = None if self.updates else self.num_microbatches
@@ -84,3 +95,16 @@ class CutStages:
         The planner requires a number that does not fall as ``later_devices`` grows.
         """
         return max((self.in_flight or ())[-1 - later_devices :], default=0)
+
+
+def _merged_at_narrowest(chain: OperatorChain, least: int) -> Sequence[int]:
+    """The block that each block joins, if cuts are allowed at ``least`` narrowest places, or where as few
+    cross."""
+    crossing = np.zeros(len(chain.names) + 1)
+    for transfer in chain.transfers:
+        crossing[transfer.first + 1 : transfer.last + 1] += transfer.forward_bytes
+    places = crossing[1:-1]
+    widest = np.sort(places)[:least][-1:]
+    begins = np.append(0, places <= 1.01 * widest if widest.size else places)
+    merged: Sequence[int] = np.cumsum(begins).astype(int).tolist()
+    return merged
