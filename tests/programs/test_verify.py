@@ -100,7 +100,7 @@ rank 0, instruction 3: forward names stage 1; expected a stage of this rank: [0]
         ),
         (
             ("in segments", 1, Op.REDUCE_GRAD, 1, "move", -2),
-            "10: accumulate of stage 0, microbatch 3, segment 1 has no reduce_grad or store behind it",
+            "10: accumulate of stage 0, microbatch 3, segment 1 has no reduce_grad behind it",
         ),
         (
             ("replicas", 0, Op.UPDATE, 0, "move", -2, True),

@@ -42,7 +42,7 @@ def _explain(cells: RankCells, cell: str, life: Life, own: Accesses, place: int,
         return describe(cells.columns[position]) if position > AT_START else f"the first {cell}"
 
     def ops(events: Sequence[int]) -> str:
-        found = (op for event in events for op in _causes(cell, life.events[event]))
+        found = (op for event in events for op in _causes(cells, cell, life.events[event]))
         return " or ".join(dict.fromkeys(found))
 
     event = int(own.events[place])
@@ -70,9 +70,15 @@ def _pattern(cell: str) -> str:
     return f"expected of {cell.replace('_', ' ')}: {CELLS[cell][1]}"
 
 
-def _causes(cell: str, event: str) -> list[str]:
-    """The ops that cause an event."""
-    return [op for op in Op if (cell, event) in [each[:2] for each in op.traits.effect_parts]]
+def _causes(cells: RankCells, cell: str, event: str) -> list[str]:
+    """The ops that cause an event, in a step whose weights are in host memory or not."""
+    others = _WITH_REPLICAS if cells.sync_spec.weights_on_host else _ON_HOST
+    causing = (op for op in Op if op not in others)
+    return [op for op in causing if (cell, event) in [each[:2] for each in op.traits.effect_parts]]
+
+
+_ON_HOST = (Op.LOAD, Op.WAIT_LOAD, Op.STORE, Op.WAIT_STORE, Op.HOST_UPDATE)
+_WITH_REPLICAS = (Op.UNSHARD, Op.WAIT_UNSHARD, Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD)
 
 
 _NOTHING = np.empty(0, np.int64)
@@ -172,7 +178,7 @@ def _missing(cells: RankCells, cell: str, life: Life, own: Accesses | None, due:
     for place in np.flatnonzero((found < counts) | is_once & (found > counts))[:1].tolist():
         stage, microbatch, where = cells.place_of(cell, int(keys[place]))
         site = cells.step.probable_site(cells.rank, stage, microbatch)
-        ops = " or ".join(op for event in events.split() for op in _causes(cell, event))
+        ops = " or ".join(op for event in events.split() for op in _causes(cells, cell, event))
         often = "once" if counts[place] == 1 else f"{counts[place]} times"
         how = f"is there {found[place]} times" if is_once else "is missing"
         yield Violation(site, f"{ops}{where} {how} on rank {cells.rank}; expected {often}")
