@@ -176,6 +176,9 @@ class _Account:
             for kind, figure in _ALWAYS.items():
                 self.before[kind] += getattr(memory, figure)
             self.before["inputs"] += memory.inputs * plan.num_microbatches
+        for link in plan.links:
+            if link.payload is Payload.WEIGHT and {link.source, link.target} <= self.stages.keys():
+                self.before["parameters"] -= self._size(link.values)  # the borrower has no copy
         self._computes()
         self._messages()
         self._output_gradients()

@@ -115,10 +115,9 @@ class Tensors:
     def place(self, plan: Plan) -> None:
         """Move each tensor to the device of the stage that owns it, and release those of other processes."""
         unique = self.names.unique()
-        here = [
-            fqn for fqn, x in unique.items() if not (x.is_meta or is_absent(x)) and x.device.type == "cpu"
-        ]
-        require_host_memory(plan, self.ranks.devices, here)
+        if not any(tensor.is_meta for tensor in unique.values()):  # which are planned, and do not run
+            present = [fqn for fqn, x in unique.items() if x.device.type == "cpu" and not is_absent(x)]
+            require_host_memory(plan, self.ranks.devices, present)
         there, first = tensor_devices(plan, self.ranks.devices), not self.owner_ranks
         if first and self._world.is_distributed:
             self._refuse_tensors_elsewhere(owner_ranks(plan))

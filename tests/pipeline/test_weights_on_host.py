@@ -154,6 +154,15 @@ def test_a_saved_artifact_trains_on(tmp_path: Path) -> None:
     assert relative_error(loaded.step(**batch), plain.step(batch)) < SAME
 
 
+def test_a_folder_is_read_into_host_memory(tmp_path: Path) -> None:
+    own, inputs = llama()
+    own.save_pretrained(tmp_path)
+    options = {"devices": 1, "optimizer": adamw, "microbatches": 2, "schedule": "looped-bfs-v2"}
+    pipe = pipec.from_pretrained(tmp_path, offload="weights", memory_limit="10MB", **options).train()
+    expected = pipec.compile(own, **options)
+    assert [pipe.step(**inputs) for _ in range(3)] == [expected.step(**inputs) for _ in range(3)]
+
+
 def test_a_failed_step_leaves_no_gradients_and_says_which_stages_were_updated() -> None:
     """As after a device was lost, in the middle of the backwards."""
     pipe, _ = pair(offload="weights", devices=1, schedule="looped-bfs-v3")
@@ -184,7 +193,7 @@ def test_a_device_holds_two_stages_at_most(layout: str) -> None:
         pipe.step(**batch)
     measured, planned = memory_meter.measure_memory(pipe, **batch), pipe.memory()
     for found, expected in zip(measured, planned, strict=True):
-        assert found.peak_bytes <= 1.01 * expected.peak_bytes
+        assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.03, abs=512)
         assert found.host_bytes == expected.host_bytes
     stages: dict[int, float] = Counter()
     for bucket in pipe.plan.sync_spec.buckets:
