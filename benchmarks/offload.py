@@ -60,8 +60,8 @@ def made(case: Case) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = LlamaForCausalLM(config)
         if case.lora:
-            adapters = peft.LoraConfig(r=16, target_modules="all-linear", autocast_adapter_dtype=False)
-            model = peft.get_peft_model(model, adapters)
+            adapters = peft.LoraConfig(r=16, target_modules="all-linear")
+            model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
         return model.to(torch.bfloat16)
 
 
