@@ -35,7 +35,7 @@ HEADS = {"7B": (32, 32), "32B": (40, 8), "70B": (64, 8)}
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and a mini-batch of ``rows`` of ``tokens`` tokens in eight microbatches."""
+    """A model, and a mini-batch of ``rows`` of ``tokens`` tokens in up to eight microbatches."""
 
     size: str
     device: str
@@ -47,10 +47,10 @@ class Case:
 CASES = (
     Case("7B", "rtx-4090", False, 16),
     Case("7B", "h100-pcie", False, 64),
-    Case("32B", "rtx-4090", True, 16),
-    Case("32B", "h100-pcie", True, 64),
-    Case("70B", "rtx-4090", True, 8),
-    Case("70B", "h100-pcie", True, 32),
+    Case("32B", "rtx-4090", True, 8),
+    Case("32B", "h100-pcie", True, 32),
+    Case("70B", "rtx-4090", True, 4),
+    Case("70B", "h100-pcie", True, 16),
 )
 
 
@@ -73,7 +73,7 @@ def planned(case: Case) -> str:
         devices=1,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-5),
         schedule=f"looped-bfs-v{layers}",
-        microbatches=8,
+        microbatches=min(8, case.rows),
         recompute="full",
         offload="weights",
         memory_limit=device.memory_bytes,

@@ -244,7 +244,7 @@ def test_sparse_gradients_are_summed_over_replicas(factory: Callable[[Any], Any]
 
 def test_sparse_gradients_are_not_shared_out() -> None:
     pipe, _ = pair(partial(optim.SGD, lr=0.1), make=sparse_model, shard="optimizer", **DATA_PARALLEL)
-    with pytest.raises(InputError, match=r"words.weight has sparse gradients, which replicas cannot keep"):
+    with pytest.raises(InputError, match=r"words.weight has sparse gradients, which shard="):
         pipe.step(**next(batches(1)))
 
 

@@ -108,6 +108,12 @@ CASES = {
         (X,),
         CLASSES,
     ),
+    "weights on the host": Case(
+        (Op.LOAD, Op.WAIT_LOAD, Op.STORE, Op.WAIT_STORE, Op.HOST_UPDATE),
+        compiled(optimizer=SGD, offload="weights"),
+        (X,),
+        CLASSES,
+    ),
     "local batch": Case(
         (Op.SUM_COUNTS, Op.WAIT_SUM_COUNTS), compiled(stages=1, batch="local"), (X[:4],), PADDED
     ),
