@@ -79,7 +79,7 @@ benchmark: $(READY) ## step time and compile time, as Markdown tables
 	$(RUN) benchmarks/step_time.py
 	$(RUN) benchmarks/compile_time.py
 
-gpu: gpu-tests gpu-times ## both of the next two, each less than ten minutes
+gpu: gpu-tests gpu-times gpu-offload ## all of the next three, each less than ten minutes
 
 gpu-tests: $(READY) ## the tests that need a GPU
 	$(RUN) tests/cuda/check_environment.py

@@ -28,11 +28,15 @@ class HostLink:
 class HostBucket:
     """The ``parameters`` of a bucket, in host memory, which ``link`` joins to the device that uses them.
 
-    They are read when a load begins, so a script may change them between steps.
+    Their memory is pinned, if copies run beside computes. They are read when a load begins, so a script may
+    change them between steps; a tensor that it puts in their place is copied synchronously.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], link: HostLink) -> None:
         self._parameters, self._link = parameters, link
+        for parameter in parameters.values():
+            if link.is_async and not parameter.is_pinned():
+                parameter.data = pinned_copy(parameter.data)
         self._loaded: dict[str, Tensor] = {}
         self._stored: dict[str, Tensor] = {}
         self._leaving: list[Tensor] = []
@@ -46,7 +50,7 @@ class HostBucket:
 
         def copy() -> None:
             for name, parameter in self._parameters.items():
-                self._loaded[name].copy_(self._pinned(parameter).detach(), non_blocking=True)
+                self._loaded[name].copy_(parameter.detach(), non_blocking=True)
 
         self._wait_load = _started(self._link.to_device, copy)
 
@@ -78,12 +82,6 @@ class HostBucket:
         self._leaving.clear()
         stored, self._stored = self._stored, {}
         return stored
-
-    def _pinned(self, parameter: Tensor) -> Tensor:
-        """The parameter, whose memory is pinned from now on if copies run beside computes."""
-        if self._link.is_async and not parameter.is_pinned():
-            parameter.data = pinned_copy(parameter.data)
-        return parameter
 
 
 def host_memory_like(tensor: Tensor, pinned: bool) -> Tensor:
