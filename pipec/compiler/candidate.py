@@ -181,7 +181,7 @@ class Candidate:
             return AssignStages(self._cut(devices, size, (), updates, self.policy.replicas, count))
         if not _is_straight(placement):
             devices = equal_devices(len(placement), self.options.topology.slowest_link)
-            return self._for_replicas(self._cut(devices, size, narrow=self.loads_weights))
+            return self._for_replicas(self._cut(devices, size, narrow=count_ranks(placement) == 1))
         devices = self.pipeline_topology().without_memory_limits()
         return self._for_replicas(self._cut(devices, size, updates=updates))
 

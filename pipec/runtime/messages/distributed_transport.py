@@ -10,6 +10,7 @@ ranks notice immediately, wherever they wait, and report which rank failed and w
 hangs.
 """
 
+import atexit
 import functools
 import hashlib
 import multiprocessing.util
@@ -19,9 +20,11 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import ExecutionError, InputError, PipecError, TransportError
@@ -53,9 +56,10 @@ The number identifies the same transport on all ranks of the group, which make t
 class DistributedTransport:
     """The transport of one rank. All ranks make transports, and call ``connect``, in the same order.
 
-    The ranks are the processes of ``here``; None: all that were started together. A wait of more than
-    ``timeout`` seconds is an error, which rank 0 notices: the connections have no limits of their own. After
-    an error the transport stays closed.
+    The ranks are the processes of ``here``; None: all that were started together. The first transport makes
+    the default process group for the script, if there is none, from the environment that ``torchrun`` sets. A
+    wait of more than ``timeout`` seconds is an error, which rank 0 notices: the connections have no limits of
+    their own. After an error the transport stays closed.
     """
 
     def __init__(self, device: torch.device, timeout: float = 300.0, here: World | None = None) -> None:
@@ -68,6 +72,18 @@ class DistributedTransport:
         multiprocessing.util.Finalize(self, self.star.close, exitpriority=0)
         if device.type == "cuda":
             require_own_gpus(self.all_gather_text(str(torch.cuda.get_device_properties(device).uuid)))
+        if not dist.is_initialized():
+            join = functools.partial(
+                dist.init_process_group,
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=self.rank,
+                world_size=self.num_ranks,
+                timeout=timedelta(seconds=timeout),
+            )
+            self.call_on_all_ranks("the process group", join)
+            if device.type == "cuda":
+                atexit.register(_leave_process_group)
         shared = SharedMemory(self.rank)
         addresses = self.all_gather_text(shared.address)
         self.hosts = hosts(addresses)
@@ -250,6 +266,12 @@ def require_own_gpus(uuids: Sequence[str]) -> None:
                 f"{format_ranks(ranks)} have the same GPU, {uuid}, but NCCL needs one for each process; "
                 "start fewer processes, or let each see one of its own (CUDA_VISIBLE_DEVICES, LOCAL_RANK)"
             )
+
+
+def _leave_process_group() -> None:
+    """Destroy the default process group: at the end of the script NCCL warns of one that is left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def result_or_error(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
