@@ -11,8 +11,10 @@ one compute ahead, and freed afterwards. If the second gathering would begin bef
 replica have ended, they stay from the first forward to the last backward.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -195,19 +197,23 @@ class SyncOrder:
 
     def _use_before(self, rank: int, first: int) -> int:
         """Where the use before the one that begins at ``first`` begins; behind the pause of a step."""
-        before = max((begin for begin, _ in self._loaded(rank) if begin < first), default=min(first, 1))
+        before = max((begin for begin, _ in self._loaded[rank] if begin < first), default=min(first, 1))
         forwards = num_forwards(self.index, rank) if self.plan.mode is Mode.OUTPUTS else first
         return max(before, forwards + 1) if first > forwards else before
 
     def _behind_next_use(self, rank: int, last: int) -> int:
         """Where the use after ``last`` ends, or the program of the rank."""
-        return min((use for use in self._loaded(rank) if use[0] > last), default=(0, self._end(rank)))[1]
+        return min((use for use in self._loaded[rank] if use[0] > last), default=(0, self._end(rank)))[1]
 
-    def _loaded(self, rank: int) -> Sequence[tuple[int, int]]:
-        """The first and last positions of each use of weights that a rank loads."""
-        stages = {bucket.stage for bucket in self.sync_spec.buckets if bucket.on_host}
-        uses = (use for stage in stages if rank in self._ranks(stage) for use in self._uses(stage))
-        return [(firsts[rank], lasts[rank]) for firsts, lasts in uses]
+    @cached_property
+    def _loaded(self) -> Mapping[int, Sequence[tuple[int, int]]]:
+        """By rank, the first and last positions of each use of weights that it loads."""
+        found = defaultdict[int, list[tuple[int, int]]](list)
+        for stage in {bucket.stage for bucket in self.sync_spec.buckets if bucket.on_host}:
+            for firsts, lasts in self._uses(stage):
+                for rank in self._ranks(stage):
+                    found[rank].append((firsts[rank], lasts[rank]))
+        return found
 
     def _ahead_of(self, firsts: Mapping[int, int]) -> float:
         """The time one compute before the first of these computes of several ranks."""

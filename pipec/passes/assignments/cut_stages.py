@@ -98,8 +98,10 @@ class CutStages:
 
 
 def _merged_at_narrowest(chain: OperatorChain, least: int) -> Sequence[int]:
-    """The block that each block joins, if cuts are allowed at ``least`` narrowest places, or where as few
-    cross."""
+    """The block that each block joins if cuts are made at the ``least`` places where the fewest bytes cross.
+
+    Places that are as narrow, within 1%, are among them.
+    """
     crossing = np.zeros(len(chain.names) + 1)
     for transfer in chain.transfers:
         crossing[transfer.first + 1 : transfer.last + 1] += transfer.forward_bytes
