@@ -117,6 +117,10 @@ class Group:
         received = [Message(False, part, peer) for peer, part in peers]
         return self._start([*(Message(True, *inputs, peer) for peer, _ in peers), *received])
 
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
+        sent = [Message(True, part, peer) for peer, part in enumerate(inputs)]
+        return self._start([*sent, *(Message(False, part, peer) for peer, part in enumerate(outputs))])
+
     def _start(self, messages: Sequence[Message]) -> Work:
         return self.run(functools.partial(self._exchange, messages))
 

@@ -108,6 +108,9 @@ class Group:
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
         return self._distributed.message("gather", [*outputs[0], *inputs], self)
 
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
+        return self._distributed.message("exchange", [*outputs, *inputs], self)
+
     def abort(self) -> None:
         """As on a GPU that the messages of all groups occupy: it waits until all of them are aborted."""
         self.num_aborts += 1
@@ -426,17 +429,20 @@ def test_a_host_that_runs_ahead_waits_before_it_uses_more_memory(
 
 @pytest.mark.parametrize("begins", ["the reader", "drain"])
 def test_what_is_read_last_travels_as_one(distributed: Distributed, begins: str) -> None:
-    """Loss ranks send to each other, too. One after the other, each would wait for the other's receive."""
+    """Loss ranks send to each other, too. One after the other, each would wait for the other's receive.
+
+    A peer may get more than another one, as where replicas pass their own rows.
+    """
     found = connected(distributed, 1, (0, 1))
     found.open([], has_results=True)
     distributed.asked.clear()
     found.send([torch.zeros(1), torch.zeros(2)], 0, 3, Payload.RESULT)
-    found.send([torch.zeros(1), torch.zeros(2)], 2, 3, Payload.RESULT)
+    found.send([torch.zeros(1), torch.zeros(0)], 2, 3, Payload.RESULT)
     arriving = found.receive([torch.zeros(1)], 2, 4, Payload.RESULT)
     assert distributed.asked == []
     found.wait(arriving) if begins == "the reader" else found.drain()
-    assert distributed.asked == [("gather", (0, 1, 2, 3))]
-    assert [len(each) for each in distributed.tensors[-5:]] == [0, 12, 4, 0, 12]
+    assert distributed.asked == [("exchange", (0, 1, 2, 3))]
+    assert [len(each) for each in distributed.tensors[-8:]] == [0, 0, 4, 0, 12, 0, 4, 0]
     assert distributed.works[-1].waited
     found.wait(arriving)
     found.drain()
@@ -670,6 +676,30 @@ def test_collectives_are_in_the_order_of_the_ranks(
     for k, rank in enumerate(ranks):
         part = [total + len(ranks) * (2.0 * k), total + len(ranks) * (2.0 * k + 1)]
         assert found[rank] == (part, [float(each) for each in ranks for _ in range(2)])
+
+
+def test_peers_may_get_different_results(emulated: emulated_nccl.Distributed) -> None:
+    """With replicas that pass their own rows, ranks 0 and 2 send theirs to ranks 1 and 3 alone."""
+
+    def run(rank: int, transport: emulated_nccl.Emulated) -> list[list[float]]:
+        connections, made = transport._connections, {0: 3, 2: 2}
+        connections.open([], [], has_results=True)
+
+        def rows(maker: int, peer: int) -> int:
+            return made[maker] if peer == maker + 1 else 0
+
+        for peer in range(4) if rank in made else ():
+            if peer != rank:
+                result = torch.full((rows(rank, peer),), float(rank + 1))
+                connections.send([result], peer, 0, Payload.RESULT)
+        arriving = {maker: [torch.zeros(rows(maker, rank))] for maker in made if maker != rank}
+        works = [connections.receive(into, maker, 0, Payload.RESULT) for maker, into in arriving.items()]
+        for work in works:
+            connections.wait(work)
+        return [into[0].tolist() for into in arriving.values()]
+
+    found = run_ranks(emulated, [Program(rank, []) for rank in range(4)], run)
+    assert found == [[[]], [[1.0] * 3, []], [[]], [[], [3.0] * 2]]
 
 
 @pytest.mark.parametrize(("name", "num_steps"), [("gpipe", 20), slow("1f1b", 100)])

@@ -36,8 +36,10 @@ class Group(Protocol):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]]) -> dist.Work: ...
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work:
-        """Gather tensors, under NCCL also of unequal sizes."""
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work: ...
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
+        """Send the k-th input to rank k, whose tensor becomes the k-th output; any sizes, under NCCL."""
 
     def abort(self) -> None: ...
 

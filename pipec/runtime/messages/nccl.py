@@ -47,7 +47,7 @@ class NcclConnections:
 
     NCCL has no tags and matches the messages of a group in order. Each direction has its own group, so that
     its messages wait only for each other, and both ranks have them in the same order. Results go from some
-    ranks to all: they are gathered at once, so that their order does not matter.
+    ranks to all: they are exchanged at once, so that their order does not matter.
 
     torch runs each group on a stream of a pool, and groups that share a stream would wait for each other.
     These groups use the pool of high priority, which a script's own streams do not use; kernels that wait for
@@ -263,26 +263,28 @@ class NcclConnections:
                 )
 
     def _start_last(self) -> None:
-        """Gather the results of all ranks, unless that was done: the bytes of each rank's, one after another.
+        """Exchange the results of all ranks, unless that was done, as the bytes for each peer.
 
         Every rank sends results or receives some, posts all of a step before it waits for one, and so takes
-        part once in a step. A rank sends the same to all.
+        part once in a step. Peers may get different results: with replicas that pass their own rows, those of
+        another pipeline get none.
         """
         if not self._last_sent and not self._last_received:
             return
-        sent, received = next(iter(self._last_sent.values()), []), {**self._last_received}
+        sent, received = {**self._last_sent}, {**self._last_received}
         self._last_sent.clear()
         self._last_received.clear()
-        received[self._rank] = sent
         make = functools.partial(torch.empty, dtype=torch.uint8, device=self._device)
-        parts = [make(sum(tensor.nbytes for tensor in received.get(rank, ()))) for rank in self._everyone]
-        own = torch.cat([make(0), *(tensor.view(-1).view(torch.uint8) for tensor in sent)])
-        wait = self._collective(self._everyone, lambda group: group.allgather([parts], [own]))
+        outgoing = [
+            torch.cat([make(0), *(tensor.view(-1).view(torch.uint8) for tensor in sent.get(rank, ()))])
+            for rank in self._everyone
+        ]
+        incoming = [make(sum(tensor.nbytes for tensor in received.get(rank, ()))) for rank in self._everyone]
+        wait = self._collective(self._everyone, lambda group: group.alltoall(incoming, outgoing))
         wait()
         for peer, tensors in received.items():
-            for tensor, part in zip(tensors, parts[peer].split([x.nbytes for x in tensors]), strict=True):
-                if peer != self._rank:
-                    tensor.view(-1).view(torch.uint8).copy_(part)
+            for tensor, part in zip(tensors, incoming[peer].split([x.nbytes for x in tensors]), strict=True):
+                tensor.view(-1).view(torch.uint8).copy_(part)
 
     def _remember(
         self, direction: tuple[int, ...], works: Sequence[dist.Work], tensors: Sequence[Tensor]
