@@ -261,8 +261,8 @@ class Options:
         one_of("activations", "optimizer", "weights", "all") | NONE,
         """The tensors that wait in host memory: ``"activations"``, as few saved values as ``memory_limit``
         needs; ``"optimizer"``, its state between updates; ``"weights"``, also gradients and the weights of
-        stages that do not run; ``"all"``, weights and activations. Default: none, or ``"weights"`` if nothing
-        else fits into ``memory_limit``. See docs/memory.md.""",
+        stages that do not run; ``"all"``, weights and activations. Default: none; on a GPU ``"weights"``, if
+        nothing else fits. See docs/memory.md.""",
         flag=Flag("The tensors that wait in host memory."),
     )
     topology: Topology | str | Path | None = option(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipec.console import notice
-from pipec.errors import InputError, PlanError
+from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.ir import Plan
 from pipec.runtime.absent_tensors import (
     hold,
@@ -49,7 +49,7 @@ class Tensors:
         self._updates, self._world = updates, ranks.world
         self.owner_ranks: dict[str, tuple[int, ...]] = {}
         self._mutable_buffers: set[str] = set()
-        self.needs_placement = False
+        self.needs_placement = self._has_host_memory = False
         self.uninitialized = UninitializedTensors()
 
     @property
@@ -115,10 +115,8 @@ class Tensors:
     def place(self, plan: Plan) -> None:
         """Move each tensor to the device of the stage that owns it, and release those of other processes."""
         unique = self.names.unique()
-        if not any(tensor.is_meta for tensor in unique.values()):  # which are planned, and do not run
-            present = [fqn for fqn, x in unique.items() if x.device.type == "cpu" and not is_absent(x)]
-            require_host_memory(plan, self.ranks.devices, present)
         there, first = tensor_devices(plan, self.ranks.devices), not self.owner_ranks
+        self._require_host_memory(plan, unique, first)
         if first and self._world.is_distributed:
             self._refuse_tensors_elsewhere(owner_ranks(plan))
         if self._world.is_distributed and (new := there.keys() - self.owner_ranks.keys()):
@@ -147,6 +145,29 @@ class Tensors:
             if home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
         self.needs_placement = False
+
+    def _require_host_memory(self, plan: Plan, unique: Mapping[str, Tensor], first: bool) -> None:
+        """Raise InfeasibleError if weights, and later what training adds, do not fit into this host.
+
+        It is looked at before anything is allocated, and not again. Weights on meta are planned, and do not
+        run.
+        """
+        is_due = not self._has_host_memory and (first or plan.mode.trains)
+        if not is_due or any(tensor.is_meta for tensor in unique.values()):
+            return
+        here = [*self.ranks.devices]
+        if self._world.is_distributed:
+            hosts = self.ranks.distributed.hosts
+            here = [rank for rank, host in enumerate(hosts) if host == hosts[self._world.rank]]
+        present = [
+            fqn for fqn, x in unique.items() if not is_unread(x) and (is_absent(x) or x.device.type == "cpu")
+        ]
+        try:
+            require_host_memory(plan, here, present)
+        except InfeasibleError:
+            self.needs_placement = True  # the next call looks again
+            raise
+        self._has_host_memory = plan.mode.trains
 
     def _refuse_tensors_elsewhere(self, needed: Mapping[str, Sequence[int]]) -> None:
         """Refuse tensors that another pipeline has left on other ranks than this one needs, on all ranks."""

@@ -306,3 +306,6 @@ def test_a_host_with_too_little_memory_is_refused_before_anything_is_allocated()
     ):
         pipe.step(**batch)
     assert pipe.step(**batch) > 0
+    with mock.patch.object(host_room, "available_bytes", return_value=100.0):
+        (shorter,) = batches(1, rows=4)
+        assert pipe.step(**shorter) > 0, "what training needs is there by now, also for another batch"
