@@ -13,10 +13,10 @@ from pipec.runtime.messages.cuda import CopyStream, Wait, pinned_copy
 
 
 class HostLink:
-    """The streams of a device for copies to host memory and back; a CPU has none."""
+    """The streams of a device for copies to the host and back. None on a CPU, or if it ``is_idle``."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.is_async = device, device.type == "cuda"
+    def __init__(self, device: torch.device, is_idle: bool = False) -> None:
+        self.device, self.is_async = device, device.type == "cuda" and not is_idle
         self.to_host, self.to_device = (CopyStream(device) if self.is_async else None for _ in range(2))
 
     def finish(self) -> None:

@@ -106,7 +106,7 @@ class RankState:
             for index, stage in self.stages.items()
             if plan.stages[index].tail
         }
-        self.host_link = HostLink(device)
+        self.host_link = HostLink(device, not any(stage.on_host for stage in self.stages.values()))
         self.step_results = StepResults(plan, program.rank)
         self.stream_results = StreamResults(plan, program.rank)
         self.results = self.stream_results if program.period else self.step_results
