@@ -30,8 +30,6 @@ from dataclasses import dataclass
 import numpy as np
 import scipy
 
-from pipec.ir.columns import Ints
-
 GAP = 1e-3
 """The relative tolerance: a solution may take longer than the best one by this share."""
 
@@ -43,6 +41,9 @@ _MAX_NODES = 10_000
 
 HIDDEN = 1e-3
 """The share of its time that an overlapped copy counts, so that no more is copied than is useful."""
+
+_CHOICES = 4
+"""How many different choices equal stages make at most, so that a rank may have any number of them."""
 
 _ATTEMPTS = 4
 """How often a solution that exceeds the room by rounding is recomputed with less room."""
@@ -139,48 +140,44 @@ def minimize_seconds(
 ) -> RecomputeSolution | None:
     """The fastest choice within the room of every constraint, up to ``GAP``; None if there is none.
 
-    Without a ``host`` nothing is offloaded.
+    Without a ``host`` nothing is offloaded. Of many equal stages, several make the same choice.
     """
-    values = [value for stage in stages for value in stage]
-    firsts = [0, *itertools.accumulate(map(len, stages))]
+    alike, cost = _alike(stages), host or OffloadCost(0.0, 0.0)
+    values = [value for members in alike for value in stages[members[0]]]
     rooms = np.array([moment.room for moment in moments])
-    num, cost = len(values), host or OffloadCost(0.0, 0.0)
-    if not num:
+    if not values:
         nothing = tuple(frozenset[int]() for _ in stages)
         return RecomputeSolution(nothing, nothing, 0.0) if (rooms >= 0).all() else None
+    lengths = [len(stages[members[0]]) for members in alike]
+    firsts, num = [0, *itertools.accumulate(lengths)], len(values)
+    times = np.repeat([len(members) for members in alike], lengths)
     sizes, needed, saves, recomputes, offloads = np.array(
         [
             (v.num_bytes, v.is_needed, v.may_save, v.is_recomputable, v.may_offload and bool(host))
             for v in values
         ]
     ).T
-    movable = max(float((sizes * offloads).sum()), 1.0)
-    memory = [
-        np.concatenate(
-            [again * sizes * needed - saved * sizes * saves, saved * sizes * saves, -away * sizes, [0]]
-        )
-        for saved, again, away in (
-            (
-                np.repeat(count, np.diff(firsts))
-                for count in (moment.saved, moment.recomputed, moment.offloaded)
-            )
-            for moment in moments
-        )
-    ]
-    copied = np.concatenate([np.zeros(2 * num), sizes * offloads / movable, [-1 / _GRAINS]])
+    counts = np.array([(m.saved, m.recomputed, m.offloaded) for m in moments])
+    of_alike = [counts.reshape(-1, 3, len(stages))[:, :, members].sum(2) for members in alike]
+    saved, again, away = np.repeat(np.stack(of_alike), lengths, axis=0).transpose(2, 1, 0) * sizes
+    none = np.zeros((len(moments), 1))
+    memory = np.hstack([again * needed - saved * saves, saved * saves, -away, none])
+    copies = 2 * cost.seconds_per_byte * times * sizes * offloads
+    movable = max(float((times * sizes * offloads).sum()), 1.0)
+    copied = np.concatenate([np.zeros(2 * num), times * sizes * offloads / movable, [-1 / _GRAINS]])
     seconds = np.concatenate(
         [
-            [value.seconds * value.is_recomputable for value in values],
+            times * [value.seconds * value.is_recomputable for value in values],
             np.zeros(num),
-            2 * cost.seconds_per_byte * HIDDEN * sizes * offloads,
+            HIDDEN * copies,
             [2 * cost.seconds_per_byte * movable / _GRAINS],
         ]
     )
     unit = max(float(np.abs(rooms).max(initial=0)), float(sizes.max()), 1.0)
     rows = scipy.sparse.vstack(
         [
-            scipy.sparse.csr_array(np.array([*(row / unit for row in memory), copied])),
-            _dependencies(stages, firsts),
+            scipy.sparse.csr_array(np.vstack([memory / unit, copied])),
+            _dependencies([stages[members[0]] for members in alike], firsts),
         ]
     )
     bounds = scipy.optimize.Bounds(
@@ -200,13 +197,22 @@ def minimize_seconds(
         )
         if found.x is None:
             return None
-        again, _, moved = (np.flatnonzero(part > 0.5) for part in found.x[:-1].reshape(3, num))
-        choice = _choice(stages, firsts, again, moved, cost)
+        chosen = found.x[:-1].reshape(3, num) > 0.5
+        choice = _choice(stages, alike, np.split(chosen, firsts[1:-1], axis=1), cost)
         over = np.array([choice.held_bytes(stages, moment) - moment.room for moment in moments])
         if not (over > 0).any():
             return choice
         rooms = rooms - np.maximum(over, 0)
     return None
+
+
+def _alike(stages: Sequence[StageValues]) -> list[list[int]]:
+    """The numbers of the stages; those in one list are equal. Equal ones are in up to ``_CHOICES`` lists."""
+    equal: dict[StageValues, list[int]] = {}
+    for number, stage in enumerate(stages):
+        equal.setdefault(stage, []).append(number)
+    divided = (np.array_split(numbers, min(len(numbers), _CHOICES)) for numbers in equal.values())
+    return sorted(part.tolist() for parts in divided for part in parts)
 
 
 def _dependencies(stages: Sequence[StageValues], firsts: Sequence[int]) -> "scipy.sparse.csr_array":
@@ -228,16 +234,25 @@ def _dependencies(stages: Sequence[StageValues], firsts: Sequence[int]) -> "scip
 
 
 def _choice(
-    stages: Sequence[StageValues], firsts: Sequence[int], again: Ints, moved: Ints, host: OffloadCost
+    stages: Sequence[StageValues],
+    alike: Sequence[Sequence[int]],
+    chosen: Sequence["np.typing.NDArray[np.bool_]"],
+    host: OffloadCost,
 ) -> RecomputeSolution:
-    """The solution, without values that are recomputed or ``moved`` but not needed."""
-    recomputed, offloaded, seconds, copied = list[frozenset[int]](), list[frozenset[int]](), 0.0, 0.0
-    for stage, first in zip(stages, firsts, strict=False):
-        own, away = ({int(v) - first for v in chosen} & {*range(len(stage))} for chosen in (again, moved))
-        recomputed.append(needed_recomputes(stage, frozenset(own)))
-        offloaded.append(frozenset(away & saved_values(stage, recomputed[-1])))
-        seconds += sum(stage[v].seconds for v in sorted(recomputed[-1]))
-        copied += sum(stage[v].num_bytes for v in sorted(offloaded[-1]))
+    """The solution, without values that are recomputed or offloaded but not needed.
+
+    The rows of ``chosen[k]`` say what the stages ``alike[k]`` recompute, need and offload.
+    """
+    recomputed, offloaded = ([frozenset[int]()] * len(stages) for _ in range(2))
+    seconds = copied = 0.0
+    for members, (again, _, away) in zip(alike, chosen, strict=True):
+        stage = stages[members[0]]
+        own = needed_recomputes(stage, frozenset(np.flatnonzero(again).tolist()))
+        moved = frozenset(np.flatnonzero(away).tolist()) & saved_values(stage, own)
+        for number in members:
+            recomputed[number], offloaded[number] = own, moved
+        seconds += len(members) * sum(stage[v].seconds for v in sorted(own))
+        copied += len(members) * sum(stage[v].num_bytes for v in sorted(moved))
     return RecomputeSolution(tuple(recomputed), tuple(offloaded), seconds + host.seconds(copied))
 
 

@@ -96,6 +96,30 @@ def test_a_cheap_value_is_replayed_before_a_dear_one() -> None:
     assert [each and sorted(each.recomputed[0]) for each in found] == [[], [2], [2, 3], [1, 2, 3], None]
 
 
+@settings(max_examples=40, deadline=None)
+@given(stages(6), st.integers(5, 12), st.integers(0, 3), st.integers(0, 500))
+def test_of_many_equal_stages_several_choose_alike(
+    values: StageValues, times: int, saved: int, room: int
+) -> None:
+    """The choice fits, and is as fast as the best one that is the same for all."""
+    many = (values,) * times
+    limits = tuple(
+        MemoryConstraint((saved,) * times, tuple(int(k == n) for k in range(times)), room, (0,) * times)
+        for n in range(times)
+    )
+    found = minimize_seconds(many, limits)
+    uniform = [RecomputeSolution((each,) * times, (frozenset(),) * times, 0.0) for each in choices(values)]
+    fitting = [each for each in uniform if each.excess_bytes(many, limits) <= 0]
+    if found is not None:
+        assert found.excess_bytes(many, limits) <= 0
+        assert found.seconds == sum(values[v].seconds for own in found.recomputed for v in own)
+        assert len({*found.recomputed}) <= 4
+    if fitting:
+        best = min(sum(values[v].seconds for v in each.recomputed[0]) for each in fitting)
+        assert found is not None
+        assert found.seconds <= times * best * (1 + 2 * GAP) + 1e-9
+
+
 # the host
 
 
