@@ -4,7 +4,7 @@ meanwhile.
 Weights are on the meta device: nothing runs. Each model is in bfloat16, with AdamW, one layer a stage
 (``looped-bfs-vN``) and everything recomputed. LoRA trains adapters of rank 16 of all linear layers. ``link``
 and ``host`` are the shares of a step in which the busier direction of the host link copies, and in which the
-host updates.
+host updates; memory is that of the rank that needs most.
 """
 
 import argparse
@@ -35,17 +35,19 @@ HEADS = {"7B": (32, 32), "32B": (40, 8), "70B": (64, 8)}
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and a mini-batch of ``rows`` of ``tokens`` tokens in up to eight microbatches."""
+    """A model, and a mini-batch of ``rows`` of ``tokens`` tokens in up to eight microbatches a device."""
 
     size: str
     device: str
     lora: bool
     rows: int
     tokens: int = 2048
+    devices: int = 1
 
 
 CASES = (
     Case("7B", "rtx-4090", False, 16),
+    Case("7B", "rtx-4090", False, 64, devices=4),
     Case("7B", "h100-pcie", False, 64),
     Case("32B", "rtx-4090", True, 8),
     Case("32B", "h100-pcie", True, 32),
@@ -70,10 +72,10 @@ def planned(case: Case) -> str:
     layers = SIZES[case.size]["num_hidden_layers"]
     pipe = pipec.compile(
         model,
-        devices=1,
+        devices=case.devices,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-5),
-        schedule=f"looped-bfs-v{layers}",
-        microbatches=min(8, case.rows),
+        schedule=f"looped-bfs-v{layers // case.devices}",
+        microbatches=min(8 * case.devices, case.rows),
         recompute="full",
         offload="weights",
         memory_limit=device.memory_bytes,
@@ -84,21 +86,21 @@ def planned(case: Case) -> str:
     pipe.prepare(input_ids=ids, labels=ids)
     step, busy = pipe.simulate(), defaultdict[Op, float](float)
     for event in step.events:
-        busy[event.instruction.op] += event.end - event.start
-    seconds, (need,) = step.makespan, pipe.memory()
+        busy[event.instruction.op] += (event.end - event.start) / case.devices
+    seconds, needs = step.makespan, pipe.memory()
     size = sum(each.numel() for each in model.parameters())
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     flops = (4 * size + 2 * trained) * case.rows * case.tokens  # frozen weights have no gradient of their own
     return row(
         f"{case.size}, {'LoRA' if case.lora else 'full'}, {case.rows} x {case.tokens:,} tokens",
-        case.device,
+        case.device if case.devices == 1 else f"{case.devices} x {case.device}",
         f"{seconds:.1f}",
         f"{case.rows * case.tokens / seconds:,.0f}",
         f"{1e-12 * flops / seconds:.0f}",
         f"{max(busy[Op.LOAD], busy[Op.STORE]) / seconds:.0%}",
         f"{busy[Op.HOST_UPDATE] / seconds:.0%}",
-        format_bytes(need.peak_bytes),
-        format_bytes(need.host_bytes),
+        format_bytes(max(need.peak_bytes for need in needs)),
+        format_bytes(max(need.host_bytes for need in needs)),
     )
 
 
