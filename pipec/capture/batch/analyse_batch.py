@@ -627,6 +627,7 @@ class _BatchAnalysis:
             found = find_tail(self.module.graph, nodes, self.dependence_of, self._memory_of) if nodes else ""
             if isinstance(found, TailNodes):
                 num_bytes = sum(self.values[x].nbytes for x in found.inputs) // ROW_COUNT_PRIME * batch_size
+                num_bytes += sum(self.values[x].nbytes for x in found.sums) * batch_size
                 if num_bytes <= MAX_TAIL_BYTES:
                     return found
                 found = f"it would read {num_bytes} bytes, and {MAX_TAIL_BYTES} at most"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.capture.batch.dependence import Dependence, PerRow, SumOverRows, Whole, power_of
+from pipec.capture.batch.dependence import Dependence, PerRow, SumOverRows, Unproven, Whole, power_of
 from pipec.capture.batch.movement import as_view_of
 from pipec.capture.batch.operator_call import (
     OperatorCall,
@@ -32,6 +32,7 @@ from pipec.capture.batch.rules import (
     KEEP_FILLS,
     KEEP_POWERS,
     KEEP_ROW_NUMBERS,
+    LOOKS_UP,
     READS_ROW_COUNT,
     rule_of,
 )
@@ -191,7 +192,9 @@ class DependenceTracker(TorchDispatchMode):
         """The dependence of a call's results."""
         name = call.name
         if unknown := None if name in IGNORES_VALUES else mixed_or_unproven(call.values):
-            return unknown
+            puts_back = name in LOOKS_UP and isinstance(unknown, Unproven) and unknown is call.values[0]
+            assumed = call.assumed() if puts_back else unknown
+            return assumed if call.is_assumed else unknown
         grows = self.symbolic and any(call.degree(number) for number in call.numbers)
         is_whole = bool(call.values) and all(isinstance(v, Whole) and not v.degree for v in call.values)
         if is_whole and not grows and name not in KEEP_FILLS:

@@ -102,7 +102,7 @@ class OperatorCall:
         return Unproven(why or f"calls {self.op}, of which pipec does not know what it does to rows")
 
     def assumed(self) -> Dependence | tuple[Dependence, ...]:
-        """The likely answer for an operator without a rule: each row is computed by itself.
+        """The likely answer where no rule gives one: each row is computed by itself.
 
         Each result then has the rows along the one dimension that grows with the batch.
         """
@@ -113,8 +113,10 @@ class OperatorCall:
         largest = max((size for x in results for size in x.shape), default=0)
         if any(len(each) > 1 for each in dims) or largest > self.rows**2 / _FEWEST_ROWS_OF_PAIRS:
             return self.mixed("makes something for every pair of rows")
-        is_plain = all(isinstance(v, PerRow | Whole) and not v.degree for v in self.values)
-        if not is_plain or not per_row_among(self.values) or any(len(each) != 1 for each in dims):
+        known = [v for v in self.values if not isinstance(v, Unproven)]
+        is_plain = all(isinstance(v, PerRow | Whole) and not v.degree for v in known)
+        has_rows = per_row_among(known) or len(known) < len(self.values)
+        if not is_plain or not has_rows or any(len(each) != 1 for each in dims):
             return self.unproven()
         self.is_assumed = True
         return tuple(

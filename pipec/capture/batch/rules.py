@@ -163,6 +163,9 @@ IGNORES_VALUES = {name for name in _CREATES if name.endswith("_like") or name.st
 IGNORES_VALUES |= {"fill", "zero", "pipec::batch_counts"}
 """Operators whose result does not depend on the values that their first argument has here."""
 
+LOOKS_UP = {"index", "_unsafe_index", "gather"}
+"""Operators that are taken to put rows back in order, if nothing is proved of these: as after a sort."""
+
 KEEP_FILLS = {*_MOVES, *KEEPING, *IGNORES_VALUES, "expand"}
 """Operators whose result has one number everywhere if their argument has."""
 

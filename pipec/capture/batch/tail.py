@@ -7,8 +7,13 @@
     loss = s.logsumexp(1).mean()  MixedRows    ->     s = t @ t.T                   once, of all rows
                                                       loss = s.logsumexp(1).mean()
 
-Everything in front of the tail is computed row by row; the tail reads nothing else of it. What is neither per
-row nor the same for all microbatches, such as a mean, is computed in the tail from the rows it is made of.
+Everything in front of the tail is computed row by row. The tail reads rows, and what microbatches sum over
+theirs, of which it makes the batch's sum::
+
+    m = z.mean(0)            SumOverRows          t = tail_input(m.expand(b, ...))     as a row for each row
+    loss = m.square().sum()  MixedRows     ->     loss = t.mean(0).square().sum()
+
+What is neither, nor the same for all microbatches, is computed in the tail.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -18,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unproven, Whole
+from pipec.capture.batch.dependence import MEAN, Dependence, PerRow, SumOverRows, Whole
 from pipec.capture.graph_calls import describe_call, is_random_call, mutates_argument
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, IN_TAIL, TAIL_INPUT
 from pipec.capture.node_insertion import INHERITED_META, fake_value
@@ -32,12 +37,13 @@ _ONCE_A_STEP = (BATCH_COUNT, BATCH_FRACTION)
 class TailNodes:
     """The nodes that run once a step.
 
-    They read ``inputs``, row by row along a dimension, and copies of ``whole``, which are equal for all
-    microbatches.
+    They read ``inputs``, row by row along a dimension, ``sums`` over the rows, and copies of ``whole``, which
+    are equal for all microbatches.
     """
 
     nodes: Set[fx.Node]
     inputs: Set[fx.Node]
+    sums: Set[fx.Node]
     whole: Set[fx.Node]
 
 
@@ -51,10 +57,8 @@ def find_tail(
 
     ``memory_of`` identifies the memory of a node's value: views and their base share it.
     """
-    nodes, inputs, whole = set[fx.Node](), set[fx.Node](), set[fx.Node]()
-    ways = {way: None for node in mixing for way in _leading_to(node)}
-    pending = [node for node in ways if isinstance(dependence_of(node), MixedRows | Unproven)]
-    pending += mixing
+    nodes, inputs, sums, whole = (set[fx.Node]() for _ in range(4))
+    pending = [*mixing]
     while pending or (pending := _readers_of_written(graph, nodes, memory_of)):
         node = pending.pop()
         if node in nodes or node.op in ("placeholder", "get_attr", "output"):
@@ -67,11 +71,13 @@ def find_tail(
             needed = _leading_to(source)
             if _is_row_by_row(source, dependence_of(source)) and not _chooses_at_random(source, needed):
                 inputs.add(source)
+            elif _is_summed(source, dependence_of(source)):
+                sums.add(source)
             elif all(isinstance(dependence_of(each), Whole) or _is_size(each) for each in needed):
                 whole.update(each for each in needed if each.op not in ("placeholder", "get_attr"))
             else:
                 pending.append(source)
-    found = TailNodes(nodes, inputs - nodes, whole - nodes)
+    found = TailNodes(nodes, inputs - nodes, sums - nodes, whole - nodes)
     return _reason_against(graph, found, memory_of) or found
 
 
@@ -80,15 +86,19 @@ def insert_tail_inputs(
 ) -> None:
     """Let the tail read ``TAIL_INPUT`` nodes, and copies of what is equal for all microbatches."""
     copies: dict[fx.Node, fx.Node] = {}
+    rows = next(each for each in graph.find_nodes(op="placeholder") if dependence_of(each) == PerRow(0))
     for node in [each for each in graph.nodes if each in tail.whole]:
         with graph.inserting_after(node):
             copies[node] = graph.node_copy(node, lambda read: copies.get(read, read))
     for node in [each for each in graph.nodes if each in tail.nodes]:
         for source in node.all_input_nodes:
+            dependence = dependence_of(source)
             if source in tail.inputs and source not in copies:
-                dependence = dependence_of(source)
                 assert isinstance(dependence, PerRow)
                 copies[source] = _joined(source, node, dependence.dim)
+            if source in tail.sums and source not in copies:
+                assert isinstance(dependence, SumOverRows)
+                copies[source] = _summed(source, node, rows, is_mean=dependence == MEAN)
             if source in copies:
                 node.replace_input_with(source, copies[source])
     for node in (*tail.nodes, *(copies[each] for each in tail.whole)):
@@ -97,17 +107,52 @@ def insert_tail_inputs(
 
 def _joined(source: fx.Node, reader: fx.Node, dim: int) -> fx.Node:
     """All rows of ``source``, which has them in dimension ``dim``, for the ``reader`` and those behind it."""
-    made, value = source, fake_value(source)
-    to_front, back = (torch.movedim, (dim, 0)), (torch.movedim, (0, dim))
-    calls: list[tuple[Any, tuple[int, ...]]] = [(TAIL_INPUT, ())]
-    calls = [to_front, *calls, back, (Tensor.contiguous, ())] if dim else calls
+    if not dim:
+        return _call(reader, reader, TAIL_INPUT, source)
+    in_front = _call(reader, reader, torch.movedim, source, dim, 0)
+    back = _call(reader, reader, torch.movedim, _call(reader, reader, TAIL_INPUT, in_front), 0, dim)
+    return _call(reader, reader, Tensor.contiguous, back)
+
+
+def _summed(source: fx.Node, reader: fx.Node, rows: fx.Node, *, is_mean: bool) -> fx.Node:
+    """The sum or mean of ``source`` over all microbatches, for the ``reader`` and those behind it.
+
+    A microbatch puts its sum into a first row, before zeros, and its mean into each of its rows, as many as
+    the argument ``rows`` has. So the tail's sum or mean over all rows is the batch's.
+    """
+    num_dims = fake_value(source).ndim
+    size = _call(reader, source, torch.ops.aten.sym_size.int, rows, 0)
+    row = _call(reader, source, torch.unsqueeze, source, 0)
+    if is_mean:
+        parts = _call(reader, source, Tensor.expand, row, size, *[-1] * num_dims)
+    else:
+        with fake_value(source).fake_mode:
+            numbers = _call(reader, source, torch.arange, size, device=fake_value(source).device)
+        is_first = _call(reader, source, torch.eq, numbers, 0)
+        is_first = _call(reader, source, torch.reshape, is_first, (-1, *[1] * num_dims))
+        parts = _call(
+            reader, source, torch.where, is_first, row, _call(reader, source, torch.zeros_like, row)
+        )
+    return _call(
+        reader, reader, torch.mean if is_mean else torch.sum, _call(reader, reader, TAIL_INPUT, parts), 0
+    )
+
+
+def _call(reader: fx.Node, like: fx.Node, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """A call before ``reader`` that belongs to the operator of ``like``."""
     with reader.graph.inserting_before(reader):
-        for function, args in calls:
-            made = reader.graph.call_function(function, (made, *args))
-            made.meta = {key: reader.meta[key] for key in INHERITED_META if key in reader.meta}
-            value = value if function is TAIL_INPUT else function(value, *args)
-            made.meta["example_value"] = value
+        made = reader.graph.call_function(function, args, kwargs)
+    made.meta = {key: like.meta[key] for key in INHERITED_META if key in like.meta}
+    values = fx.map_arg(args, fake_value)
+    made.meta["example_value"] = values[0] if function is TAIL_INPUT else function(*values, **kwargs)
     return made
+
+
+def _is_summed(node: fx.Node, dependence: Dependence) -> bool:
+    """Whether the batch's value is the sum or mean of what microbatches have."""
+    value = fake_value(node)
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return is_float and dependence in (SumOverRows(), MEAN)
 
 
 def _is_row_by_row(node: fx.Node, dependence: Dependence) -> bool:
@@ -157,7 +202,7 @@ def _leading_to(node: fx.Node) -> list[fx.Node]:
 
 def _reason_against(graph: fx.Graph, tail: TailNodes, memory_of: Callable[[fx.Node], object]) -> str:
     """Why the tail cannot run once, of all rows; empty if it can."""
-    if not tail.inputs:
+    if not (tail.inputs or tail.sums):
         return "it reads no rows, by whose number its results would be made"
     for node in tail.nodes | tail.whole:
         for source in node.all_input_nodes:
@@ -165,10 +210,15 @@ def _reason_against(graph: fx.Graph, tail: TailNodes, memory_of: Callable[[fx.No
                 return f"{describe_call(node)} comes behind it, and has trained weights of several dimensions"
     places = {node: place for place, node in enumerate(graph.nodes)}
     written = writes(graph)
-    for value in (*tail.inputs, *tail.whole):
+    read = [*tail.inputs, *tail.sums, *tail.whole]
+    for value in read:
         read_at = min(places[user] for user in value.users if user in tail.nodes or user in tail.whole)
+        sharing = [each for each in read if memory_of(each) == memory_of(value)]
+        own = tail.nodes if value in tail.sums and sharing == [value] else ()  # they write into a copy
         late = [
-            x for x in written if places[x] >= read_at and memory_of(x.all_input_nodes[0]) == memory_of(value)
+            x
+            for x in written
+            if places[x] >= read_at and x not in own and memory_of(x.all_input_nodes[0]) == memory_of(value)
         ]
         if late:
             return f"{describe_call(late[0])} writes into a value that is read row by row"
