@@ -53,6 +53,29 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
     return _made(LlamaForCausalLM, config), {"input_ids": ids, "labels": ids}
 
 
+def mixtral() -> tuple[nn.Module, dict[str, Any]]:
+    """Four experts, balanced by a loss of all tokens that are no padding."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=TOKENS,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        use_cache=False,
+    )
+    ids, mask = _ids(), _padding()
+    labels = ids.masked_fill(mask == 0, -100)
+    return _made(MixtralForCausalLM, config), {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
 def bert() -> tuple[nn.Module, dict[str, Any]]:
     """Bidirectional, with padding; its output head is its token embedding, plus a bias."""
     from transformers import BertConfig, BertForMaskedLM

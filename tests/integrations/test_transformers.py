@@ -46,7 +46,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         *((case, layout) for case in ("llama", "bert") for layout in LAYOUTS),
         *(("sft", layout) for layout in LAYOUTS),
-        *((case, layout) for case in ("packed", "padding_free") for layout in ("alone", "2x2 replicas")),
+        *(
+            (case, layout)
+            for case in ("packed", "padding_free", "experts")
+            for layout in ("alone", "2x2 replicas")
+        ),
         ("adapters", "4 ranks"),
         *((case, "2 pipelines") for case in ("bert", "grpo")),
         *((case, layout) for case in ("distilled", "dpo", "grpo") for layout in LAYOUTS),
@@ -56,7 +60,7 @@ def test_a_trainer_is_the_same_with_a_pipeline(case: str, layout: str, plain: An
     expected, folder = plain(case)
     num_ranks, how = (LAYOUTS | {"2 pipelines": (4, "groups")})[layout]
     printed = run_script(SCRIPT, [case, str(tmp_path), str(how)], num_ranks, tmp_path)
-    in_float32 = case in ("dpo", "grpo", "packed", "padding_free")  # TRL's log-probabilities are
+    in_float32 = case in ("dpo", "grpo", "packed", "padding_free", "experts")  # as logs of TRL are
     rounding = 1e-6 if in_float32 else 1e-9
     assert json.loads(printed.splitlines()[-1]) == approximately(expected, rounding)
     require_same_files(tmp_path, folder, rounding)

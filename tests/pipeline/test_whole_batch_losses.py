@@ -2,11 +2,13 @@
 
 import copy
 import functools
+import math
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,6 +69,34 @@ def test_training_equals_the_whole_batch(loss: str) -> None:
     """Twelve rows in five microbatches: of three and of two."""
     net = made(loss)
     assert worst_of_training(net, compiled(net, microbatches=5)) < 1e-6
+
+
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_loss_that_balances_experts_is_one_of_all_tokens(padded: bool) -> None:
+    """Logits stay in their microbatch: the tail reads sums of them, and of what the routers say."""
+    net, inputs = huggingface_models.mixtral()
+    if not padded:
+        inputs = {"input_ids": inputs["input_ids"], "labels": inputs["input_ids"]}
+    pipe = pipec.compile(copy.deepcopy(net), devices=2, microbatches=4, schedule="1f1b")
+    loss, expected = pipe.step(**inputs), net(**inputs)
+    expected.loss.backward()
+    assert distance(loss, expected.loss) < 1e-6
+    pairs = zip(pipe.parameters(), net.parameters(), strict=True)
+    assert max(distance(found.grad, each.grad) for found, each in pairs) < 1e-4
+    assert max(math.prod(shape) for shape in tail_shapes(pipe)) <= 4
+
+
+def tail_shapes(pipe: pipec.Pipeline) -> list[list[int]]:
+    """The shapes of a row of each value that the tail reads."""
+    tails = [stage.tail for stage in pipe.plan.stages if stage.tail]
+    assert {value.shape[0] for tail in tails for value in tail.inputs} == {"b"}
+    return [[int(size) for size in value.shape[1:]] for tail in tails for value in tail.inputs]
+
+
+def test_of_sums_a_tail_reads_a_number_a_row() -> None:
+    pipe = compiled(made("dice"))
+    pipe.prepare(*batch())
+    assert tail_shapes(pipe) == [[], []]
 
 
 def test_rows_elsewhere_than_in_front_and_rows_of_one() -> None:
@@ -219,7 +249,7 @@ def test_an_evaluation_leaves_what_the_tail_reads_where_it_is() -> None:
 def test_a_tail_that_reads_tensors_of_several_stages_is_refused() -> None:
     pipe, x = compiled(CenteredInTraining(4), batched=None), batch(dtype=torch.float32)[0]
     pipe.eval().eval_step(x)
-    with pytest.raises(pipec.PlanError, match=r"heads\S+ of stage 1, but no.*mean at .* needs all rows"):
+    with pytest.raises(pipec.PlanError, match=r"heads\S+ of stage 1, but no.*sub at .* needs all rows"):
         pipe.train().step(x)
 
 

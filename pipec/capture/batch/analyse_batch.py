@@ -101,13 +101,18 @@ def analyse_batch(
 
 def batch_symbol_of(graph: fx.Graph, batched: Collection[str]) -> sympy.Symbol | None:
     """The symbol for the number of rows in a captured graph; None if the number is a constant."""
-    names = {plain_name(path) for path in batched}
+    rows = _argument_with_rows(graph, {plain_name(path) for path in batched})
+    return formula(fake_value(rows).shape[0]) if rows else None
+
+
+def _argument_with_rows(graph: fx.Graph, names: Collection[str]) -> fx.Node | None:
+    """The first batched argument with a symbol for the number of rows."""
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         if isinstance(value, Tensor) and plain_name(str(node.target)) in names and value.shape[:1]:
             rows: Any = value.shape[0]
             if isinstance(formula(rows), sympy.Symbol):
-                return formula(rows)
+                return node
     return None
 
 
@@ -562,7 +567,7 @@ class _BatchAnalysis:
         share = chain.scale_by_batch_fraction(chain("count", BATCH_COUNT, count, True), node)
         total = chain.repeat_call(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
         mean = chain(node.name, operator.truediv, total, share)
-        mean.meta["example_value"] = fake_value(node)
+        total.meta["example_value"] = mean.meta["example_value"] = fake_value(node)
         node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
         return True
 
@@ -655,7 +660,9 @@ class _BatchAnalysis:
     def _with_tail(self, tail: TailNodes) -> str:
         """Let the tail run once a step. Returns with what it begins, in words."""
         first = next(node for node in self.module.graph.nodes if node in tail.nodes)
-        insert_tail_inputs(self.module.graph, tail, self.dependence_of)
+        rows = _argument_with_rows(self.module.graph, self.batched)
+        assert rows is not None, "there is no tail without a symbol for the number of rows"
+        insert_tail_inputs(self.module.graph, tail, rows, self.dependence_of)
         return describe_call(first)
 
     def _memory_of(self, node: fx.Node) -> object:

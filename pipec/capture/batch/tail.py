@@ -58,7 +58,7 @@ def find_tail(
     ``memory_of`` identifies the memory of a node's value: views and their base share it.
     """
     nodes, inputs, sums, whole = (set[fx.Node]() for _ in range(4))
-    pending = [*mixing]
+    pending, written = [*mixing], {memory_of(call.all_input_nodes[0]) for call in writes(graph)}
     while pending or (pending := _readers_of_written(graph, nodes, memory_of)):
         node = pending.pop()
         if node in nodes or node.op in ("placeholder", "get_attr", "output"):
@@ -71,7 +71,7 @@ def find_tail(
             needed = _leading_to(source)
             if _is_row_by_row(source, dependence_of(source)) and not _chooses_at_random(source, needed):
                 inputs.add(source)
-            elif _is_summed(source, dependence_of(source)):
+            elif _is_summed(source, dependence_of(source)) and memory_of(source) not in written:
                 sums.add(source)
             elif all(isinstance(dependence_of(each), Whole) or _is_size(each) for each in needed):
                 whole.update(each for each in needed if each.op not in ("placeholder", "get_attr"))
@@ -82,11 +82,13 @@ def find_tail(
 
 
 def insert_tail_inputs(
-    graph: fx.Graph, tail: TailNodes, dependence_of: Callable[[fx.Node], Dependence]
+    graph: fx.Graph, tail: TailNodes, rows: fx.Node, dependence_of: Callable[[fx.Node], Dependence]
 ) -> None:
-    """Let the tail read ``TAIL_INPUT`` nodes, and copies of what is equal for all microbatches."""
+    """Let the tail read ``TAIL_INPUT`` nodes, and copies of what is equal for all microbatches.
+
+    ``rows`` is an argument that has the rows of a microbatch.
+    """
     copies: dict[fx.Node, fx.Node] = {}
-    rows = next(each for each in graph.find_nodes(op="placeholder") if dependence_of(each) == PerRow(0))
     for node in [each for each in graph.nodes if each in tail.whole]:
         with graph.inserting_after(node):
             copies[node] = graph.node_copy(node, lambda read: copies.get(read, read))
@@ -117,8 +119,8 @@ def _joined(source: fx.Node, reader: fx.Node, dim: int) -> fx.Node:
 def _summed(source: fx.Node, reader: fx.Node, rows: fx.Node, *, is_mean: bool) -> fx.Node:
     """The sum or mean of ``source`` over all microbatches, for the ``reader`` and those behind it.
 
-    A microbatch puts its sum into a first row, before zeros, and its mean into each of its rows, as many as
-    the argument ``rows`` has. So the tail's sum or mean over all rows is the batch's.
+    A microbatch puts its sum into a first row, before zeros, and its mean into each of as many rows as
+    ``rows`` has. So the tail's sum or mean over all rows is the batch's.
     """
     num_dims = fake_value(source).ndim
     size = _call(reader, source, torch.ops.aten.sym_size.int, rows, 0)
@@ -210,15 +212,10 @@ def _reason_against(graph: fx.Graph, tail: TailNodes, memory_of: Callable[[fx.No
                 return f"{describe_call(node)} comes behind it, and has trained weights of several dimensions"
     places = {node: place for place, node in enumerate(graph.nodes)}
     written = writes(graph)
-    read = [*tail.inputs, *tail.sums, *tail.whole]
-    for value in read:
+    for value in (*tail.inputs, *tail.sums, *tail.whole):
         read_at = min(places[user] for user in value.users if user in tail.nodes or user in tail.whole)
-        sharing = [each for each in read if memory_of(each) == memory_of(value)]
-        own = tail.nodes if value in tail.sums and sharing == [value] else ()  # they write into a copy
         late = [
-            x
-            for x in written
-            if places[x] >= read_at and x not in own and memory_of(x.all_input_nodes[0]) == memory_of(value)
+            x for x in written if places[x] >= read_at and memory_of(x.all_input_nodes[0]) == memory_of(value)
         ]
         if late:
             return f"{describe_call(late[0])} writes into a value that is read row by row"

@@ -39,10 +39,10 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
     def _as_pipeline(self, model: nn.Module) -> nn.Module:
         whole: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
         vars(whole).pop("forward")  # TRL's patch
-        if self.aux_loss_enabled:
+        if self.aux_loss_enabled and self.padding_free:
             raise InputError(
-                "the loss has a term that balances the experts of the whole batch, which microbatches cannot "
-                "compute; pass router_aux_loss_coef=0.0"
+                "a term of the loss balances experts over all documents of a batch, but microbatches are "
+                "computed alone; pass router_aux_loss_coef=0.0, or neither packing nor padding_free"
             )
         if self.padding_free:
             _require_separate_documents(whole)
@@ -68,7 +68,12 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
             inputs, given = _row(inputs), self._in_microbatches(inputs, num_items_in_batch, trains)
         else:
             inputs = {**inputs, "use_cache": False}
-            given = {"target": target_of(inputs, num_items_in_batch), **inputs}
+            target = target_of(inputs, num_items_in_batch)
+            if self.aux_loss_enabled:
+                inputs["output_router_logits"] = True
+                parts = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+                target["aux_loss_weight"] = self.router_aux_loss_coef / parts
+            given = {"target": target, **inputs}
         if trains:
             result = model(**given)
         elif self.padding_free and return_outputs:
@@ -100,6 +105,8 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
             counted = inputs["input_ids"].numel() if self.padding_free else inputs["attention_mask"].sum()
             self._total_train_tokens += int(counted)
         metrics["num_tokens"] = [self._total_train_tokens]
+        if "aux_loss" in logs:
+            metrics["aux_loss"].append(logs["aux_loss"])
 
 
 def split_documents(inputs: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
@@ -168,7 +175,8 @@ def _require_division(loss: Callable[..., Tensor], num_words: int) -> None:
 def _token_loss(delayed: bool, output: Any, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
     """TRL's ``loss_type="nll"``, or if ``delayed`` its ``"dft"``, and what ``SFTTrainer`` logs of the tokens.
 
-    It multiplies the loss of a token by its probability for DFT (https://huggingface.co/papers/2508.05629).
+    DFT multiplies the loss of a token by its probability (https://huggingface.co/papers/2508.05629). With an
+    ``aux_loss_weight``, the loss that balances experts is added.
     """
     labels, mask, log_probs = _tokens(output, target)
     losses = -log_probs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(~mask, 0.0)
@@ -176,14 +184,17 @@ def _token_loss(delayed: bool, output: Any, target: Target) -> tuple[Tensor, dic
         losses = losses * (-losses).exp().detach()
     count = target["num_items_in_batch"]
     count = mask.sum() if count is None else torch.as_tensor(count)
-    return losses.sum() / count.clamp(min=1), _token_metrics(labels, mask, log_probs)
+    loss = losses.sum() / count.clamp(min=1)
+    if "aux_loss_weight" in target:
+        loss = loss + target["aux_loss_weight"] * output.aux_loss
+    return loss, _metrics(output, labels, mask, log_probs)
 
 
 def _with_metrics(
     loss: Callable[[Any, Target], Tensor], output: Any, target: Target
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Another loss, and what ``SFTTrainer`` logs of the tokens."""
-    return loss(output, target), _token_metrics(*_tokens(output, target))
+    return loss(output, target), _metrics(output, *_tokens(output, target))
 
 
 def _tokens(output: Any, target: Target) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,10 +204,14 @@ def _tokens(output: Any, target: Target) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _token_metrics(labels: Tensor, mask: Tensor, log_probs: Tensor) -> dict[str, Tensor]:
-    """Sums over the tokens that count: their number, entropies, and how many were the most likely one."""
+def _metrics(output: Any, labels: Tensor, mask: Tensor, log_probs: Tensor) -> dict[str, Tensor]:
+    """Sums over the tokens that count: their number, entropies, and how many were the most likely one.
+
+    And the loss that balances experts, if the model returns it.
+    """
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return {
+    balance = getattr(output, "aux_loss", None)
+    return ({} if balance is None else {"aux_loss": balance}) | {
         "num_tokens": mask.sum(dtype=torch.float32),
         "entropy": entropy.masked_fill(~mask, 0.0).sum(),
         "num_correct": ((log_probs.argmax(-1) == labels) & mask).sum(dtype=torch.float32),
