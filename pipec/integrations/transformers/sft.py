@@ -71,7 +71,8 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
             target = target_of(inputs, num_items_in_batch)
             if self.aux_loss_enabled:
                 inputs["output_router_logits"] = True
-                parts = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+                adds_up = trains and num_items_in_batch is not None  # over the batches of an update
+                parts = self.current_gradient_accumulation_steps if adds_up else 1
                 target["aux_loss_weight"] = self.router_aux_loss_coef / parts
             given = {"target": target, **inputs}
         if trains:
