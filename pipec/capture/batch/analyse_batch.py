@@ -107,7 +107,8 @@ def batch_symbol_of(graph: fx.Graph, batched: Collection[str]) -> sympy.Symbol |
 
 def _argument_with_rows(graph: fx.Graph, names: Collection[str]) -> fx.Node | None:
     """The first batched argument with a symbol for the number of rows."""
-    for node in graph.find_nodes(op="placeholder"):
+    arguments: list[fx.Node] = graph.find_nodes(op="placeholder")
+    for node in arguments:
         value = fake_value(node)
         if isinstance(value, Tensor) and plain_name(str(node.target)) in names and value.shape[:1]:
             rows: Any = value.shape[0]

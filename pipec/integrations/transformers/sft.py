@@ -68,7 +68,7 @@ class PipecSFTTrainer(PipelineTrainer, SFTTrainer):  # type: ignore[misc]
             inputs, given = _row(inputs), self._in_microbatches(inputs, num_items_in_batch, trains)
         else:
             inputs = {**inputs, "use_cache": False}
-            target = target_of(inputs, num_items_in_batch)
+            target = dict(target_of(inputs, num_items_in_batch))
             if self.aux_loss_enabled:
                 inputs["output_router_logits"] = True
                 adds_up = trains and num_items_in_batch is not None  # over the batches of an update
