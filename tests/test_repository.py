@@ -1,8 +1,9 @@
-"""README.md, pages, workflows, recipes and the Makefile agree with the code, and links lead somewhere."""
+"""Pages, workflows and the package agree with the code; a wheel works where it is installed."""
 
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,7 @@ import torch
 import yaml
 from bare_programs import lower, verify_programs
 from doc_blocks import pages
+from packaging.requirements import Requirement
 from prose import faults
 from typer.testing import CliRunner
 
@@ -31,11 +33,13 @@ from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links
 from pipec.schedules import ENTRY_POINTS, Workload, one_f_one_b
 from pipec.schedules.chain_simulation import simulate_schedule
+from pipec.torch_compat import versions
 from pipec.torch_compat.versions import untested_version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-SITE = PROJECT["urls"]["Documentation"] + "/en/latest/"
+EXTRAS = PROJECT["optional-dependencies"]
+SITE, CODE = PROJECT["urls"]["Documentation"] + "/en/latest/", PROJECT["urls"]["Homepage"]
 EVERY_PAGE = [*ROOT.glob("*.md"), *pages()]
 
 
@@ -43,7 +47,7 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-# links and names
+# pages
 
 
 def headings(page: Path) -> set[str]:
@@ -53,46 +57,29 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def target_of(page: Path, link: str) -> Path | None:
+def target_of(page: Path, path: str) -> Path | None:
     """The file that a link leads to, also one into the site or the repository; None for other places."""
-    path = link.partition("#")[0]
     if path.startswith(SITE):
         return ROOT / "docs" / path.removeprefix(SITE).replace(".html", ".md")
-    if in_repository := re.match(
-        re.escape(PROJECT["urls"]["Homepage"]) + "/(?:blob|raw|tree)/main/(.*)", path
-    ):
+    if in_repository := re.match(re.escape(CODE) + "/(?:blob|raw|tree)/main/(.*)", path):
         return ROOT / in_repository[1]
     return None if ":" in path else page.parent / path if path else page
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        target, anchor = target_of(page, link), link.partition("#")[2]
+def test_links_and_names_lead_to_files_and_headings(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link, anchor in re.findall(r"\]\(([^)\s#]*)#?([^)\s]*)\)", text):
+        target = target_of(page, link)
         assert target is None or target.exists(), link
-        assert target is None or not anchor or anchor in headings(target), link
-
-
-def test_links_of_the_readme_are_absolute() -> None:
-    """A package index shows README.md without the repository."""
-    assert [link for link in re.findall(r"\]\(([^)]+)\)", read("README.md")) if "https://" not in link] == []
-
-
-def test_files_that_pages_name_are_there() -> None:
-    text = "".join(page.read_text(encoding="utf-8") for page in EVERY_PAGE)
-    paths = {*re.findall(r"`((?:\w+/)+\w+\.py)`", text)}
-    paths |= {*re.findall(r"`((?:pipec|tests|docs|benchmarks)/[\w./-]+)`", text)}
-    assert len(paths) > 50
-    assert [
-        path for path in paths if not any((ROOT / under / path).exists() for under in ("pipec", "."))
-    ] == []
+        assert target is None or not anchor or anchor in headings(target), (link, anchor)
+        assert page.name != "README.md" or "https://" in link, "a package index shows it without the rest"
+    for path in re.findall(r"`((?:\w+/)+\w+\.py|(?:pipec|tests|docs|benchmarks)/[\w./-]+)`", text):
+        assert (ROOT / "pipec" / path).exists() or (ROOT / path).exists(), path
 
 
 def test_prose_is_plain() -> None:
     assert list(faults()) == []
-
-
-# figures and versions
 
 
 def test_figures_are_those_of_the_pages_that_they_link_to() -> None:
@@ -101,128 +88,19 @@ def test_figures_are_those_of_the_pages_that_they_link_to() -> None:
         r"^## (?:In short|Scripts and method)\n", whole := read("docs/benchmarks.md"), flags=re.MULTILINE
     )
     sections = [row for row in short.splitlines() if "](" in row]
-    sections.append(read("README.md").split("## Figures\n")[1].split("\n## ")[0])
-    for section in sections:
+    for section in (*sections, read("README.md").split("## Figures\n")[1].split("\n## ")[0]):
         named = re.findall(r"\]\((?:[\w:/.]*/)?(\w+)\.(?:md|html)", section)
-        texts = [read(f"docs/{page}.md") for page in named]
+        texts = [read(f"docs/{name}.md") for name in named]
         text = "".join(before + rest if page == whole else page for page in texts)
         rows = "".join(line for line in section.splitlines() if line.startswith("|"))
         for number in set(re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.,]*\d)", rows)):
             assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", text), f"{number} is not in {named}"
 
 
-def test_pages_name_formats_and_versions_as_the_code_has_them() -> None:
-    written = f"{ARTIFACT}, {CHECKPOINT}, pipec profile {PROFILE}, {TOPOLOGY}."
-    assert written.replace("pipec ", "") in read("CHANGELOG.md")
-    assert re.findall(r"^## (\S+) \(", read("CHANGELOG.md"), re.MULTILINE)[0] == pipec.__version__
-    assert yaml.safe_load(read("CITATION.cff"))["version"] == pipec.__version__
-    shown = re.findall(
-        r"`(pipec (?:artifact|checkpoint|profile))`[^|]*\| (\d+) \|", read("docs/reference/formats.md")
-    )
-    assert [" ".join(each) for each in shown] == [ARTIFACT, CHECKPOINT, f"pipec profile {PROFILE}"]
-    (torch_range,) = (each for each in PROJECT["dependencies"] if each.startswith("torch"))
-    others = sorted(re.split(r"[<>=]", each)[0] for each in PROJECT["dependencies"] if each != torch_range)
-    for each in (TOPOLOGY, torch_range, ENTRY_POINTS, f"pip install {' '.join(others)}"):
-        assert each in read("docs/stability.md")
-
-
 def test_the_picture_is_what_the_command_line_draws(tmp_path: Path) -> None:
-    options = ("--stages", "4", "--microbatches", "8", "--communication", "0.2")
-    result = CliRunner().invoke(app, ["schedule", "1f1b", *options, "-o", str(tmp_path / "timeline.svg")])
-    assert result.exit_code == 0, result.output
+    words = "schedule 1f1b --stages 4 --microbatches 8 --communication 0.2 -o"
+    assert CliRunner().invoke(app, [*words.split(), str(tmp_path / "timeline.svg")]).exit_code == 0
     assert (tmp_path / "timeline.svg").read_text() == read("docs/images/timeline.svg")
-
-
-# workflows, recipes and the Makefile
-
-
-def test_workflows_run_targets_of_the_makefile_on_every_supported_version() -> None:
-    text = read(".github/workflows/tests.yml") + read(".github/workflows/release.yml")
-    targets = set(re.findall(r"^([\w-]+):.*##", read("Makefile"), re.MULTILINE))
-    assert {"test", "full", "package"} <= {*re.findall(r"run: make ([\w-]+)", text)} <= targets
-    job = yaml.safe_load(read(".github/workflows/tests.yml"))["jobs"]["test"]
-    matrix, supported = (
-        job["strategy"]["matrix"],
-        set(re.findall(r":: (3\.\d+)'", str(PROJECT["classifiers"]))),
-    )
-    assert {*matrix["python"]} - {*re.findall(r"3\.\d+", job["continue-on-error"])} == supported
-    versions = {*matrix["torch"], *(each["torch"] for each in matrix["include"])}
-    assert {each.rpartition(".")[0] for each in versions} == {f"2.{minor}" for minor in range(11, 16)}
-    assert all(untested_version(each) is None for each in versions)
-
-
-def test_publishing_needs_no_token_and_the_tag_of_the_version() -> None:
-    jobs = yaml.safe_load(read(".github/workflows/release.yml"))["jobs"]
-    assert jobs["publish"]["permissions"] == {"id-token": "write"}
-    assert "secrets." not in read(".github/workflows/release.yml")
-    (check,) = (
-        each["run"] for each in jobs["build"]["steps"] if each.get("name") == "the tag is the version"
-    )
-    for tag, status in ((f"v{pipec.__version__}", 0), (f"v{pipec.__version__}.1", 1)):
-        environment = {**os.environ, "GITHUB_REF_NAME": tag}
-        assert subprocess.run(["bash", "-c", check], cwd=ROOT, env=environment).returncode == status
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schema", "files"),
-    [
-        ("vendor.github-workflows", ".github/workflows/*.yml"),
-        ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/[!c]*.yml"),
-        ("vendor.github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
-        ("vendor.citation-file-format", "CITATION.cff"),
-    ],
-)
-def test_files_are_valid_by_their_published_schemas(schema: str, files: str) -> None:
-    checker = shutil.which("check-jsonschema", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if checker is None:
-        pytest.skip("no `check-jsonschema`: it is in the extra dev")
-    command = [checker, "--builtin-schema", schema, "--default-filetype", "yaml", *ROOT.glob(files)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_recipes_of_clusters_parse_and_start_a_script_that_is_there() -> None:
-    folder = ROOT / "examples" / "cluster"
-    assert subprocess.run(["bash", "-n", folder / "slurm.sh"]).returncode == 0
-    for recipe in ("slurm.sh", "kubernetes.yaml", "trainjob.yaml"):
-        assert "examples/restartable_digits.py" in (folder / recipe).read_text(encoding="utf-8")
-    (job,), (runtime, train_job) = (
-        [*yaml.safe_load_all((folder / name).read_text(encoding="utf-8"))]
-        for name in ("kubernetes.yaml", "trainjob.yaml")
-    )
-    assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    pods = [job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]]
-    pods.append(node["template"]["spec"]["template"]["spec"])
-    for pod, name in zip(pods, ("pytorch", "node"), strict=True):  # the operators look for these
-        (container,) = pod["containers"]
-        assert container["name"] == name
-        assert {each["name"] for each in container["volumeMounts"]} == {
-            each["name"] for each in pod["volumes"]
-        }
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_gpu_names_missing_packages(tmp_path: Path) -> None:
-    """It takes an interpreter as it is, without pip and network."""
-    venv.create(tmp_path, with_pip=False)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    command = ["make", "gpu", f"PYTHON={tmp_path / 'bin' / 'python'}", "VENV="]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "lacks torch, numpy, " in done.stderr
-
-
-@pytest.mark.slow
-def test_a_run_of_skipped_tests_of_gpus_is_not_green() -> None:
-    command = [sys.executable, "-m", "pytest", "tests/cuda/test_gpu_memory.py", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
-
-
-# the examples of pages do what the pages say
 
 
 def first_block(page: str) -> SimpleNamespace:
@@ -233,8 +111,8 @@ def first_block(page: str) -> SimpleNamespace:
     return SimpleNamespace(**names)
 
 
-def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = first_block("docs/tasks/write_a_pass.md").KeepProducts()
+def test_the_pass_of_a_page_keeps_products_and_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, made = first_block("docs/tasks/write_a_pass.md").KeepProducts(), pass_list.make_passes
     example = load_example(f"{ROOT / 'tests' / 'helpers' / 'cli_models.py'}:mlp")
 
     def step() -> tuple[int, list[torch.Tensor | None]]:
@@ -243,27 +121,164 @@ def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.Mon
         pipe.step(*example.args, target=example.target)
         return pipe.plan.stages[1].cost.memory.saved, [parameter.grad for parameter in pipe.parameters()]
 
-    def with_keep(*args: Any) -> list[Any]:
-        return [
-            one
-            for each in original(*args)
-            for one in ([each, keep] if type(each) is MarkRecompute else [each])
-        ]
-
     saved_bytes, gradients = step()
-    original = pass_list.make_passes
-    monkeypatch.setattr(pass_list, "make_passes", with_keep)
+    monkeypatch.setattr(pass_list, "make_passes", lambda *given: with_keep(made(*given)))
+
+    def with_keep(passes: list[Any]) -> list[Any]:
+        return [x for each in passes for x in ([each, keep] if type(each) is MarkRecompute else [each])]
+
     more_bytes, same = step()
     assert more_bytes > saved_bytes
     assert all(torch.equal(one, other) for one, other in zip(gradients, same, strict=True))
 
 
-def test_the_schedule_verifies_and_hides_messages() -> None:
+def test_the_schedule_of_a_page_verifies_and_hides_messages() -> None:
     eager = first_block("docs/tasks/write_a_schedule.md").eager_1f1b
     for num_ranks, num_microbatches in [(1, 1), (2, 3), (4, 8), (5, 2)]:
         schedule, links = eager(num_ranks, num_microbatches), chain_links(num_ranks)
         verify_programs(lower(schedule, links), schedule.placement, links, num_microbatches)
     work = Workload.uniform(4, message=0.5)
-    spans = [simulate_schedule(make(4, 8), work)[0].makespan for make in (eager, one_f_one_b)]
+    assert [simulate_schedule(make(4, 8), work)[0].makespan for make in (eager, one_f_one_b)] == [36, 41]
     assert "36 units of time where 1F1B takes 41" in " ".join(read("docs/tasks/write_a_schedule.md").split())
-    assert spans == [36, 41]
+
+
+# versions, workflows and the Makefile
+
+
+def test_pages_name_formats_and_versions_as_the_code_has_them() -> None:
+    profile = f"pipec profile {PROFILE}"
+    assert f"{ARTIFACT}, {CHECKPOINT}, {profile}, {TOPOLOGY}.".replace("pipec ", "") in read("CHANGELOG.md")
+    assert re.findall(r"^## (\S+) \(", read("CHANGELOG.md"), re.MULTILINE)[0] == pipec.__version__
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == pipec.__version__
+    assert CliRunner().invoke(app, ["--version"]).output == f"pipec {pipec.__version__}\n"
+    shown = re.findall(r"`(pipec \w+)`[^|]*\| (\d+) \|", read("docs/reference/formats.md"))
+    assert {" ".join(each) for each in shown} >= {ARTIFACT, CHECKPOINT, profile}
+    (torch_range,) = (each for each in PROJECT["dependencies"] if each.startswith("torch"))
+    others = sorted(re.split(r"[<>=]", each)[0] for each in PROJECT["dependencies"] if each != torch_range)
+    for each in (TOPOLOGY, torch_range, ENTRY_POINTS, f"pip install {' '.join(others)}"):
+        assert each in read("docs/stability.md")
+    (everything,) = EXTRAS["all"]
+    assert Requirement(everything).extras == set(EXTRAS) - {"all", "dev", "docs", "examples"}
+
+
+def test_the_package_asks_for_the_tested_versions_of_torch_of_any_build(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 says once that another one was not tested."""
+    last, next_minor = versions.NEWEST[0], versions.NEWEST[1] + 1
+    (torch_range,) = (x.specifier for x in map(Requirement, PROJECT["dependencies"]) if x.name == "torch")
+    assert str(torch_range) == f"<{last}.{next_minor},>={'.'.join(map(str, versions.OLDEST))}"
+    for build in ("2.11.0", "2.12.1+cu130", "2.13.0+cpu", "2.13.0+rocm7", "2.15.0+cu132"):
+        assert torch_range.contains(build)
+        assert untested_version(build) is None
+    for build in ("2.10.1", f"{last}.{next_minor}.0", "3.0", "2.16.0a0+git12"):
+        assert not torch_range.contains(build, prereleases=True)
+        assert f"torch {build} is {'older' if build == '2.10.1' else 'newer'}" in str(untested_version(build))
+    monkeypatch.setattr(torch, "__version__", "9.0.1+cpu")
+    for rank in "001":
+        monkeypatch.setenv("RANK", rank)
+        pipec.compile(torch.nn.Linear(2, 2), devices=1)
+    assert [record.message.count("9.0.1+cpu is newer") for record in caplog.records] == [1]
+
+
+def test_workflows_run_targets_of_the_makefile_on_every_supported_version() -> None:
+    tests, release = (read(f".github/workflows/{name}.yml") for name in ("tests", "release"))
+    targets = set(re.findall(r"^([\w-]+):.*##", read("Makefile"), re.MULTILINE))
+    assert {"test", "full", "package"} <= {*re.findall(r"run: make ([\w-]+)", tests + release)} <= targets
+    job = yaml.safe_load(tests)["jobs"]["test"]
+    matrix, supported = job["strategy"]["matrix"], {*re.findall(r":: (3\.\d+)'", str(PROJECT["classifiers"]))}
+    assert {*matrix["python"]} - {*re.findall(r"3\.\d+", job["continue-on-error"])} == supported
+    builds = {*matrix["torch"], *(each["torch"] for each in matrix["include"])}
+    assert {each.rpartition(".")[0] for each in builds} == {f"2.{minor}" for minor in range(11, 16)}
+    assert all(untested_version(each) is None for each in builds)
+    jobs = yaml.safe_load(release)["jobs"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}, "no token"
+    (check,) = (x["run"] for x in jobs["build"]["steps"] if x.get("name") == "the tag is the version")
+    for tag, status in ((f"v{pipec.__version__}", 0), (f"v{pipec.__version__}.1", 1)):
+        environment = {**os.environ, "GITHUB_REF_NAME": tag}
+        assert subprocess.run(["bash", "-c", check], cwd=ROOT, env=environment).returncode == status
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_gpu_names_missing_packages(tmp_path: Path) -> None:
+    """It takes an interpreter as it is, without pip and network."""
+    venv.create(tmp_path, with_pip=False)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = ["make", "gpu", f"PYTHON={tmp_path / 'bin' / 'python'}", "VENV="]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "lacks torch, numpy, " in done.stderr
+
+
+# where the package is installed
+
+USER_SCRIPT = """
+import functools, pipec, torch
+from torch import Tensor, nn
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+pipe = pipec.compile(nn.Linear(4, 1), devices=2, schedule="zb-h1", optimizer=adamw, memory_limit="16GiB")
+x, y = torch.randn(8, 4), torch.randn(8, 1)
+loss: Tensor = pipe.step(x, target=y)
+both: tuple[Tensor, object] = pipe.step(x, target=y, outputs=True)
+losses: list[float] = [each.item() for each in pipe.stream([(x, y)])]
+prepared: pipec.Pipeline = pipe.prepare(x, target=y)
+pipec.load("artifact").step(x, target=y)
+reveal_type(pipe)
+pipec.compile(nn.Linear(4, 1), device=2)  # wrong: no such option
+pipec.compile(nn.Linear(4, 1), microbatches="four")  # wrong: of another type
+loss = pipe.step(x, target=y, outputs=True)  # wrong: a tuple
+"""
+
+
+def run(*command: object, folder: Path, installed: Path) -> subprocess.CompletedProcess[str]:
+    """As a user: nothing leads to the repository."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
+    given["PATH"] = f"{installed / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return subprocess.run([*map(str, command)], cwd=folder, env=given, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel of pipec, which sees the packages of this one, but not its pipec."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    built = subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT], capture_output=True, text=True
+    )
+    if built.returncode and "hatchling" in built.stderr and "satisf" in built.stderr:
+        pytest.skip("pip cannot fetch hatchling, which builds the wheel")
+    assert not built.returncode, built.stderr
+    (wheel,) = folder.glob(f"pipec-{pipec.__version__}-py3-none-any.whl")
+    home = folder / "env"
+    venv.create(home, with_pip=False)
+    into = [*pip, "--python", home / "bin" / "python", "install", "--no-deps", "--no-index", wheel]
+    subprocess.run(into, check=True)
+    (packages,) = home.glob("lib/python*/site-packages")
+    Path(packages, "development.pth").write_text("\n".join(site.getsitepackages()), encoding="utf-8")
+    return home
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_quickstart_in_another_folder(installed: Path, tmp_path: Path) -> None:
+    quickstart = re.search(r"^```python\n(.*?)^```", read("README.md"), re.DOTALL | re.MULTILINE)
+    assert quickstart
+    where = "import pipec, sys; print(pipec.__file__, pipec.__version__, file=sys.stderr)\n"
+    (tmp_path / "train.py").write_text(where + quickstart[1], encoding="utf-8")
+    done = run(installed / "bin" / "python", "train.py", folder=tmp_path, installed=installed)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"{re.escape(str(installed))}\S*pipec/__init__.py {pipec.__version__}\n", done.stderr)
+    version = run(installed / "bin" / "pipec", "--version", folder=tmp_path, installed=installed)
+    assert version.stdout == f"pipec {pipec.__version__}\n", version.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mypy_reads_a_user_script(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(USER_SCRIPT, encoding="utf-8")
+    python = installed / "bin" / "python"
+    options = ("--strict", "--python-executable", python, "--cache-dir", tmp_path / "cache")
+    done = run(sys.executable, "-m", "mypy", *options, "script.py", folder=tmp_path, installed=installed)
+    found = re.findall(r"^.*script\.py:(\d+)(?::\d+)?.*\berror\b", done.stdout, re.MULTILINE)
+    wrong = [number for number, line in enumerate(USER_SCRIPT.splitlines(), 1) if "# wrong" in line]
+    assert [*map(int, found)] == wrong, done.stdout + done.stderr
+    assert 'Revealed type is "pipec.pipeline.pipeline.Pipeline"' in done.stdout

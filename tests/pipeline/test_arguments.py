@@ -54,6 +54,8 @@ def test_every_argument_has_a_row(function: Callable[..., Any], kinds: Mapping[s
 def test_compile_shows_every_option_with_its_default_and_meaning() -> None:
     parameters = inspect.signature(pipec.compile).parameters
     documentation = pipec.compile.__doc__ or ""
+    lines = str(pipec.compile.__signature__).splitlines()  # type: ignore[attr-defined]
+    assert "    schedule: str | Path | Callable[[int, int], Schedule] = '1f1b'," in lines
     assert list(parameters) == ["model", *OPTIONS]
     for name, option in OPTIONS.items():
         assert parameters[name].default == getattr(Options, name)
