@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from delayed_gradients import LOSS, SGD, assert_same, batches, delayed, model
 
 import pipec
 from pipec.errors import InputError
@@ -13,7 +14,6 @@ from pipec.ir import HostCost, Plan
 from pipec.schedules import ASYNCHRONOUS_SCHEDULES
 from tests.compiler.test_replica_choice import Wide, replica_counts
 from tests.compiler.test_replica_choice import prepared as shared
-from tests.pipeline.test_pipedream import LOSS, SGD, assert_same, batches, delayed, model
 
 
 def compiled(stages: int = 3, **options: Any) -> pipec.Pipeline:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from delayed_gradients import batches as async_batches
+from delayed_gradients import pipeline
 from optimizer_reference import SAME, Plain, difference, pair
 from slow_params import slow
 from torch import Tensor, nn
 
 import pipec
 from pipec.errors import ExecutionError, InputError, NonFiniteError
-from tests.pipeline.test_pipedream import batches as async_batches
-from tests.pipeline.test_pipedream import pipeline
 
 GOOD, NAN_LOSS, NAN_GRADIENT = "good", "loss", "gradient"
 PLAN = {"devices": 2, "stages": 2}

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from delayed_gradients import SGD as FAST
+from delayed_gradients import Batch, assert_same, delayed, losses_in, pipeline
+from delayed_gradients import batches as stream_batches
 from memory_meter import measure_memory
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -19,9 +22,6 @@ from pipec.errors import InputError, NonFiniteError
 from pipec.pipeline import Pipeline
 from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.loss_scale import GROWTH_INTERVAL, LossScale
-from tests.pipeline.test_pipedream import SGD as FAST
-from tests.pipeline.test_pipedream import Batch, assert_same, delayed, losses_in, pipeline
-from tests.pipeline.test_pipedream import batches as stream_batches
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 CPU = torch.device("cpu")

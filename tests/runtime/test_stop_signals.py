@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from delayed_gradients import SGD, assert_same, batches, delayed, pipeline
 from torch import Tensor
 
 from pipec.runtime.processes import stop_signals
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
-from tests.pipeline.test_pipedream import SGD, assert_same, batches, delayed, pipeline
 
 
 @pytest.fixture(autouse=True)

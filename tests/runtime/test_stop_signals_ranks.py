@@ -20,8 +20,8 @@ import torch, pipec
 import optimizer_reference
 from tests.pipeline import test_on_nan
 from tests.pipeline.test_on_nan import GOOD, KINDS, NAN_LOSS
-from tests.pipeline.test_pipedream import *
-from tests.pipeline.test_pipedream_failures import FailsOnce
+from delayed_gradients import *
+from tests.pipeline.test_asynchronous import Fails as FailsOnce
 rank = int(os.environ["RANK"])
 
 def raised(call):

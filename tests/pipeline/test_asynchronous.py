@@ -1,0 +1,472 @@
+"""Streams without a flush: the bits of a process that applies delayed gradients as the versions say."""
+
+import copy
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import delayed_gradients
+import pytest
+import torch
+from delayed_gradients import (
+    ADAM,
+    DOUBLE,
+    LOSS,
+    ROWS,
+    SGD,
+    VERTICAL,
+    Batch,
+    Row,
+    assert_same,
+    batches,
+    delayed,
+    difference,
+    model,
+    pipeline,
+)
+from page_views import embedded
+from slow_params import slow
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from worker_processes import run_ranks, run_script
+
+import pipec
+from pipec.cli.artifact_inputs import load_with_random_tensors, random_batches
+from pipec.errors import ExecutionError, InfeasibleError, InputError
+from pipec.plan.predictions import plan_memory
+from pipec.runtime.stages.bound_stage import WeightVersions
+from pipec.timeline.curves import rank_memory_over_time
+from pipec.viz import DrawnStep, page_html
+from tests.cli.test_cli import pipec_cli, pipec_json
+
+Schedules = pytest.mark.parametrize("schedule", ["pipedream", VERTICAL, DOUBLE])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_stream_trains_with_delayed_gradients(row: Row) -> None:
+    assert not difference(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_processes_train_with_delayed_gradients(num_ranks: int, tmp_path: Path) -> None:
+    for printed in run_ranks(Path(delayed_gradients.__file__), num_ranks, tmp_path):
+        found = json.loads(printed.splitlines()[-1])
+        assert found
+        assert not any(found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas"),
+    [("pipedream", (1, 1, 1)), (DOUBLE, (1, 1)), slow("pipedream", (2, 1))],
+)
+def test_a_saved_artifact_trains_on(schedule: str, replicas: tuple[int, ...], tmp_path: Path) -> None:
+    row = Row(schedule, replicas, optimizer="adam")
+    pipe = row.pipeline()
+    reference = row.reference(pipe)
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved", optimizer=ADAM)
+    assert loaded.programs == pipe.programs
+    assert list(loaded.stream(batches(8))) == [reference.step(batch) for batch in batches(8)]
+    reference.finish()
+    assert_same(loaded, reference)
+    with pytest.raises(InputError, match=r"step was given kwargs\['x'\], target"):
+        list(loaded.stream([{"x": torch.zeros(8, 6), "target": torch.zeros(8)}]))
+
+
+@pytest.mark.slow
+def test_a_language_model_trains_with_delayed_gradients() -> None:
+    """Llama, which ties nothing: attention, masks and positions that several stages read."""
+    from huggingface_models import llama
+
+    own, batch = llama()
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(0, 48, batch["input_ids"].shape, generator=generator) for _ in range(6)]
+    given = [{"input_ids": each, "labels": each} for each in ids]
+    pipe = pipec.compile(own, 3, schedule="pipedream", optimizer=ADAM).prepare(**batch)
+    reference = delayed(pipe, ADAM, losses=lambda call, batch: [(call(**batch).loss, 1.0)])
+    losses, expected = list(pipe.stream(given)), [reference.step(each) for each in given]
+    assert torch.allclose(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=0)
+    for name, parameter in pipe.named_parameters():
+        assert torch.allclose(parameter, reference.history[-1][name], rtol=1e-3, atol=1e-5), name
+
+
+def test_buffers_are_updated_mini_batch_by_mini_batch() -> None:
+    norms = [layer for _ in range(2) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6))]
+    own = nn.Sequential(*norms, nn.Linear(6, 3))
+    pipe, plain = pipeline(2, partial(torch.optim.SGD, lr=0.0), model=own), copy.deepcopy(own)
+    list(pipe.stream(batches(7)))
+    for x, _ in batches(7):
+        plain(x)
+    buffers = dict(pipe.named_buffers())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in plain.named_buffers())
+
+
+def test_what_loop_loader_and_dropout_draw_is_the_same_in_every_run() -> None:
+    """A stream takes one number of the generator."""
+    data = TensorDataset(*next(batches(1, rows=48)))
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        dropout = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Linear(6, 3))
+        pipe = pipeline(3, model=dropout)
+        torch.manual_seed(7)
+        loader = DataLoader(data, batch_size=8, shuffle=True)
+        return [torch.stack([loss, torch.rand(())]) for _ in range(2) for loss in pipe.stream(loader)]
+
+    assert torch.equal(torch.stack(run()), torch.stack(run()))
+
+
+# versions of weights
+
+
+@Schedules
+def test_stages_hold_the_versions_that_the_plan_counts(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no update changes is in none of them."""
+    own = model()
+    own[0].requires_grad_(False)
+    trained: Any = lambda named: SGD([p for _, p in named if p.requires_grad])  # noqa: E731
+    pipe = pipeline(3, trained, schedule, model=own)
+    most, copied, of = dict[int, int](), set[bool](), WeightVersions.of
+
+    def spy(versions: WeightVersions, number: int) -> Sequence[Tensor]:
+        found = of(versions, number)
+        most[id(versions._latest)] = max(most.get(id(versions._latest), 0), len(versions._stashed))
+        for weights in versions._stashed.values():
+            pairs = zip(weights, versions._latest, strict=True)
+            copied.update(one is not other for one, other in pairs if not other.requires_grad)
+        return found
+
+    monkeypatch.setattr(WeightVersions, "of", spy)
+    list(pipe.stream(batches(8)))
+    (execution, *_) = pipe._executions._linked.values()
+    stages = [stage for each in execution._interpreters for stage in each.stages.values()]
+    held = {stage.index: most[id(stage.weights)] for stage in stages}
+    assert copied == {False}
+    named = dict(pipe.named_parameters())
+    for stage in pipe.plan.stages:
+        num_bytes = sum(named[x].numel() * 4 for x in stage.parameters if named[x].requires_grad)
+        assert stage.cost.memory.versions == held[stage.index] * num_bytes
+    expected = {"pipedream": [2, 1, 0], VERTICAL: [2, 2, 2], DOUBLE: [1, 1, 1]}
+    assert [held[index] for index in range(3)] == expected[schedule]
+
+
+def test_versions_are_copied_only_while_they_are_read() -> None:
+    first, second = torch.zeros(1), torch.ones(1)
+    versions = WeightVersions([first, second], behind=2)
+    for number in range(4):
+        versions.stash([number % 2])
+        (first, second)[number % 2].add_(10)
+        versions.advance()
+    assert versions.held == {1, 2, 3, 4}, "one more until the next is read, which a late first stage may hold"
+    assert [[float(x) for x in versions.of(number)] for number in (2, 3, 4)] == [[10, 11], [20, 11], [20, 21]]
+    assert versions.of(2)[1] is versions.of(3)[1]
+    with pytest.raises(KeyError):
+        versions.of(1)
+
+
+# how streams end
+
+
+def halves(count: int) -> Iterator[Batch]:
+    return ((x[:4], y[:4]) for x, y in batches(count))
+
+
+def unreadable(count: int) -> Iterator[Batch]:
+    yield from batches(count)
+    raise OSError("the disk is full")
+
+
+def unfit(count: int) -> Iterator[Batch]:
+    yield from batches(count)
+    yield torch.zeros(8, 6), torch.zeros(3, dtype=torch.long)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [(unreadable, OSError, "the disk is full"), (unfit, InputError, "target has 3 rows but the batch has 8")],
+)
+def test_what_an_iterator_raises_is_raised_when_all_batches_are_trained_on(
+    given: Callable[[int], Iterator[Batch]], error: type[Exception], match: str, schedule: str
+) -> None:
+    row = Row(schedule, microbatches=None if schedule == "pipedream" else 2)
+    pipe, losses = row.pipeline(), list[Tensor]()
+    reference = row.reference(pipe)
+    with pytest.raises(error, match=match):
+        losses.extend(pipe.stream(given(6)))
+    assert losses == [reference.step(batch) for batch in batches(6)]
+    assert_same(pipe, reference)
+    reference.restart()
+    assert list(pipe.stream([*batches(2), *halves(2)]))[:2] == [reference.step(batch) for batch in batches(2)]
+    reference.restart()
+    for batch in halves(2):
+        reference.step(batch)
+    assert_same(pipe, reference)
+
+
+def test_an_interrupt_completes_what_was_begun() -> None:
+    """Ctrl-C while the script waits for a loss: every stage has made the same updates afterwards."""
+    pipe, losses = pipeline(3), list[Tensor]()
+    reference = delayed(pipe, SGD)
+    begun, sent, main = threading.Event(), threading.Event(), threading.main_thread()
+
+    def waiting() -> Iterator[Batch]:
+        for number, batch in enumerate(batches(50)):
+            if number == 10:
+                begun.set()
+                sent.wait()
+            yield batch
+
+    def interrupt() -> None:
+        begun.wait()
+        assert main.ident is not None
+        signal.pthread_kill(main.ident, signal.SIGINT)
+        sent.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        losses.extend(pipe.stream(waiting()))
+    thread.join()
+    for batch in islice(batches(50), pipe.num_steps):
+        reference.step(batch)
+    assert len(losses) < pipe.num_steps <= len(losses) + 3
+    assert_same(pipe, reference)
+    reference.restart()
+    assert list(pipe.stream(batches(3))) == [reference.step(batch) for batch in batches(3)]
+
+
+class Fails(torch.optim.SGD):
+    """Raises in the middle of the sixth update of the stage that has the layer 4."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__([p for _, p in named], lr=0.1, momentum=0.9)
+        self.count, self.names = 0, {name for name, p in named if not p.is_meta}
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        if "4.weight" in self.names and self.count == 6:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].fill_(7.0)
+            raise ValueError("the learning rate is negative")
+        return super().step(closure)
+
+
+LAST_IS_DONE = threading.Event()
+
+
+class FailsLate(Fails):
+    """The first stage fails in its fifth update, when the last one has nothing in flight any more."""
+
+    def step(self, closure: Any = None) -> Any:
+        if "0.weight" in self.names and self.count == 4:
+            assert LAST_IS_DONE.wait(60)
+            raise ValueError("the learning rate is negative")
+        self.names.discard("4.weight")
+        super().step(closure)
+        if "8.weight" in self.names and self.count == 7:
+            LAST_IS_DONE.set()
+
+
+def with_norms() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6))]
+    return nn.Sequential(*layers, nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "optimizer", "least", "most"),
+    [
+        ("pipedream", Fails, 0, 0),
+        (VERTICAL, FailsLate, 4, 4),
+        slow(VERTICAL, Fails, 3, 6),
+        (DOUBLE, Fails, 3, 6),
+    ],
+)
+def test_an_optimizer_that_raises_leaves_the_newest_version_that_all_stages_hold(
+    schedule: str, optimizer: Any, least: int, most: int
+) -> None:
+    """The bits of a stream of so many batches. Plain stashing holds no such version, and says so."""
+    pipe, straight = (pipeline(3, each, schedule, model=with_norms()) for each in (optimizer, SGD))
+    before = {name: x.clone() for name, x in pipe.state_dict().items()}
+    with pytest.raises(ExecutionError, match=r"update: ValueError: the learning rate is negative") as caught:
+        list(pipe.stream(batches(20, 12)))
+    (note,) = caught.value.__notes__
+    if schedule == "pipedream":
+        assert re.search(r"no version of the weights is held by all stages.*stage 2 holds \d+, in", note)
+        pipe.load_state_dict(before)
+        assert len(list(pipe.stream(batches(5)))) == 5
+        return
+    count = int(note.removeprefix("the parameters and buffers are those after ").split()[0])
+    assert least <= count <= most
+    list(straight.stream(batches(count, 12)))
+    for name, expected in straight.state_dict().items():
+        assert torch.equal(pipe.state_dict()[name], expected), name
+
+
+ENDS = """
+import os, sys
+sys.path[:0] = {paths!r}
+import torch, pipec
+from delayed_gradients import *
+rank = int(os.environ.get("RANK", 0))
+pipe = pipeline(3, timeout=240.0)
+
+def streamed(given):
+    losses = []
+    try:
+        for loss in pipe.stream(given):
+            losses.append(loss)
+    except Exception as error:
+        print(type(error).__name__, error)
+    return len(losses)
+
+def failing(count):
+    yield from batches(count)
+    raise OSError("the disk is full")
+
+def other(count):
+    yield from batches(count)
+    yield torch.full((8, 6), float(rank)), torch.zeros(8, dtype=torch.long)
+
+print("shorter", streamed(batches(9 - (rank == 1))))
+print("raises", streamed(failing(5) if rank == 2 else batches(9)))
+print("differs", streamed(other(4)))
+print("all raise", streamed(failing(1)))
+print("goes on", streamed(batches(7)))
+state = pipe.full_state_dict(all_ranks=True)
+print("holds", round(sum(x.double().sum().item() for x in state.values()), 9))
+next(pipe.stream(batches(50)))  # and ends in the middle of it
+"""
+
+
+@pytest.mark.slow
+def test_streams_end_alike_on_all_ranks(tmp_path: Path) -> None:
+    """Whatever ends a stream on one rank ends it on all, at the same mini-batch, and training goes on."""
+    script, tests = tmp_path / "script.py", Path(__file__).parents[1]
+    script.write_text(ENDS.format(paths=[str(tests.parent), str(tests / "helpers")]))
+    one, *others = [each.splitlines() for each in run_ranks(script, 3, tmp_path)]
+    assert [each == one for each in others] == [True, True]
+    ends = [line for line in one if line.startswith(("shorter", "raises", "differs", "all raise", "goes on"))]
+    assert ends == ["shorter 8", "raises 5", "differs 4", "all raise 1", "goes on 7"]
+    assert "  batches: another one on ranks 0, 2; no more on rank 1" in one
+    assert "  batches: another one on ranks 0, 1; OSError: the disk is full on rank 2" in one
+    assert any(line.startswith("InputError the ranks passed different batches to step") for line in one)
+    assert "InputError the iterator of batches raised OSError: the disk is full" in one
+    assert "holds" in run_script(script, [], 0, tmp_path)
+
+
+# what is refused
+
+
+NORM = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": None}, "pass optimizer="),
+        ({"shard": "optimizer"}, "shard='optimizer' cannot hold"),
+        ({"batch": "rank0"}, "batch is 'rank0'"),
+        ({"microbatches": 2}, "runs a mini-batch as one microbatch"),
+        ({"schedule": DOUBLE, "microbatches": 1}, "needs a mini-batch of 3 microbatches or more"),
+        ({"schedule": VERTICAL, "replicas": (2, 1)}, r"replicas are \(2, 1\); take pipedream"),
+        ({"schedule": DOUBLE, "replicas": (2, 1)}, "the same number of replicas for every stage"),
+        (
+            {"schedule": DOUBLE, "devices": 4, "replicas": 2, "microbatches": 5},
+            "4 microbatches or more on 4 ranks, and a multiple of the 2 replicas",
+        ),
+        ({"model": NORM, "replicas": (2, 1)}, "change the buffer 1.num_batches_tracked; .* replicas would"),
+    ],
+)
+def test_what_needs_a_flush_is_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"devices": 3, "model": model(), "schedule": "pipedream", "optimizer": SGD}
+    with pytest.raises(InputError, match=message):
+        list(pipec.compile(loss_fn=LOSS, **(given | options)).stream(batches(2)))
+
+
+def test_an_accumulation_a_trace_and_a_tied_weight_are_refused() -> None:
+    from optimizer_reference import batches as words
+    from optimizer_reference import model as tied
+
+    pipe, (x, y) = pipeline(2), next(batches(1))
+    for call in (lambda: pipe.step(x, target=y), lambda: list(pipe.stream(batches(2)))):
+        with pipe.accumulate(), pytest.raises(InputError, match="leave out accumulate"):
+            call()
+        with pytest.raises(InputError, match="cannot be recorded"), pipe.trace():
+            call()
+    pipe = pipec.compile(tied(), 2, schedule="pipedream", optimizer=SGD)
+    with pytest.raises(InputError, match=r"words.weight is tied: stages 0 and 1 use it.*1f1b"):
+        list(pipe.stream(words(2)))
+
+
+# programs without end are saved, run, simulated and drawn like those of a step
+
+MODELS = Path(__file__).parents[1] / "helpers" / "cli_models.py"
+TARGET, MOMENTUM = f"{MODELS}:mlp", f"{MODELS}:momentum"
+
+
+def test_the_command_line_draws_several_periods(tmp_path: Path) -> None:
+    words = ("schedule", "pipedream", "--stages", 4, "--microbatches", 12)
+    text = pipec_cli(*words).stdout
+    assert "steady state: a mini-batch every 3 units, bubble 0.0%" in text
+    row = next(line for line in text.splitlines() if line.startswith("rank 2 "))
+    cells = re.findall(r"[FB]\d+v\d+", row)
+    assert " ".join(cells[:8]) == "F0v0 F1v0 B0v0 F2v1 B1v0 F3v2 B2v1 F4v3"
+    pipec_cli(*words, "-o", tmp_path / "drawn.svg")
+    drawn = (tmp_path / "drawn.svg").read_text()
+    assert all(f">{cell}<" in drawn or f">{cell[1:]}<" in drawn for cell in cells if len(cell) == 4)
+    facts = pipec_json("schedule", DOUBLE, "--stages", 2, "--microbatches", 12)
+    assert facts["steady"] == {"time": pytest.approx(6), "bubble_rate": pytest.approx(0)}
+    assert facts["events"][0]["version"] == 0  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_the_command_line_runs_a_model_without_a_flush(tmp_path: Path) -> None:
+    options = ("--devices", 2, "--schedule", "pipedream", "--optimizer", MOMENTUM)
+    assert "a mini-batch every" in pipec_cli("plan", TARGET, *options).stdout
+    pipec_cli("plan", TARGET, *options, "-o", tmp_path / "saved")
+    assert "is a valid artifact: 2 stages, 2 ranks" in pipec_cli("check", tmp_path / "saved").stdout
+    facts = pipec_json("run", tmp_path / "saved", "--optimizer", MOMENTUM, "--steps", 5)
+    pipe = load_with_random_tensors(tmp_path / "saved", 0, MOMENTUM)[0]
+    given = list(islice(random_batches(pipe.plan, 2), 5))
+    assert facts["losses"] == [loss.item() for loss in pipe.stream_of_leaves(given)]
+
+
+def test_the_plan_and_its_pictures_are_of_a_stream() -> None:
+    pipe = pipeline(3)
+    assert "a mini-batch every" in str(pipe.plan)
+    timeline = pipe.simulate()
+    assert "pipedream, 10 microbatches" in pipe.visualize()
+    (step,) = embedded(page_html([DrawnStep("pipedream", 10, timeline)]))["timelines"]
+    assert step["computes"]["version"][:3] == [0, 0, 0]
+    curves = rank_memory_over_time(pipe.plan, pipe.programs, timeline)
+    highest = [curve.total.amounts.max() for curve in curves]
+    assert highest == pytest.approx([need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)])
+
+
+def test_the_cut_makes_room_for_versions() -> None:
+    """On the fastest cut stashed versions need more memory than 1F1B does; the planner finds another one."""
+
+    def made(schedule: str, limit: int | None = None) -> tuple[pipec.Pipeline, float]:
+        pipe = pipeline(2, SGD, schedule, memory_limit=limit, microbatches=1, recompute="none")
+        return pipe, max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs))
+
+    (fastest, needed), (_, flushed) = made("pipedream"), made("1f1b")
+    limit = int(needed) * 4 // 5
+    assert flushed <= limit
+    assert "versions" in str(fastest.memory())
+    fitting, needed = made("pipedream", limit)
+    assert needed <= limit
+    assert fitting.plan.stages[0].last_operator < fastest.plan.stages[0].last_operator
+    with pytest.raises(InfeasibleError, match="nothing that was tried fits"):
+        made("pipedream", limit * 4 // 5)
