@@ -33,7 +33,7 @@ from pipec.runtime.processes.star import PacketKind
 
 T = TypeVar("T")
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 """Seconds after which a message that waits for the other rank gives up, and so ends the test."""
 
 

@@ -322,7 +322,7 @@ class Pipeline:
 
 
 NUM_RANKS, SIZES = 3, (4, 4, 3, 4, 1)
-HANG_SECONDS, TIMEOUT_SECONDS = 3.0, 1.0
+TIMEOUT_SECONDS = 60.0
 
 Outcome = dict[str, Any]
 
@@ -334,11 +334,14 @@ class FailingStage1(Stage1):
 
 
 class SlowStage0(Stage0):
-    """Sends its first activation only long after its peers gave up."""
+    """Sends its first activation only after a peer gave up."""
+
+    given_up: Path
 
     @staticmethod
     def forward(frame):
-        time.sleep(HANG_SECONDS)
+        while not SlowStage0.given_up.exists():
+            time.sleep(0.1)
         return Stage0.forward(frame)
 
 
@@ -346,6 +349,7 @@ def main(directory: Path) -> None:
     """One of ``NUM_RANKS`` processes that go through every scenario; writes what it saw into a directory."""
     dist.init_process_group("gloo")
     outcomes: dict[str, Outcome] = {}
+    SlowStage0.given_up = directory / "given_up"
     for scenario in (training, hang, aftermath):
         outcomes[scenario.__name__] = scenario(dist.get_rank())
         dist.barrier()
@@ -379,7 +383,9 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
 
 
 def hang(rank: int) -> Outcome:
-    return _error_of_step(rank, {**STAGES, 0: SlowStage0}, DistributedTransport(CPU, TIMEOUT_SECONDS))
+    found = _error_of_step(rank, {**STAGES, 0: SlowStage0}, DistributedTransport(CPU, TIMEOUT_SECONDS))
+    SlowStage0.given_up.touch()
+    return found
 
 
 def aftermath(rank: int) -> Outcome:

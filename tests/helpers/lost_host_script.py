@@ -1,24 +1,21 @@
 """A training on two hosts, of which the second loses its link; run by ``benchmarks/link.sh``.
 
-Rank 0 prints how long after that it ended, and with which error.
+Rank 0 prints with which error it ended.
 """
 
 import functools
 import os
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import pipec
 
-TIMEOUT = 4.0
+TIMEOUT = 60.0
 
 
-def main(scratch: Path) -> None:
+def main() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     pipe = pipec.compile(
@@ -27,15 +24,14 @@ def main(scratch: Path) -> None:
     x, target = torch.ones(4, 16), torch.ones(4, 16)
     pipe.step(x, target=target)
     if os.environ["RANK"] == "1":
-        scratch.write_text(str(time.time()))
         subprocess.run(["ip", "link", "set", "link1", "down"], check=True)
     try:
         while True:
             pipe.step(x, target=target)
     except pipec.TransportError as error:
         if os.environ["RANK"] == "0":
-            print(f"after {time.time() - float(scratch.read_text()):.2f} s: {' '.join(str(error).split())}")
+            print(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

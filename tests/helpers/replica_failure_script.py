@@ -9,7 +9,7 @@ from torch import nn
 
 import pipec
 
-TIMEOUT = 5.0
+TIMEOUT = 240.0
 
 
 def main(how: str) -> None:

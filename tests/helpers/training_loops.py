@@ -118,6 +118,11 @@ class Case:
     def is_sharded(self) -> bool:
         return any("shard" in each for each in self.layouts)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all parameters."""
+        return all(each.get("stages") == 1 and each.get("shard") != "parameters" for each in self.layouts)
+
 
 class Script:
     """What a script does, with a pipeline or with ``Plain``. Actions return what must be equal."""
@@ -156,6 +161,26 @@ class Script:
         for each in self.schedulers:
             each.step()
         return found
+
+    def weigh(self, factors: Sequence[float], *batches: Any) -> None:
+        """Losses of the module of a pipeline, weighted outside of it; that of weight 0 is thrown away."""
+        module = self.pipe.as_module()
+        losses = [module(*arguments(*batch)) for batch in batches]
+        for factor, loss in zip(factors, losses, strict=True):
+            if factor:
+                (factor * loss).backward()
+
+    def copied(self, *batch: Any) -> list[Tensor]:
+        """What a copy makes of a step and of an evaluation, with an optimizer of its own."""
+        other = copy.deepcopy(self.pipe)
+        return [other.step(*arguments(*batch)), other.eval_step(*arguments(*batch))]
+
+    def update(self) -> None:
+        """The update alone, of the gradients that there are."""
+        if self.is_plain:
+            self.pipe.update()
+        elif self.case.updates:
+            self.pipe.optimizer.step()
 
     def stream(self, *batches: Any) -> list[Tensor]:
         if not self.case.updates:
@@ -198,11 +223,36 @@ class Script:
             return
         if how == "none":
             parameter.grad = None
+        elif how == "ones":
+            parameter.grad = torch.ones_like(parameter)
         elif parameter.grad is not None:
             parameter.grad.mul_(0.5)
 
     def zero(self, of: str, set_to_none: bool) -> None:
-        {"pipe": self.pipe, "model": self.model, "optimizer": self.optimizer}[of].zero_grad(set_to_none)
+        owners = {
+            "pipe": self.pipe,
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "layer": self.model.norm,
+        }
+        owners[of].zero_grad(set_to_none)
+
+    def replace(self, path: str, name: str, *batch: Any) -> list[Tensor]:
+        """A step with another parameter of the same name, which keeps the state of the optimizer."""
+        module = self.model.get_submodule(path)
+        value = torch.linspace(-0.3, 0.3, module.get_parameter(name).numel(), dtype=torch.float64)
+        value = value.view(module.get_parameter(name).shape)
+        if self.is_plain:
+            module.get_parameter(name).data.copy_(value)
+        else:
+            setattr(module, name, nn.Parameter(value))
+        return self.step(*batch)
+
+    def everywhere(self) -> None:
+        """All parameters in other memory, by torch's function."""
+        parameters = [*self.model.parameters()]
+        values = [torch.linspace(-0.4, 0.4, each.numel(), dtype=torch.float64) for each in parameters]
+        nn.utils.vector_to_parameters(torch.cat(values), parameters)
 
     def save(self) -> None:
         """A checkpoint, or copies of all state."""
@@ -271,6 +321,9 @@ def arguments(number: int, rows: int, task: str) -> tuple[Tensor, Tensor, str]:
     return x, y, task
 
 
+KINDS = ("add", "add", "weigh", "evaluate", "flag", "freeze", "group", "value", "zero", "save", "stream")
+
+
 def actions(case: Case, num_ranks: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """What the script does: a step every other time."""
     draws = random.Random(case.seed)
@@ -280,40 +333,51 @@ def actions(case: Case, num_ranks: int) -> Iterator[tuple[str, tuple[Any, ...]]]
     def batch() -> tuple[Any, ...]:
         return draws.randrange(1000), draws.choice((8, 7, 3)), draws.choice("aab")
 
+    in_process, kinds = not num_ranks, [*KINDS]
+    if case.updates:
+        kinds += ["copied", "replace"]
+    if in_process or case.is_whole:
+        kinds.append("everywhere")
     for number in range(ACTIONS):
         if number % 2:
             yield "step", batch()
             continue
-        kind = draws.choice(
-            ("add", "add", "evaluate", "flag", "freeze", "group", "value", "zero", "save", "stream")
-        )
-        if number == ACTIONS // 2:
-            kind = "move"
-        if kind == "add":
-            yield "add", batch()
-            if not case.is_sharded:
-                yield "gradient", (draws.choice(names), draws.choice(("none", "half")))
-        elif kind == "evaluate":
-            yield "evaluate", (draws.random() < 0.5, draws.random() < 0.6, *batch())
-        elif kind == "freeze":
-            yield "freeze", (frozen, draws.random() < 0.5)
-        elif kind == "value" and not (num_ranks and case.is_sharded):
-            how = draws.choice(("in place", "copy", "data"))
-            yield "value", (draws.choice([*names, "offset"]), how)
-        elif kind == "save":
-            yield "load" if has_saved else "save", ()
-            has_saved = True
-        elif kind == "stream":
-            yield "stream", (batch(), batch())
-        elif kind == "move":
-            yield "move", ()
-        elif kind != "value":
-            drawn = {
-                "flag": (draws.random() < 0.5,),
-                "group": (draws.choice((0.5, 1.5)),),
-                "zero": (draws.choice(("pipe", "model", "optimizer")), draws.random() < 0.5),
-            }
-            yield kind, drawn[kind]
+        kind = "move" if number == ACTIONS // 2 else draws.choice(kinds)
+        match kind:
+            case "add":
+                yield "add", batch()
+                hows = ("none", "half", "ones") if in_process or not case.is_sharded else ("ones",)
+                if in_process or not case.is_sharded or case.is_whole:
+                    yield "gradient", (draws.choice(names), draws.choice(hows))
+                if case.updates and draws.random() < 0.3:
+                    yield "update", ()
+            case "weigh":
+                yield "weigh", ((0.25, 0.0, 2.0), batch(), batch(), batch())
+            case "evaluate":
+                yield "evaluate", (draws.random() < 0.5, draws.random() < 0.6, *batch())
+            case "freeze":
+                yield "freeze", (frozen, draws.random() < 0.5)
+            case "value":
+                how = draws.choice(("in place", "copy", "data"))
+                if in_process or not case.is_sharded:
+                    yield "value", (draws.choice([*names, "offset"]), how)
+            case "save":
+                yield "load" if has_saved else "save", ()
+                has_saved = True
+            case "stream":
+                yield "stream", (batch(), batch())
+            case "copied":
+                yield "copied", batch()
+            case "replace":
+                yield "replace", (*draws.choice((("a", "bias"), ("b.0", "weight"))), *batch())
+            case "flag":
+                yield "flag", (draws.random() < 0.5,)
+            case "group":
+                yield "group", (draws.choice((0.5, 1.5)),)
+            case "zero":
+                yield "zero", (draws.choice(("pipe", "model", "optimizer", "layer")), draws.random() < 0.5)
+            case _:
+                yield kind, ()
 
 
 def differs(found: Any, expected: Any) -> bool:

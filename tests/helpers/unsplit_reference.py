@@ -1,6 +1,7 @@
 """The oracle: what autograd computes when it runs the unsplit model over the same microbatches in turn."""
 
 import contextlib
+import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,9 +82,17 @@ class Plain:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
+    def __deepcopy__(self, memo: Any) -> "Plain":
+        copied = Plain(self.model, None, self._clip, self._loss_fn)
+        copied.model, copied.optimizer = copy.deepcopy((self.model, self.optimizer), memo)
+        return copied
+
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
+
+    def as_module(self) -> nn.Module:
+        return self.model
 
     def loss(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         found = self.model(*args, **kwargs)
@@ -101,11 +110,14 @@ class Plain:
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.add(*args, **kwargs)
         if self.optimizer is not None and not self._adds:
-            if self._clip is not None:
-                self.clip_grad_norm_(self._clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.update()
         return loss
+
+    def update(self) -> None:
+        if self._clip is not None:
+            self.clip_grad_norm_(self._clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def stream(self, batches: Iterable[tuple[Any, ...]]) -> Iterator[Tensor]:
         return (self.step(*batch) for batch in batches)

@@ -24,7 +24,7 @@ from unsplit_reference import Inputs, StepResult
 import pipec
 from pipec.cli import app
 
-PIPEC_TIMEOUT, TIMEOUT = 30.0, 200.0
+PIPEC_TIMEOUT, TIMEOUT = 240.0, 200.0
 """Seconds: pipec gives up on a rank well before the processes are given up."""
 
 forks = multiprocessing.get_context("forkserver")
@@ -67,6 +67,17 @@ def run_ranks(script: Path, num_ranks: int, scratch: Path, arguments: Sequence[s
     """What each rank prints if ``torchrun`` starts the script, or with no ranks, the script alone."""
     ranks = [(script, arguments)] * max(num_ranks, 1)
     return _printed(run_main, ranks, scratch, distributed=num_ranks > 0)
+
+
+def run_lines(text: str, num_ranks: int, scratch: Path) -> list[list[str]]:
+    """The lines that each rank prints that runs a script of this text, without what pipec logs.
+
+    With ``num_ranks`` 0, those of one process for all.
+    """
+    script = scratch / "script.py"
+    script.write_text(text)
+    printed = run_ranks(script, num_ranks, scratch)
+    return [[line for line in each.splitlines() if not line.startswith("pipec: ")] for each in printed]
 
 
 def _printed(

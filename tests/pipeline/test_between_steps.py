@@ -1,15 +1,19 @@
 """What a script changes between two steps, the next step does as the unsplit model does it."""
 
+import itertools
 import os
 import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optimizer_reference import SAME, difference
+from optimizer_reference import pair as pair_of_updates
 from slow_params import slow
 from torch import Tensor, nn
 
@@ -358,3 +362,73 @@ def test_a_global_is_followed_where_it_was_found_out_which_arguments_are_split(
     for shift in (1.0, 3.0):
         monkeypatch.setitem(globals(), "SHIFT", shift)
         assert torch.allclose(pipe.step(x, y), model(x, y))
+
+
+# where the program updates
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_a_stage_of_frozen_parameters_alone_may_have_replicas(shard: str | None) -> None:
+    def frozen() -> nn.Module:
+        model = nn.Sequential(WithLoss(layers())).double()
+        model[0].body[:4].requires_grad_(False)
+        return model
+
+    pipe, plain = pair_of_updates("adamw", make=frozen, devices=4, replicas=2, shard=shard)
+    x = torch.randn(ROWS, 4).double()
+    for _ in range(2):
+        torch.testing.assert_close(pipe.step(x), plain.step({"input": x}))
+    assert difference(pipe, plain) < SAME
+    assert not {*pipe.plan.stages[0].parameters} & {"0.body.4.weight", "0.body.4.bias"}
+
+
+class WithLoss(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.body(input).square().mean()
+
+
+def test_parameters_that_the_optimizer_does_not_know_are_refused() -> None:
+    own, x = layers(), torch.randn(ROWS, 4)
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    pipe = pipec.compile(own, 2, loss_fn=nn.functional.mse_loss, microbatches=2, optimizer=adamw)
+    pipe.step(x, target=x)
+    before, own[4] = own[4], nn.Sequential(nn.Linear(8, 4))
+    with pytest.raises(pipec.InputError, match=r"other parameters than its optimizer.*4\.0\.bias"):
+        pipe.step(x, target=x)
+    own[4] = before
+    pipe.step(x, target=x)
+
+
+class Drawing(nn.Module):
+    """If it ``tells_sizes`` apart, no one graph serves microbatches of three and of two rows."""
+
+    def __init__(self, tells_sizes: bool) -> None:
+        super().__init__()
+        self.tells_sizes = tells_sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + nn.functional.dropout(torch.ones_like(x), 0.5, training=True)
+        return (x, x)[0 if self.tells_sizes and len(x) > 2 else 1]
+
+
+@pytest.mark.parametrize("layout", [{"devices": 1}, {"devices": 2, "stages": 1}])
+def test_draws_do_not_depend_on_how_microbatches_are_compiled(layout: dict[str, Any]) -> None:
+    """Five microbatches of 3, 3, 3, 2 and 2 rows draw by their number: one group, or one of each size."""
+    drawn = []
+    for tells_sizes in (False, True):
+        pipe = pipec.compile(Drawing(tells_sizes), microbatches=5, **layout)
+        torch.manual_seed(3)
+        drawn.append(pipe(torch.zeros(13, 16)))
+        assert len(list(pipe._executions.compiler.cache.compiled)) == 1 + tells_sizes
+    assert torch.equal(*drawn)
+    masks = drawn[0].split([3, 3, 3, 2, 2])
+    assert not any(torch.equal(one[:2], other[:2]) for one, other in itertools.combinations(masks, 2))

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from given_microbatches import KINDS, Graphs, Rows, accumulate, compare, difference, graphs, squares
 from torch import Tensor, nn
-from worker_processes import run_ranks, run_script
+from worker_processes import run_ranks
 
 import pipec
 
@@ -406,50 +405,6 @@ def test_a_pipeline_takes_both_kinds_of_steps() -> None:
     for _ in range(2):
         assert pipe.step(x, target=y).item() == pytest.approx(wanted, 1e-12)
         assert pipe.step(microbatches=halves).item() == pytest.approx(wanted, 1e-12)
-
-
-@pytest.mark.slow
-def test_ranks_that_pass_other_lists_are_told(tmp_path: Path) -> None:
-    """Another number, another order, other weights; then only rank 0's list is used."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os
-            import torch, pipec
-            from given_microbatches import Rows, rows, squares
-            rank = int(os.environ["RANK"])
-            torch.set_default_dtype(torch.float64)
-
-            def pipeline(**options):
-                torch.manual_seed(0)
-                return pipec.compile(Rows(), loss_fn=squares, devices=2, timeout=20.0, **options)
-
-            def attempt(**given):
-                try:
-                    pipe.step(**given)
-                except pipec.InputError as error:
-                    print(*str(error).splitlines()[:3], sep=" | ")
-
-            pipe = pipeline()
-            one, two, three = (rows(number) for number in range(3))
-            attempt(microbatches=[one, two, three][: 3 - rank])
-            attempt(microbatches=[one, two] if rank else [two, one])
-            attempt(microbatches=[one, two], weights=[1.0, 2.0 + rank])
-            attempt(microbatches=[one] if rank else [])
-            loss = pipe.step(microbatches=[one, two, three], weights="sum").item()
-            shared = pipeline(batch="rank0")
-            given = {"microbatches": [one, two, three], "weights": "sum"}
-            print(loss == shared.step(**({} if rank else given)).item())
-            """
-        )
-    )
-    number, order, weights, empty, equal = run_script(script, [], 2, tmp_path).splitlines()
-    assert "microbatches: 3 on rank 0; 2 on rank 1" in number
-    assert "microbatches[0] args[0]: float64[" in order
-    assert "weights: (1.0, 2.0) on rank 0; (1.0, 3.0) on rank 1" in weights
-    assert "step cannot use the arguments of rank 0" in empty or "microbatches is empty" in empty
-    assert equal == "True"
 
 
 class Centred(nn.Module):

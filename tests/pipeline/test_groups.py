@@ -14,7 +14,7 @@ from worker_processes import forks, free_port, run_main, run_ranks
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import functools, os, sys, time
+import functools, logging, os, sys, time
 from pathlib import Path
 import torch, pipec
 import torch.distributed as dist
@@ -36,7 +36,7 @@ def deep():
 
 def compiled(make, seed=0, **options):
     torch.manual_seed(seed)
-    options = {"microbatches": 4, "timeout": 20.0, "optimizer": ADAMW} | options
+    options = {"microbatches": 4, "timeout": 240.0, "optimizer": ADAMW} | options
     return pipec.compile(make(), loss_fn=F.cross_entropy, **options)
 
 def batch(step, rows=slice(None)):
@@ -169,7 +169,7 @@ def test_a_pipeline_that_is_freed_leaves_no_connection_behind(tmp_path: Path) ->
             del pipe
         gc.collect()
         print([each() for each in freed])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while len(os.listdir("/proc/self/fd")) > before:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -252,7 +252,7 @@ def test_an_artifact_runs_on_any_group(tmp_path: Path) -> None:
         tmp_path,
         """
         groups = [dist.new_group(members) for members in ([1, 3], [0, 2])]
-        pipe = pipec.load(FOLDER / "artifact", optimizer=ADAMW, timeout=20.0, group=groups[RANK % 2 == 0])
+        pipe = pipec.load(FOLDER / "artifact", optimizer=ADAMW, timeout=240.0, group=groups[RANK % 2 == 0])
         train(pipe, range(3))
         mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         attempt(lambda: pipec.load(FOLDER / "artifact", optimizer=ADAMW, group=mesh["pp", "dp"]))
@@ -303,12 +303,16 @@ def test_a_rank_in_a_call_of_another_pipeline_is_waited_for(tmp_path: Path) -> N
         tmp_path,
         """
         left, right = dist.new_group([0, 1]), dist.new_group([0, 2])
-        short = compiled(wide, group=left, timeout=3.0) if RANK < 2 else None
+        waited, handler = FOLDER / "waited", logging.Handler()
+        handler.emit = lambda record: "waited 80 s" in record.getMessage() and waited.touch()
+        logging.getLogger("pipec").addHandler(handler)
+        short = compiled(wide, group=left, timeout=60.0) if RANK < 2 else None
         long = compiled(deep, 1, group=right) if RANK != 1 else None
         for pipe in filter(None, (short, long)):
             train(pipe, [0])
         if RANK == 2:
-            time.sleep(9)
+            while not waited.exists():
+                time.sleep(0.1)
         if long:
             train(long, [1])
         if short:
@@ -326,7 +330,7 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "pp"))
 number, has_failed = mesh.get_local_rank("run"), FOLDER / "has failed"
 
 def failing():
-    pipe = compiled(wide, group=mesh["pp"], timeout=10.0)
+    pipe = compiled(wide, group=mesh["pp"], timeout=240.0)
     train(pipe, range(2))
     if RANK == VICTIM:
         FAIL
@@ -337,9 +341,9 @@ def failing():
     has_failed.touch()
 
 def going_on():
-    pipe = compiled(deep, 1, group=mesh["pp"], timeout=10.0)
+    pipe = compiled(deep, 1, group=mesh["pp"], timeout=240.0)
     train(pipe, range(2))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not has_failed.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -374,7 +378,7 @@ def test_a_rank_that_ends_is_an_error_of_its_own_pipeline_alone(
         process.start()
     try:
         for process in processes:
-            process.join(120)
+            process.join(200)
         codes = [process.exitcode for process in processes]
     finally:
         for process in processes:

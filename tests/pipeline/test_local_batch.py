@@ -35,7 +35,7 @@ def model(seed=0):
     return nn.Sequential(*layers).double()
 
 def compiled(net, loss_fn=cross_entropy, replicas=2, **options):
-    options = {{"microbatches": 4, "batch": "local", "timeout": 20.0}} | options
+    options = {{"microbatches": 4, "batch": "local", "timeout": 240.0}} | options
     return pipec.compile(net, size, replicas=replicas, loss_fn=loss_fn, **options)
 
 generator = torch.Generator().manual_seed(1)

@@ -2,13 +2,11 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from worker_processes import run_ranks
 
 import pipec
 
@@ -145,34 +143,3 @@ def test_the_models_own_train_decides_which_modules_train() -> None:
     assert pipe.train() is pipe
     assert not pipe.norm.training
     assert pipe.last.training
-
-
-SCRIPT = """
-import torch, pipec
-from torch import nn
-torch.manual_seed(0)
-x, y = torch.randn(8, 6), torch.randn(8, 3)
-net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-pipe = pipec.compile(net, devices=2, loss_fn=nn.functional.mse_loss, microbatches=2, timeout=240.0)
-pipe.step(x, target=y)
-for module in pipe.modules():
-    if isinstance(module, nn.Dropout):
-        module.p = 0.0
-print(float(pipe.step(x, target=y)).hex())
-try:
-    pipe.apply(lambda each: nn.init.normal_(each.weight) if isinstance(each, nn.Linear) else None)
-except pipec.InputError as error:
-    print(str(error).split(":")[0])
-"""
-
-
-@pytest.mark.slow
-def test_ranks_change_modules_alike_and_initialise_no_absent_weight(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    alone, first, second = (
-        [line for line in each.splitlines() if not line.startswith("pipec: ")]
-        for each in (*run_ranks(script, 0, tmp_path), *run_ranks(script, 2, tmp_path))
-    )
-    assert first == [alone[0], "normal_ cannot use 2.weight"]
-    assert second == [alone[0], "normal_ cannot use 0.weight"]

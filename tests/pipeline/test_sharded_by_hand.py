@@ -1,4 +1,4 @@
-"""What a script writes into parameters and gradients between steps, where replicas keep shares of them.
+"""What a script does to parameters and gradients of which replicas keep shares, besides what random loops do.
 
 In one process replicas share parameters and gradients, whatever ``shard`` says; in two each has its shares.
 """
@@ -6,19 +6,14 @@ In one process replicas share parameters and gradients, whatever ``shard`` says;
 import copy
 import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from worker_processes import run_ranks
 
 import pipec
-
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Pair:
@@ -29,17 +24,10 @@ class Pair:
         self.own = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)).double()
         self.plain = copy.deepcopy(self.own)
         self.x, self.y = torch.randn(8, 6).double(), torch.randn(8, 8).double()
-        self.pipe = pipec.compile(
-            self.own,
-            2,
-            stages=1,
-            shard=shard,
-            loss_fn=nn.functional.mse_loss,
-            microbatches=2,
-            optimizer=ADAMW,
-            timeout=30.0,
-        )
-        self.optimizer = ADAMW(list(self.plain.named_parameters()))
+        adamw, mse = functools.partial(torch.optim.AdamW, lr=1e-2), nn.functional.mse_loss
+        options = {"stages": 1, "shard": shard, "loss_fn": mse, "microbatches": 2, "timeout": 240.0}
+        self.pipe = pipec.compile(self.own, 2, optimizer=adamw, **options)
+        self.optimizer = adamw(list(self.plain.named_parameters()))
 
     def accumulate(self) -> None:
         with self.pipe.accumulate():
@@ -51,106 +39,23 @@ class Pair:
         torch.testing.assert_close(loss, self._backward(), rtol=1e-9, atol=0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.compare()
+        assert all(parameter.grad is None for parameter in self.own.parameters())
+        for own, plain in zip(self.own.parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(own, plain, rtol=1e-9, atol=1e-12)
 
     def _backward(self) -> Tensor:
         loss = nn.functional.mse_loss(self.plain(self.x), self.y)
         loss.backward()
         return loss.detach()
 
-    def compare(self) -> None:
-        assert all(parameter.grad is None for parameter in self.own.parameters())
-        for own, plain in zip(self.own.parameters(), self.plain.parameters(), strict=True):
-            torch.testing.assert_close(own, plain, rtol=1e-9, atol=1e-12)
+
+def test_weights_are_swapped_and_swapped_back() -> None:
+    swap_weights(Pair("gradients"))
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    made = Pair("gradients")
-    made.step()
-    return made
-
-
-def zeros(model: nn.Module, optimizer: Any) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def by_the_optimizer(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-
-
-def zeros_by_the_optimizer(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad(set_to_none=False)
-
-
-def of_one_layer(model: nn.Module, optimizer: Any) -> None:
-    model[2].zero_grad()  # type: ignore[index,operator]
-
-
-def of_all(model: nn.Module, optimizer: Any) -> None:
-    model.zero_grad()
-
-
-def to_ones(model: nn.Module, optimizer: Any) -> None:
-    model[0].weight.grad = torch.ones_like(model[0].weight)  # type: ignore[index,union-attr]
-
-
-CHANGES_OF_GRADIENTS = [of_all, zeros, by_the_optimizer, zeros_by_the_optimizer, of_one_layer, to_ones]
-
-
-@pytest.mark.parametrize("change", CHANGES_OF_GRADIENTS)
-def test_gradients_are_what_the_script_makes_of_them(
-    pair: Pair, change: Callable[[nn.Module, Any], None]
-) -> None:
-    """Within an accumulation, and before a step without one."""
-    for model, optimizer in ((pair.own, pair.pipe.optimizer), (pair.plain, pair.optimizer)):
-        change(model, optimizer)
-    pair.accumulate()
-    pair.accumulate()
-    for model, optimizer in ((pair.own, pair.pipe.optimizer), (pair.plain, pair.optimizer)):
-        change(model, optimizer)
-    pair.step()
-    pair.step()
-
-
-def test_zero_grad_of_the_pipeline_drops_gradients(pair: Pair) -> None:
-    pair.accumulate()
-    pair.pipe.zero_grad()
-    pair.optimizer.zero_grad()
-    pair.step()
-
-
-def cloned(model: nn.Module) -> None:
-    model[0].weight.data = model[0].weight.data.clone()  # type: ignore[index,operator,union-attr]
-
-
-def from_a_vector(model: nn.Module) -> None:
-    vector_to_parameters(2 * parameters_to_vector(model.parameters()).detach(), model.parameters())
-
-
-def there_and_back(model: nn.Module) -> None:
-    model.float()
-    model.double()
-
-
-CHANGES_OF_PARAMETERS = [cloned, from_a_vector, there_and_back]
-
-
-@pytest.mark.parametrize("change", CHANGES_OF_PARAMETERS)
-def test_parameters_may_lie_in_other_memory(pair: Pair, change: Callable[[nn.Module], None]) -> None:
-    for accumulates in (False, True):
-        for model in (pair.own, pair.plain):
-            change(model)
-        if accumulates:
-            pair.accumulate()
-            for model in (pair.own, pair.plain):
-                change(model)
-        pair.step()
-        pair.step()
-
-
-def test_weights_are_swapped_and_swapped_back(pair: Pair) -> None:
+def swap_weights(pair: Pair) -> None:
     """What the script holds of the memory from before keeps its values, whatever is trained meanwhile."""
+    pair.step()
     held = []
     for model in (pair.own, pair.plain):
         held.append({name: parameter.data for name, parameter in model.named_parameters()})
@@ -166,10 +71,8 @@ def test_weights_are_swapped_and_swapped_back(pair: Pair) -> None:
     pair.step()
 
 
-# in two processes
-
-
-def a_gradient_in_shares_shows_that_it_is_no_number(pair: Pair) -> None:
+def accumulate_in_shares(pair: Pair) -> None:
+    """A gradient in shares shows that it is no number."""
     pair.accumulate()
     shown = pair.own[0].weight.grad
     assert shown is not None
@@ -182,7 +85,7 @@ def a_gradient_in_shares_shows_that_it_is_no_number(pair: Pair) -> None:
     pair.step()
 
 
-def parameters_that_do_not_lie_row_by_row_are_refused(pair: Pair) -> None:
+def transpose(pair: Pair) -> None:
     before = pair.own[2].weight.data
     pair.own[2].weight.data = before.t()
     with pytest.raises(pipec.InputError, match=r"2\.weight has strides"):
@@ -192,17 +95,11 @@ def parameters_that_do_not_lie_row_by_row_are_refused(pair: Pair) -> None:
 
 
 def main(shard: str) -> None:
-    """All of this file on a rank, step after step of one pipeline."""
+    """All of this file on a rank."""
     pair = Pair(shard)
-    pair.step()
-    for change in CHANGES_OF_GRADIENTS:
-        test_gradients_are_what_the_script_makes_of_them(pair, change)
-    test_zero_grad_of_the_pipeline_drops_gradients(pair)
-    a_gradient_in_shares_shows_that_it_is_no_number(pair)
-    for move in CHANGES_OF_PARAMETERS:
-        test_parameters_may_lie_in_other_memory(pair, move)
-    test_weights_are_swapped_and_swapped_back(pair)
-    parameters_that_do_not_lie_row_by_row_are_refused(pair)
+    swap_weights(pair)
+    accumulate_in_shares(pair)
+    transpose(pair)
     print("same", shard)
 
 

@@ -2,12 +2,10 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from worker_processes import run_ranks
 
 import pipec
 
@@ -83,54 +81,3 @@ def test_gradients_of_complex_parameters_are_summed(conjugate: Callable[[Tensor]
     unsplit(x).backward()
     for mine, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-# tensors that are read as they lie in memory
-
-SCRIPT = """
-import os
-import torch, pipec
-from torch import nn
-
-class Reads(nn.Module):
-    def __init__(self, read, from_input):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-        self.read, self.from_input = read, from_input
-
-    def forward(self, x):
-        x = self.read(x) if self.from_input else x
-        for layer in self.layers[:3]:
-            x = layer(x)
-        x = x if self.from_input else self.read(x)
-        for layer in self.layers[3:]:
-            x = layer(x)
-        return x.square().mean()
-
-def rows(x):
-    return x.t().tanh().as_strided((x.shape[0], 4), (4, 1)).tanh()
-
-def beyond(x):
-    return x.tanh()[1:].as_strided((x.shape[0], 4), (4, 1), 0).tanh()
-
-def from_start(x):
-    return x.as_strided((x.shape[0], 4), (4, 1), 0)
-
-for read, from_input in ((rows, False), (beyond, False), (from_start, True)):
-    torch.manual_seed(0)
-    net, x = Reads(read, from_input), torch.randn(8, 4)
-    whole = float(net(x))
-    pipe = pipec.compile(net, devices=4, microbatches=1 + from_input, timeout=240.0)
-    loss = float(pipe.step(x))
-    print(abs(loss - whole) < 1e-7 * whole, float(pipe.clip_grad_norm_(1e9)))
-"""
-
-
-@pytest.mark.slow
-def test_what_reads_memory_stays_where_the_memory_is(tmp_path: Path) -> None:
-    """On four processes, where a value that is sent has neither its strides nor what lay around it."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    (alone,) = run_ranks(script, 0, tmp_path)
-    assert alone.count("True") == 3
-    assert run_ranks(script, 4, tmp_path) == [alone] * 4

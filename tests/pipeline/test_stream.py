@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,18 +48,6 @@ def rows() -> TensorDataset:
     return TensorDataset(
         torch.randn(20, 6, generator=generator), torch.randint(0, 3, (20,), generator=generator)
     )
-
-
-def parameters(pipe: nn.Module) -> list[Tensor]:
-    return [each.detach().clone() for each in pipe.parameters()]
-
-
-def test_a_stream_is_a_loop_over_steps() -> None:
-    streamed, stepped = tied(), tied()
-    losses = list(streamed.stream(batches(5)))
-    assert losses == [stepped.step(**batch) for batch in batches(5)]
-    assert all(map(torch.equal, parameters(streamed), parameters(stepped)))
-    streamed.drain()
 
 
 @pytest.mark.parametrize("shape", ["pair", "tuple of inputs", "named inputs", "dict"])
@@ -123,7 +110,7 @@ def test_the_next_batch_is_read_while_the_ranks_work() -> None:
     def waiting(call: Any, on_started: Any) -> Any:
         results = run(call, on_started)
         number = next(numbers)
-        met.extend(event.wait(20.0) for event in read[number : number + 1])
+        met.extend(event.wait(120.0) for event in read[number : number + 1])
         return results
 
     pipe._executions.run = waiting  # type: ignore[method-assign]
@@ -146,29 +133,6 @@ def test_a_dropped_pipeline_trains_until_its_stream_ends_and_is_freed_then() -> 
         assert alive() is None
     finally:
         gc.enable()
-
-
-def test_what_the_iterator_raises_is_raised_after_the_losses_before() -> None:
-    def failing() -> Iterator[dict[str, Tensor]]:
-        yield from batches(2)
-        raise OSError("the disk is full")
-
-    pipe, losses = tied(), list[Tensor]()
-    with pytest.raises(OSError, match="the disk is full"):
-        losses.extend(pipe.stream(failing()))
-    assert len(losses) == 2
-    assert len(list(pipe.stream(batches(1)))) == 1
-
-
-@pytest.mark.slow
-def test_a_loop_that_stops_early_has_made_the_steps_that_it_saw() -> None:
-    streamed, stepped = tied(), tied()
-    for number, _ in enumerate(streamed.stream(batches(5))):
-        if number == 1:
-            break
-    for batch in batches(2):
-        stepped.step(**batch)
-    assert all(map(torch.equal, parameters(streamed), parameters(stepped)))
 
 
 def test_what_is_no_batch_is_refused() -> None:
@@ -198,13 +162,6 @@ def test_a_batch_that_is_in_use_is_not_refilled(schedule: str) -> None:
         list(pipe.stream(refilled(1)))
     given, new = (classifier(schedule=schedule).eval() for _ in range(2))
     assert list(given.stream(refilled(6))) == list(new.stream(refilled(12)))
-
-
-def test_a_saved_pipeline_streams(tmp_path: Path) -> None:
-    pipe = tied()
-    pipe.prepare(**next(batches(1))).save(tmp_path / "saved", tensors=True)
-    loaded = pipec.load(tmp_path / "saved", optimizer=ADAMW)
-    assert list(loaded.stream(batches(3))) == list(pipe.stream(batches(3)))
 
 
 def test_an_iterator_rests_between_settle_and_allow() -> None:

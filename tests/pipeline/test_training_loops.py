@@ -15,7 +15,7 @@ from worker_processes import run_ranks
 SCRIPT = Path(__file__).parents[1] / "helpers" / "training_loops.py"
 
 
-@pytest.mark.parametrize("seed", slow_but(range(20), 0))
+@pytest.mark.parametrize("seed", slow_but(range(20), 5, 12, 15, 16, 18))
 def test_a_pipeline_in_one_process_trains_as_the_unsplit_model(seed: int) -> None:
     assert not difference(seed)
 

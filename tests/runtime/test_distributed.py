@@ -36,7 +36,7 @@ def run_processes(directory: Path) -> None:
     processes = start_ranks(handwritten_stages.main, [(directory,)] * NUM_RANKS, directory, store.port)
     try:
         for process in processes:
-            process.join(120)
+            process.join(230)
     finally:
         for process in processes:
             process.kill()
@@ -93,9 +93,9 @@ def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[StepRes
 
 @pytest.fixture
 def alone() -> Iterator[DistributedTransport]:
-    """The transport of a process group of one, which waits a tenth of a second for anybody."""
+    """The transport of a process group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DistributedTransport(torch.device("cpu"), timeout=0.1)
+    yield DistributedTransport(torch.device("cpu"), timeout=60.0)
     dist.destroy_process_group()
 
 

@@ -24,7 +24,7 @@ from pipec.hardware.devices import DEVICES, HostCost
 from pipec.ir import Instruction, Op
 from pipec.runtime.step.linker import Linker
 
-TIMEOUT = 6.0
+TIMEOUT = 240.0
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
 
 
@@ -145,14 +145,13 @@ def test_every_op_has_its_case() -> None:
     assert OPS.keys() == {*Op}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("op", slow_but(Op, Op.FORWARD, Op.REDUCE_GRAD))
 def test_a_rank_that_is_killed_in_an_instruction_is_named_by_the_other(op: Op, tmp_path: Path) -> None:
     store = new_store()
     ranks = start_ranks(live, [(op, tmp_path)] * 2, tmp_path, store.port)
     try:
         for process in ranks:
-            process.join(90)
+            process.join(200)
         codes = [process.exitcode for process in ranks]
         errors = [path.read_text() for path in tmp_path.glob("error_*")]
         assert sorted(codes, key=str) == [-signal.SIGKILL, 0], (codes, errors)

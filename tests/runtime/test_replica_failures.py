@@ -7,7 +7,7 @@ from worker_processes import new_store, printing, run_main, start_ranks
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "replica_failure_script.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 def outputs(scratch: Path, *how: str) -> list[str]:
@@ -16,7 +16,7 @@ def outputs(scratch: Path, *how: str) -> list[str]:
     ranks = start_ranks(printing, [(path, run_main, SCRIPT, how) for path in printed], scratch, store.port)
     try:
         for rank in ranks:
-            rank.join(90)
+            rank.join(200)
         assert [rank.exitcode for rank in ranks] == [0, 0]
         return [path.read_text() for path in printed]
     finally:
