@@ -155,27 +155,6 @@ def updating(**options: object) -> Pipeline:
     return pipe.prepare(X, target=Y)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"clip_grad_norm": 0.1}, {"stages": 1}, {"stages": 1, "shard": "parameters", "clip_grad_norm": 0.1}],
-    ids=["two stages", "two replicas", "shares"],
-)
-def test_a_loaded_artifact_updates_as_the_pipeline_does(options: dict[str, object], tmp_path: Path) -> None:
-    pipe = updating(**options)
-    pipe.save(tmp_path / "saved", tensors=True)
-    loaded = pipec.load(tmp_path / "saved", optimizer=ADAM, clip_grad_norm=options.get("clip_grad_norm"))
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(p.optimizer, 0.5) for p in (pipe, loaded)]
-    for _ in range(3):
-        assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
-        for scheduler in schedulers:
-            scheduler.step()
-    states = [p.state_dict() for p in (pipe, loaded)]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    moments = [p.optimizer.state_dict()["state"] for p in (pipe, loaded)]
-    assert torch.equal(moments[0][0]["exp_avg"], moments[1][0]["exp_avg"])
-
-
 def test_what_an_artifact_needs_for_its_updates_is_asked_for(saved: Path, tmp_path: Path) -> None:
     updating(clip_grad_norm=1.0).save(tmp_path / "clips")
     updating().save(tmp_path / "updates")

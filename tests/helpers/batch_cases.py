@@ -924,19 +924,36 @@ LOSSES: dict[str, BatchCase] = {
         loss_fn=lambda y, t: F.cross_entropy(y[:, :-1].flatten(0, 1), t[:, 1:].flatten()),
     ),
     "likelihood by arange": quick(loss(lambda y, t: -y.log_softmax(1)[torch.arange(len(t)), t].mean())),
-    "mse, summed over the rows": loss(
-        lambda y, t: F.mse_loss(y, t, reduction="sum") / y.shape[0], values(CLASSES)
+    "likelihood, class weights, ignored": quick(
+        loss(
+            lambda y, t: F.nll_loss(y.log_softmax(1), t, torch.arange(1.0, 5.0).to(y), ignore_index=1),
+        )
     ),
+    "cross entropy of sequences": loss(
+        lambda y, t: F.cross_entropy(torch.stack([y, y * y], 2), torch.stack([t, (t + 2) % 4], 1))
+    ),
+    "cross entropy of probabilities": loss(lambda y, t: F.cross_entropy(y, F.one_hot(t, CLASSES).to(y))),
+    "mse, summed over the rows": quick(
+        loss(lambda y, t: F.mse_loss(y, t, reduction="sum") / y.shape[0], values(CLASSES))
+    ),
+    "a sum": quick(loss(lambda y, t: F.cross_entropy(y, t, reduction="sum"))),
+    "a sum over a number": loss(lambda y, t: y.square().sum() / 57),
+    "a sum over the elements": loss(lambda y, t: y.square().sum() / y.numel()),
+    "rows over the rows": loss(lambda y, t: (y.square().sum(1) / torch.tensor(y.shape[0])).sum()),
+    "stacked": loss(lambda y, t: torch.stack([F.cross_entropy(y, t, ignore_index=1), y.sum()], 0).sum()),
+    "stacked rows": quick(loss(lambda y, t: torch.stack([y, y * y, y * 2]).sum((0, 2)).mean())),
+    "python's sum": loss(lambda y, t: sum([F.cross_entropy(y, t, ignore_index=1), y.sum(), t.sum()])),
+    "times a new tensor": loss(lambda y, t: y.new_ones([1]).sum() * F.cross_entropy(y, t, ignore_index=1)),
     "kl, batchmean": quick(loss(distilled, values(CLASSES))),
     "masked mean": quick(loss(masked_mean)),
     "cosine embedding": loss(lambda y, t: F.cosine_embedding_loss(y, y.cos(), (t > 1) * 2 - 1)),
     "evidence": loss(evidence, values(2)),
     "policy gradient": loss(clipped_policy, policy_target),
-    "several terms": loss(
-        lambda y, t: F.cross_entropy(y, t) + 0.1 * y.abs().mean() + 0.01 * y.square().sum()
+    "several terms": quick(
+        loss(lambda y, t: F.cross_entropy(y, t) + 0.1 * y.abs().mean() + 0.01 * y.square().sum() + 0.5)
     ),
     "logs": loss(logged),
-    "advantage, normalised": loss(normalised_advantage, policy_target),
+    "advantage, normalised": quick(loss(normalised_advantage, policy_target)),
     "in-place terms": loss(lambda y, t: F.cross_entropy(y, t).add_(y.mean()).mul_(2)),
 }
 """Sums and means over rows: the mini-batch's loss can be had from microbatches."""

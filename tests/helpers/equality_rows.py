@@ -15,8 +15,10 @@ import json
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,6 +212,7 @@ RECOMPUTES: Mapping[str, dict[str, Any]] = {
     "saved": {"recompute": "none"},
     "recomputed": {"recompute": "full"},
     "state offloaded": {"offload": "optimizer"},
+    "weights offloaded": {"offload": "weights"},
 }
 
 AXES: dict[str, Sequence[Any]] = {
@@ -223,7 +226,9 @@ AXES: dict[str, Sequence[Any]] = {
     "precision": [None, "bf16-mixed"],
     "batch": ["same", "rank0", "local"],
     "evaluates": ["nothing", "loss", "outputs"],
+    "run": ["step", "module", "stream", "saved"],
 }
+"""``run`` is how a script trains: by steps, by ``backward`` of a module's loss, a stream, or an artifact."""
 
 FOLDERS = {
     **{
@@ -234,6 +239,7 @@ FOLDERS = {
     **{"layout": "pipec/plan, pipec/runtime/messages", "recompute": "pipec/passes"},
     **{"update": "pipec/runtime/optimizers", "shard": "pipec/plan, pipec/runtime/optimizers"},
     **{"precision": "pipec/passes", "batch": "pipec/runtime/messages", "evaluates": "pipec/pipeline"},
+    "run": "pipec/pipeline, pipec/artifact",
 }
 """Where to look first if the difference goes away with the axis's plainest value."""
 
@@ -252,6 +258,7 @@ class Row:
     precision: str | None = None
     batch: str = "same"
     evaluates: str = "nothing"
+    run: str = "step"
 
     def __str__(self) -> str:
         return ", ".join(str(value) for value in dataclasses.astuple(self) if value not in (None, "same"))
@@ -298,6 +305,10 @@ class Row:
                 self.devices // self.replicas > 1 or is_uneven or self.schedule in ("1f1b", "gpipe"),
                 self.shard is None or (self.replicas > 1 and self.updates),
                 self.recompute != "state offloaded" or self.updates,
+                self.recompute != "weights offloaded" or (self.replicas == 1 and not self.is_asynchronous),
+                self.run not in ("module", "stream") or self.batch != "rank0",
+                self.run != "module" or not self.is_asynchronous,
+                self.run != "saved" or self._is_loaded_alike(num_ranks),
                 not self.goes_by_microbatches or (is_plain and self.batch != "local" and not is_uneven),
                 self.precision is None or self.model not in ("norms", "dropout", "time first"),
                 self.batch != "local" or (not is_uneven and self.model not in ("dropout", "time first")),
@@ -307,11 +318,13 @@ class Row:
             )
         )
 
+    def _is_loaded_alike(self, num_ranks: int) -> bool:
+        """An artifact has one program, and no model."""
+        return not num_ranks and self.update != "script of the model" and self.evaluates == "nothing"
+
     def _may_be_asynchronous(self) -> bool:
         """Stages clip and accumulate by themselves, and a tied weight has two versions."""
-        taken = (
-            self.update in ("sgd", "groups") and self.shard is None and self.recompute != "state offloaded"
-        )
+        taken = self.update in ("sgd", "groups") and self.shard is None and "offloaded" not in self.recompute
         return (
             taken
             and self.loss != "mixing"
@@ -381,6 +394,7 @@ class Script:
 
     def __init__(self, row: Row, model: nn.Module, pipe: Any) -> None:
         self.row, self.model, self.pipe = row, model, pipe
+        self.module = pipe.as_module() if row.run == "module" else None
         self.own: optim.Optimizer | None = None
         if not row.updates:
             source = model if row.update == "script of the model" else pipe
@@ -397,14 +411,27 @@ class Script:
         return method(x, target=y) if with_loss else method(x)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.module is not None:
+            loss = self.call(self.module, x, y)
+            loss.backward()
+            return loss.detach()
         with self.pipe.accumulate() if self.row.updates else contextlib.nullcontext():
             return self.call(self.pipe.step, x, y)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.call(self.pipe.step, x, y)
+        if self.row.run == "stream":
+            (loss,) = self.call(lambda *x, **named: self.pipe.stream([streamed(*x, **named)]), x, y)
+            return loss
+        if self.module is None:
+            return self.call(self.pipe.step, x, y)
+        loss = self.add(x, y)
+        if self.row.updates:
+            self.pipe.optimizer.step()
+        return loss
 
     def gradients(self) -> Tensors:
-        named = [(name, p) for name, p in self.model.named_parameters() if not is_absent(p)]
+        owner = self.pipe if self.row.run == "saved" else self.model
+        named = [(name, p) for name, p in owner.named_parameters() if not is_absent(p)]
         return {f"gradient of {name}": p.grad.clone() for name, p in named if p.grad is not None}
 
     def update(self) -> Tensors:
@@ -435,6 +462,11 @@ class Script:
         return torch.cat(whole)
 
 
+def streamed(*x: Tensor, target: Tensor | None = None, **named: Tensor) -> Any:
+    """A batch of a stream."""
+    return named if target is None else (*x, target)
+
+
 def piped(row: Row, **changed: Any) -> Script:
     """The script with a pipeline."""
     model, (factory, options) = model_of(row), UPDATES[row.update]
@@ -449,7 +481,15 @@ def piped(row: Row, **changed: Any) -> Script:
         options["batched"] = {"x" if row.loss == "of the model" else 0: 1}
     options |= {"schedule": row.schedule, "precision": row.precision, "batch": row.batch}
     options |= {"microbatches": row.microbatches, "check": "off", "timeout": 240.0, **changed}
-    return Script(row, model, pipec.compile(model, **options))
+    pipe = pipec.compile(model, **options)
+    if row.run != "saved":
+        return Script(row, model, pipe)
+    Script(row, model, pipe).call(pipe.prepare, *batch_of(row, 0, sizes_of(row)[0]))
+    names = ("optimizer", "microbatch_weight", "clip_grad_norm")
+    given = {name: options[name] for name in names if name in options}
+    with tempfile.TemporaryDirectory() as folder:
+        pipe.save(Path(folder, "saved"), tensors=True)
+        return Script(row, model, pipec.load(Path(folder, "saved"), timeout=240.0, **given))
 
 
 def eager(row: Row) -> Script:
@@ -460,7 +500,7 @@ def eager(row: Row) -> Script:
     if row.loss != "of the model":
         given["loss_fn"] = LOSSES[row.loss]
     kind = functools.partial(ByMicrobatches, row) if row.goes_by_microbatches else Plain
-    return Script(dataclasses.replace(row, batch="same"), model, kind(model, **given))
+    return Script(dataclasses.replace(row, batch="same", run="step"), model, kind(model, **given))
 
 
 class ByMicrobatches(Plain):
@@ -557,7 +597,14 @@ def _reference(row: Row) -> Script:
     """Eager torch. A model that draws numbers runs on one stage: where a microbatch runs changes none."""
     if row.model != "dropout":
         return eager(row)
-    unsplit = {"schedule": "gpipe", "layout": "1", "recompute": "saved", "shard": None, "batch": "same"}
+    unsplit = {
+        "schedule": "gpipe",
+        "layout": "1",
+        "recompute": "saved",
+        "shard": None,
+        "batch": "same",
+        "run": "step",
+    }
     return piped(dataclasses.replace(row, **unsplit), microbatches=row.microbatches)
 
 

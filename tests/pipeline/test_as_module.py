@@ -1,6 +1,5 @@
 """``pipe.as_module()``: a loop that calls ``backward`` trains as with the model itself."""
 
-import copy
 import inspect
 from collections.abc import Callable
 
@@ -61,23 +60,6 @@ def compiled_module() -> PipelineModule:
     x, y = batch()
     module(x, target=y).backward()
     return module
-
-
-def test_a_loop_with_accumulation_trains_as_the_model(trained: PipelineModule) -> None:
-    module, plain = copy.deepcopy(trained), net()
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (module, plain)]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for _ in range(3):
-            x, y = batch()
-            losses = module(x, target=y), mse_loss(plain(x), y)
-            torch.testing.assert_close(losses[0].detach().as_subclass(Tensor), losses[1].detach())
-            for loss in losses:
-                (loss / 3).backward()
-        assert_same_gradients(module, plain)
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 @pytest.mark.parametrize("options", [{"replicas": 2}, {"on_nan": "skip"}])

@@ -89,12 +89,9 @@ def test_names_that_are_code_stay_data(tmp_path: Path, monkeypatch: pytest.Monke
     assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
-def test_a_saved_artifact_trains_with_the_same_bits(pipe: Pipeline, tmp_path: Path) -> None:
-    expected = pipe.step(X, target=Y)
-    pipe.zero_grad()
-    pipe.save(tmp_path / "saved", tensors=True)
+def test_a_saved_artifact_has_programs_and_code_and_no_model(pipe: Pipeline, tmp_path: Path) -> None:
+    pipe.prepare(X, target=Y).save(tmp_path / "saved", tensors=True)
     loaded = pipec.load(tmp_path / "saved")
-    assert torch.equal(loaded.step(X, target=Y), expected)
     assert loaded.programs == pipe.programs
     assert [loaded.source(stage) for stage in range(2)] == [pipe.source(stage) for stage in range(2)]
     with pytest.raises(InputError, match="no modules of the model"):

@@ -127,7 +127,7 @@ ALIKE = {
     "changes between steps": (
         2,
         NET
-        + """
+        + textwrap.dedent("""
         step("first")
         loss_fn.weight = 3.0
         step("loss")
@@ -168,17 +168,17 @@ ALIKE = {
         pipe.eval()
         step("eval")
         print({n: f"{float(value.sum()):.6f}" for n, value in sorted(pipe.full_state_dict(True).items())})
-        """,
+        """),
     ),
     "any length and number": (
         2,
         LENGTHS
-        + """
+        + textwrap.dedent("""
         for length in (4, 6, 10, 5, 1):
             step(length)
         for length, temperature in ((4, 1.0), (6, 0.5), (8, 0.7)):
             step(length, temperature=temperature)
-        """,
+        """),
     ),
     "a buffer that several ranks read, and others in evaluation": (
         2,
@@ -205,7 +205,7 @@ ALIKE = {
         losses.append(everywhere.step(inputs, goal=inputs))
         everywhere.load_state_dict({"scale": torch.ones(8)}, strict=False)
         losses.append(everywhere.step(inputs, goal=inputs))
-        print(*losses, *everywhere.full_state_dict(all_ranks=True)["scale"].tolist())
+        print(*losses, everywhere.full_state_dict(all_ranks=True)["scale"].tolist(), sep="\\n")
         """,
     ),
     "a model on meta that gets memory": (
@@ -287,7 +287,7 @@ ALIKE = {
     "one pipeline of two models in turn": (
         2,
         ADVERSARIAL
-        + """
+        + textwrap.dedent("""
         both = Both()
         eager, pipe = copy.deepcopy(both), compiled(both, None, microbatches=4)
         for which in ("critic", "generator", "critic", "generator"):
@@ -297,7 +297,7 @@ ALIKE = {
                 torch.optim.SGD(getattr(each, which).parameters(), lr=0.1).step()
                 each.zero_grad()
             print(abs(float(loss) - float(expected)) < 1e-12)
-        """,
+        """),
     ),
     "values that are read as they lie in memory": (
         4,
@@ -329,9 +329,11 @@ ALIKE = {
         for read, from_input in ((rows, False), (beyond, False), (from_start, True)):
             torch.manual_seed(0)
             net, x = Reads(read, from_input), torch.randn(8, 4)
+            whole = float(net(x))
             pipe = compiled(net, None, devices=4, microbatches=1 + from_input)
-            assert abs(float(pipe.step(x)) - float(net(x))) < 1e-7 if size == 1 else True
-            print(float(pipe.step(x)).hex(), float(pipe.clip_grad_norm_(1e9)))
+            loss = float(pipe.step(x))
+            assert abs(loss - whole) < 1e-7 * whole
+            print(loss.hex(), float(pipe.clip_grad_norm_(1e9)))
         """,
     ),
 }
@@ -393,7 +395,7 @@ DIFFERENT = {
     ),
     "changes": (
         NET
-        + """
+        + textwrap.dedent("""
         step("first")
         if rank == 1:
             loss_fn.weight = 3.0
@@ -421,7 +423,7 @@ DIFFERENT = {
         if rank == 1:
             net[4] = nn.Linear(8, 3)
         attempt(lambda: step("module"))
-        """,
+        """),
         r"loss_fn.weight changed from 1.0 to 3.0 on rank 1.*model.1.p changed from 0.5 to 0.25 on rank 1"
         r".*hooks of the model: .*frozen parameters: 'none' on rank 0; '0.weight'.*autocast: none on rank 0; "
         r".*deterministic algorithms: False on rank 0; True.*precision on CPUs: ieee on rank 0; tf32 on rank"
@@ -429,12 +431,12 @@ DIFFERENT = {
     ),
     "lengths": (
         LENGTHS
-        + """
+        + textwrap.dedent("""
         step(4)
         step(6)
         attempt(lambda: step(6 + rank))
         step(8)
-        """,
+        """),
         r"args\[0\]: float32\[6, 6, 6\].*float32\[6, 7, 6\].*output 8 ",
     ),
     "norms": (
@@ -447,14 +449,23 @@ DIFFERENT = {
     ),
     "ranks of a module that two pipelines have": (
         ADVERSARIAL
-        + """
+        + textwrap.dedent("""
+        class Second(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.stem = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 6))
+                self.critic = critic
+
+            def forward(self, x):
+                return self.critic(self.stem(x)).mean()
+
         behind = nn.Sequential(nn.Linear(1, 64), nn.Linear(64, 64), nn.Linear(64, 6))
-        stem = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 6))
-        first, second = compiled(nn.Sequential(critic, behind)), compiled(nn.Sequential(stem, critic))
+        first = compiled(nn.Sequential(critic, behind), microbatches=4)
+        second = compiled(Second(), None, microbatches=4)
         first.step(x, target=x)
-        attempt(lambda: second.step(x, target=x[:, :1]))
-        """,
-        "InputError: 0.weight|1.0.weight belongs to another pipeline, too, whose stages have it on rank 0",
+        attempt(lambda: second.step(x))
+        """),
+        "InputError: critic.0.weight belongs to another pipeline, too, whose stages have it on rank 0",
     ),
     "backwards of a module": (
         """
@@ -676,7 +687,7 @@ def test_a_module_trains_each_ranks_part_by_any_optimizer(tmp_path: Path) -> Non
             if not options:
                 print("held", sum(each.grad is not None for each in module.parameters()))
                 optimizer.zero_grad()
-                attempt(net.generate)
+                attempt(module.generate)
             else:
                 attempt(optimizer.step)
         if options:
@@ -756,10 +767,10 @@ def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp
     attempt(lambda: pipe.apply(lambda each: isinstance(each, nn.Linear) and nn.init.normal_(each.weight)))
     """
     first, second = told(tmp_path, body)
-    for lines, absent in ((first, "2.weight"), (second, "0.weight")):
+    for lines, owner in ((first, 1), (second, 0)):
         assert "0.weight is [1] in the state and [8, 6] in the model; load the state of a" in lines[1]
         assert lines[2].strip() == 'Unexpected key(s) in state_dict: "strange".'
-        assert lines[3].startswith(f"InputError: normal_ cannot use {absent}")
+        assert re.match(rf"InputError: normal_ cannot use \d.weight: it is on rank {owner}", lines[3])
     names = [f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")]
     assert sorted(first[0].split() + second[0].split()) == sorted([*names, "3.kept"])
 
