@@ -5,7 +5,6 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,19 +15,8 @@ from awkward_modules import (
     Autocast,
     Between,
     Branch,
-    CellLoop,
-    Checkpointed,
-    Encoder,
-    Fourier,
-    FrozenNorm,
-    Hooked,
-    InPlace,
     MovingMean,
-    Normalized,
-    Quantized,
-    Shared,
     Sizes,
-    Teacher,
     Unused,
     batch,
 )
@@ -69,36 +57,15 @@ def tied(pipe: Pipeline) -> frozenset[str]:
 
 
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
-    "GRUCell loop": CellLoop,
-    "TransformerEncoder": Encoder,
-    "autograd.Function": Quantized,
-    "checkpoint": partial(Checkpointed, use_reentrant=False),
-    "reentrant checkpoint": partial(Checkpointed, use_reentrant=True),
     "autocast": Autocast,
-    "no_grad": Teacher,
-    "in place": InPlace,
-    "frozen": FrozenNorm,
     "changed buffers": MovingMean,
-    "shared": Shared,
     "unused": Unused,
-    "hooks": Hooked,
-    "parametrizations": Normalized,
-    "complex": Fourier,
     "batch size": Sizes,
 }
+"""Others are models of ``equality_rows``."""
 
 
-UNROLLED = ("GRUCell loop", "TransformerEncoder")
-"""The modules with so many operators that a capture takes seconds."""
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=[pytest.mark.slow] if name in UNROLLED else [])
-        for name, make in AWKWARD.items()
-    ],
-)
+@pytest.mark.parametrize("make", AWKWARD.values(), ids=AWKWARD)
 def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(make: Callable[[], nn.Module]) -> None:
     found, expected, pipe = trained_both_ways(Between(make), batch())
     assert_equal(found, expected, tied(pipe))
@@ -365,7 +332,7 @@ def surroundings() -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("make", "training"),
-    [(Counting, True), (MovingMean, True), (MovingMean, False), (Shared, True), (Branch, True)],
+    [(Counting, True), (MovingMean, True), (MovingMean, False), (Branch, True)],
 )
 def test_capture_leaves_the_model_and_its_surroundings_as_they_were(
     make: type[nn.Module], training: bool

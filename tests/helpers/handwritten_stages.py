@@ -12,7 +12,7 @@ Started as a script it is one process of several: see ``main``.
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bare_programs import lower
 from torch import Tensor
 
-from pipec.ir import Compute, InputLeaf, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
+from pipec.ir import InputLeaf, Link, Mode, Payload, Plan, Schedule, Stage, Value
 from pipec.runtime import DistributedTransport, InProcessTransport, Interpreter, Transport
 from pipec.runtime.messages import shared_memory
 from pipec.runtime.random_seeds import OperatorGenerators
@@ -103,21 +103,6 @@ class Stage1:
         return hidden_1.t().mm(grad), grad.sum(0)
 
 
-class ReplayedStage1(Stage1):
-    """Stage 1 saving only what it received; the mask is drawn again from the same stream."""
-
-    @staticmethod
-    def forward(frame):
-        hidden_1 = frame.pop("hidden_1")
-        sent, _, updates = Stage1.computed(frame, hidden_1)
-        return sent, [hidden_1], updates
-
-    @staticmethod
-    def recompute(frame):
-        (hidden_1,) = frame.pop("saved")
-        return Stage1.computed(frame, hidden_1)[1]
-
-
 class Stage2:
     PARAMETERS = ("a",)
     BUFFERS = ()
@@ -179,9 +164,7 @@ LINKS = (
 )
 
 
-def make_plan(schedule: Schedule, mode: Mode = Mode.TRAIN) -> Plan:
-    training = mode is Mode.TRAIN
-    links = tuple(link for link in LINKS if training or Phase.BACKWARD not in link.payload.producers)
+def make_plan(schedule: Schedule) -> Plan:
     borrowed = {2: ("a",)}
     stages = tuple(
         Stage(
@@ -200,32 +183,15 @@ def make_plan(schedule: Schedule, mode: Mode = Mode.TRAIN) -> Plan:
         InputLeaf(1, "target", True, _value("target", "b", WIDTH)),
     )
     return Plan(
-        mode=mode,
+        mode=Mode.TRAIN,
         schedule=schedule.name,
         num_microbatches=schedule.num_microbatches,
         microbatch_size=max(SIZES),
         placement=schedule.placement,
         stages=stages,
-        links=links,
+        links=LINKS,
         inputs=inputs,
     )
-
-
-def split_backward(schedule: Schedule) -> Schedule:
-    """The same schedule with every backward in two halves, the second half one cell later."""
-
-    def split(order: Sequence[Compute]) -> tuple[Compute, ...]:
-        cells: list[Compute] = []
-        late: list[Compute] = []
-        for cell in order:
-            if cell.phase is not Phase.BACKWARD:
-                cells.append(cell)
-                continue
-            cells += [replace(cell, phase=Phase.BACKWARD_INPUT), *late]
-            late = [replace(cell, phase=Phase.BACKWARD_WEIGHT)]
-        return (*cells, *late)
-
-    return replace(schedule, orders=tuple(map(split, schedule.orders)))
 
 
 @dataclass
@@ -284,11 +250,9 @@ def make_interpreter(
     transport: Transport,
     model: Model,
     stages: Mapping[int, Any] = STAGES,
-    mode: Mode = Mode.TRAIN,
 ) -> Interpreter:
-    plan = make_plan(schedule, mode)
-    recompute = [index for index, code in stages.items() if hasattr(code, "recompute")]
-    program = lower(schedule, plan.links, recompute if mode is Mode.TRAIN else ())[rank]
+    plan = make_plan(schedule)
+    program = lower(schedule, plan.links)[rank]
     return Interpreter(program, plan, stages, model.parameters, model.buffers, transport, CPU)
 
 
@@ -299,13 +263,11 @@ def whole_batch(sizes: Sequence[int]) -> BatchSlice:
 class Pipeline:
     """All ranks in this process, sharing one model."""
 
-    def __init__(
-        self, schedule: Schedule, stages: Mapping[int, Any] = STAGES, mode: Mode = Mode.TRAIN
-    ) -> None:
+    def __init__(self, schedule: Schedule, stages: Mapping[int, Any] = STAGES) -> None:
         self.model = make_model()
         self.ranks = InProcessTransport([CPU] * schedule.num_ranks)
         self.interpreters = [
-            make_interpreter(schedule, rank, self.ranks.endpoint(rank), self.model, stages, mode)
+            make_interpreter(schedule, rank, self.ranks.endpoint(rank), self.model, stages)
             for rank in range(schedule.num_ranks)
         ]
 

@@ -330,8 +330,8 @@ def actions(case: Case, num_ranks: int) -> Iterator[tuple[str, tuple[Any, ...]]]
     names = [name for name, _ in make_model().named_parameters() if not name.startswith(("a.", "b."))]
     frozen, has_saved = draws.choice(names), False
 
-    def batch() -> tuple[Any, ...]:
-        return draws.randrange(1000), draws.choice((8, 7, 3)), draws.choice("aab")
+    def batch(tasks: str = "aab") -> tuple[Any, ...]:
+        return draws.randrange(1000), draws.choice((8, 7, 3)), draws.choice(tasks)
 
     in_process, kinds = not num_ranks, [*KINDS]
     if case.updates:
@@ -352,7 +352,8 @@ def actions(case: Case, num_ranks: int) -> Iterator[tuple[str, tuple[Any, ...]]]
                 if case.updates and draws.random() < 0.3:
                     yield "update", ()
             case "weigh":
-                yield "weigh", ((0.25, 0.0, 2.0), batch(), batch(), batch())
+                tasks = "a" if case.is_sharded else "aab"  # a new task's parameters are sharded anew
+                yield "weigh", ((0.25, 0.0, 2.0), *(batch(tasks) for _ in range(3)))
             case "evaluate":
                 yield "evaluate", (draws.random() < 0.5, draws.random() < 0.6, *batch())
             case "freeze":

@@ -30,7 +30,6 @@ from handwritten_stages import (
     SIZES,
     STAGES,
     Pipeline,
-    Stage1,
     make_batch,
     make_interpreter,
     make_model,
@@ -870,41 +869,3 @@ def test_powers_of_two_are_rehearsed(
             found.append(rows)
         dry_runs.dry_run([{"x": torch.ones(rows, 2)}], batch_slice, seed=0)
     assert found == rehearsed
-
-
-def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) -> None:
-    """Gradients of steps before, buffers that forwards move, and what is drawn are those of one process."""
-    schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
-    alone, models = Pipeline(schedule), [make_model() for _ in range(NUM_RANKS)]
-    batches = [SIZES, (5, 6, 3, 7, 1), (2, 2, 2, 2, 2), SIZES]
-    expected = [alone.step(sizes, step)[0] for step, sizes in enumerate(batches)]
-    calls: list[int] = []
-
-    class Counted(Stage1):
-        @staticmethod
-        def forward(frame):  # type: ignore[no-untyped-def]
-            calls.append(len(frame["hidden_1"]))
-            return Stage1.forward(frame)
-
-    programs, plan = lower(schedule, LINKS), make_plan(schedule)
-
-    def train(rank: int, transport: emulated_nccl.Emulated) -> list[dict[str, Tensor]]:
-        codes, model = {**STAGES, 1: Counted}, models[rank]
-        made = programs[rank], plan, codes, model.parameters, model.buffers
-        interpreter, results = Interpreter(*made, transport, torch.device("cpu")), []
-        dry_runs = DryRuns(interpreter)
-        for step, sizes in enumerate(batches):
-            given = make_batch(sizes, step), whole_batch(sizes), 5 + step
-            if dry_runs.needs_dry_run(given[1]):
-                dry_runs.dry_run(*given)
-            results.append(interpreter.run(*given))
-        return results
-
-    for of_rank in run_ranks(emulated, programs, train):
-        torch.testing.assert_close(of_rank, expected, rtol=0, atol=0)
-    small = (2,) * 5
-    assert calls == [*SIZES, *SIZES, *batches[1], *small, *small, *SIZES]
-    for name, parameter in alone.model.parameters.items():
-        owner = models[1 if name in ("w", "bias") else 0]
-        assert torch.equal(owner.parameters[name].grad, parameter.grad)
-    assert torch.equal(models[1].buffers["mean"], alone.model.buffers["mean"])
