@@ -65,7 +65,8 @@ class Tied(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.head = nn.LSTM(WIDTH, 8, 2, batch_first=True), nn.Linear(8, CLASSES)
+        self.layer = nn.LSTM(WIDTH, 8, 2, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(x)[0][:, -1])
@@ -101,7 +102,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Odd(nn.Module):
-    """Hooks, a backward of its own, complex numbers, a computed weight, a part without a gradient."""
+    """Hooks, a backward of its own, complex numbers, a mask, a reentrant checkpoint, and no_grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +121,9 @@ class Odd(nn.Module):
             hidden.register_hook(lambda gradient: gradient * 3)
         hidden = (torch.fft.fft(hidden.tanh()) * (0.2 - 0.1j)).real
         hidden = StraightThrough.apply(4 * hidden) / 4 + hidden * self.teach(hidden)
-        return self.head(self.spectral(hidden).tanh().mean(1))
+        hidden[:, 1:].mul_(2)
+        hidden.masked_fill_(hidden > 1, -1.0)
+        return checkpoint(self.head, self.spectral(hidden).tanh().mean(1), use_reentrant=True)
 
 
 class TimeFirst(nn.Module):
@@ -352,7 +355,7 @@ class Row:
                 self.loss != "mixing" or not is_uneven,
                 self.model != "odd" or self.loss in ("mean", "logged"),  # a hook it warns of
                 self.model != "odd" or self.recompute != "weights offloaded",
-                self.model != "recurrent" or self.schedule != "looped-bfs-v3",  # five operators
+                self.model != "recurrent" or self.schedule != "looped-bfs-v3",  # few operators
                 not self.is_asynchronous or self._may_be_asynchronous(),
             )
         )
@@ -622,13 +625,13 @@ def difference(row: Row) -> str:
             wanted.setdefault(name, []).append(value)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    least = 2e-2 if row.precision else 1e-9
+    least, least_by_itself = (2e-2, 4e-4) if row.precision else (1e-9, 1e-12)
     for name, value in found:
         if not wanted.get(name):
             return f"{name} is there, and not in eager torch"
         expected = wanted[name].pop(0)
         off = relative_error(value, expected) if value.shape == expected.shape else float("inf")
-        if not (off < least or (value - expected).abs().max() < 1e-3 * least):
+        if not (off < least or (value - expected).abs().max() < least_by_itself):
             first, other = (each.flatten()[:3].tolist() for each in (value, expected))
             return f"{name} is off by {off:.1e}: {first}, not {other}"
     return ""
