@@ -1,7 +1,5 @@
 """A rank of an NCCL group that is on its own: a message goes wrong, and its connections must close soon."""
 
-import time
-
 import torch
 import torch.distributed as dist
 
@@ -23,10 +21,10 @@ busy = torch.ones(8192, 8192, device=device)
 for _ in range(50):
     busy = busy @ busy
 connections.all_reduce((0,), busy)
-has_failed, began = True, time.monotonic()
+has_failed = True
 try:
     connections.drain()
 except ConnectionError:
     print("was told")
 connections.close()
-print("closed after", time.monotonic() - began)
+print("closed")
