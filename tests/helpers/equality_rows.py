@@ -345,6 +345,7 @@ class Row:
                 self.shard is None or (self.replicas > 1 and self.updates),
                 self.recompute != "state offloaded" or self.updates,
                 self.recompute != "weights offloaded" or (self.replicas == 1 and not self.is_asynchronous),
+                self.recompute != "weights offloaded" or self.updates or not num_ranks,
                 self.run not in ("module", "stream") or self.batch != "rank0",
                 self.run != "module" or not self.is_asynchronous,
                 self.run != "saved" or self._is_loaded_alike(num_ranks),
@@ -365,10 +366,11 @@ class Row:
         return not num_ranks and self.update != "script of the model" and self.evaluates == "nothing"
 
     def _may_be_asynchronous(self) -> bool:
-        """Stages clip and accumulate by themselves, and a tied weight has two versions."""
+        """Stages clip and accumulate by themselves, a tied weight has two versions, and ranks read ahead."""
         taken = self.update in ("sgd", "groups") and self.shard is None and "offloaded" not in self.recompute
         return (
             taken
+            and self.batch == "same"
             and self.loss != "mixing"
             and self.model in ("dense", "recurrent", "attention", "time first", "dropout")
         )
