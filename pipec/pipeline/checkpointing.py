@@ -134,11 +134,8 @@ class Checkpoints:
         self.finish_saving()
         self._executions.drain()
         self._tensors.require_values()
-        if self._agreement.is_distributed:
-            how = ", asynchronous=True" if asynchronous else ""
-            replaced = self._executions.describe_model()
-            self._agreement.require_same_call(f"{method}({str(directory)!r}{how})", replaced)
-        self._executions.adopt_model_changes()
+        how = ", asynchronous=True" if asynchronous else ""
+        self._executions.adopt_on_all_ranks(f"{method}({str(directory)!r}{how})")
         return Path(directory).resolve()
 
     def _training(self, optimizer: Any, scheduler: Any, only_owned: bool) -> TrainingState:

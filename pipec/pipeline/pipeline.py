@@ -466,6 +466,7 @@ class Pipeline(ConvertedModule):
     @exclusive_call
     def _convert(self, function: Any, recurse: bool = True) -> Self:
         """``half`` and its kin call this. A tensor that ``to`` moves returns to its stage's device."""
+        self._executions.adopt_model_changes()
         self._executions.unshard()
         super()._convert(function, recurse)
         self._adopt_registered()
@@ -753,7 +754,9 @@ class Pipeline(ConvertedModule):
         check_arguments(METHOD_ARGUMENTS, locals())
         self._tensors.require_values()
         if self._agreement.is_distributed and self._tensors.owner_ranks:
-            state_dict = self._shared_state(state_dict, f"strict={strict}, assign={assign}")
+            self._executions.adopt_on_all_ranks(f"load_state_dict(strict={strict}, assign={assign})")
+            state_dict = self._shared_state(state_dict)
+        self._executions.adopt_model_changes()
         here, canonical = self._tensors.here(every_name=True), self._tensors.canonical
         own = {name: x for name, x in state_dict.items() if name in here or name not in canonical}
         every = self._tensors.names.every()
@@ -771,7 +774,7 @@ class Pipeline(ConvertedModule):
             self._adopt_registered()
         return result
 
-    def _shared_state(self, state: Mapping[str, Any], how: str) -> Mapping[str, Any]:
+    def _shared_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The state, or rank 0's tensors of this rank if this rank was given an empty one."""
 
         def decide(notes: Sequence[RankNote]) -> Any:
@@ -787,7 +790,7 @@ class Pipeline(ConvertedModule):
             kinds = {name: (str(x.dtype).removeprefix("torch."), [*x.shape]) for name, x in tensors.items()}
             return [lacking, [[name, *kind] for name, kind in kinds.items()]]
 
-        answer = self._agreement.require_same_call(f"load_state_dict({how})", {}, decide, [not state])
+        answer = self._agreement.require_same_call("load_state_dict", {}, decide, [not state])
         lacking, described = answer.value
         rank, owners, canonical = self.ranks.world.rank, self._tensors.owner_ranks, self._tensors.canonical
         found: dict[str, Any] = {}
@@ -800,8 +803,7 @@ class Pipeline(ConvertedModule):
     def _gather(self, method: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
         """Copies of the tensors of the whole model that have these first names."""
         self._tensors.require_values()
-        if self._agreement.is_distributed:
-            self._agreement.require_same_call(f"{method}(all_ranks={all_ranks})", {})
+        self._executions.adopt_on_all_ranks(f"{method}(all_ranks={all_ranks})")
         with self._executions.unsharded():
             return self._tensors.gathered(names, range(self.ranks.count) if all_ranks else [0])
 

@@ -343,6 +343,12 @@ class Executions:
     def adopt_model_changes(self) -> None:
         """Take over tensors that the model was given."""
 
+    def adopt_on_all_ranks(self, call: str) -> None:
+        """Take over tensors that the model was given, alike on all ranks, which make this ``call``."""
+        if self.agreement.is_distributed:
+            self.agreement.require_same_call(call, self.describe_model())
+        self.adopt_model_changes()
+
     def copied(self, model: nn.Module) -> "MakeExecutions":
         """Makes the executions of a copy of the model."""
         raise NotImplementedError

@@ -426,3 +426,18 @@ def test_draws_do_not_depend_on_how_microbatches_are_compiled(layout: dict[str, 
     assert torch.equal(*drawn)
     masks = drawn[0].split([3, 3, 3, 2, 2])
     assert not any(torch.equal(one[:2], other[:2]) for one, other in itertools.combinations(masks, 2))
+
+
+def test_a_replaced_parameter_is_read_loaded_and_converted_before_the_next_call() -> None:
+    x, net = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = pipec.compile(net, devices=2, loss_fn=nn.functional.mse_loss, microbatches=2)
+    pipe.step(x, target=x)
+    net[0].bias, net[1].bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    assert torch.equal(pipe.full_state_dict()["0.bias"], torch.ones(4))
+    net[0].bias = nn.Parameter(torch.full((4,), 2.0))
+    pipe.load_state_dict({name: torch.zeros_like(each) for name, each in pipe.state_dict().items()})
+    assert not any(each.any() for each in (*net.parameters(), *pipe.full_state_dict().values()))
+    net[0].bias = nn.Parameter(torch.ones(4))
+    pipe.double()
+    assert torch.equal(pipe.full_state_dict()["0.bias"], torch.ones(4).double())
+    assert net[0].bias.dtype is torch.float64
