@@ -152,7 +152,7 @@ class GradientAccumulator:
     def _set_first(
         self, index: int, gradients: list[Tensor | RowSparseGradient | None], factor: float
     ) -> None:
-        parameter, gradient = self._parameters[index], gradients[index]
+        parameter, gradient = self._owner(index), gradients[index]
         assert isinstance(gradient, Tensor)
         total = gradient.detach()
         gradients[index] = gradient = None
@@ -161,7 +161,7 @@ class GradientAccumulator:
         elif index in self._homes:
             total = self._home_of(index).copy_(total)
         elif not (total.stride() == parameter.stride() and fills_storage(total) and is_exclusive(total)):
-            total = torch.empty_like(parameter, requires_grad=False).copy_(total)
+            total = torch.empty_like(parameter, device=total.device, requires_grad=False).copy_(total)
         self._set(index, total.mul_(factor) if factor != 1 else total)
 
     def _set(self, index: int, total: Tensor) -> None:
