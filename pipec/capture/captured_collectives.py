@@ -4,8 +4,8 @@ torch's ``nn.SyncBatchNorm`` asks for a process group of its own. A captured one
 until ``resolve_model_collectives`` lets it take the statistics of a round of microbatches.
 """
 
+import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,15 +27,11 @@ MODEL_COLLECTIVES = ALL_REDUCES | ALL_GATHERS | BROADCASTS
 _BATCH_NORMS = {F.batch_norm, torch.ops.aten.batch_norm.default}
 
 
-@contextmanager
-def local_sync_batch_norms() -> Iterator[None]:
-    """Let each ``nn.SyncBatchNorm`` use local statistics, as it does without a process group."""
-    forward = nn.SyncBatchNorm.forward
-    nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
+def use_local_statistics(model: nn.Module) -> None:
+    """Let each ``nn.SyncBatchNorm`` compute as without a process group, until its module is restored."""
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.forward = types.MethodType(nn.BatchNorm1d.forward, module)  # type: ignore[method-assign]
 
 
 def resolve_model_collectives(captured: fx.GraphModule, step: nn.Module, num_replicas: int | None) -> str:

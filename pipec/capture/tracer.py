@@ -24,7 +24,7 @@ from pipec.capture.attributes import readable_values
 from pipec.capture.batch import analyse_batch, batch_symbol_of
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
 from pipec.capture.capture_request import CaptureRequest
-from pipec.capture.captured_collectives import local_sync_batch_norms, resolve_model_collectives
+from pipec.capture.captured_collectives import resolve_model_collectives, use_local_statistics
 from pipec.capture.diagnosis import capture_error, error_summary
 from pipec.capture.foreign_code import refuse_foreign_model, refuse_shared_constants
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
@@ -185,7 +185,7 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(inlined_reentrant_checkpoints())
         stack.enter_context(ignored_cudnn_flags())
         stack.enter_context(_without_fused_attention(step))
-        stack.enter_context(local_sync_batch_norms())
+        use_local_statistics(step)
         stack.enter_context(ops.tracing_with_replicas(request.num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(request.mode.trains))
         yield

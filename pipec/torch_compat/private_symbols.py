@@ -180,7 +180,6 @@ REPLACED = (
         "start",
     ),
     Symbol("torch.random.default_generator", "refuses a forward that seeds the CPU"),
-    Symbol("torch.nn.SyncBatchNorm.forward", "statistics of all replicas as operators of the graph"),
     Symbol(
         "torch.nn.Module.to",
         "an adapter of PEFT keeps its values while its model is on meta, where PEFT moves it",
