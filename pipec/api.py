@@ -54,8 +54,7 @@ from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.microbatch_weight import weight_name
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
 from pipec.runtime.step.ranks import Ranks
-from pipec.torch_compat.private_symbols import require
-from pipec.torch_compat.versions import untested_version
+from pipec.torch_compat.private_symbols import require, untested_version
 
 
 @takes_options(Options)

@@ -33,8 +33,7 @@ from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links
 from pipec.schedules import ENTRY_POINTS, Workload, one_f_one_b
 from pipec.schedules.chain_simulation import simulate_schedule
-from pipec.torch_compat import versions
-from pipec.torch_compat.versions import untested_version
+from pipec.torch_compat.private_symbols import NEWEST, OLDEST, untested_version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -165,9 +164,9 @@ def test_the_package_asks_for_the_tested_versions_of_torch_of_any_build(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 0 says once that another one was not tested."""
-    last, next_minor = versions.NEWEST[0], versions.NEWEST[1] + 1
+    last, next_minor = NEWEST[0], NEWEST[1] + 1
     (torch_range,) = (x.specifier for x in map(Requirement, PROJECT["dependencies"]) if x.name == "torch")
-    assert str(torch_range) == f"<{last}.{next_minor},>={'.'.join(map(str, versions.OLDEST))}"
+    assert str(torch_range) == f"<{last}.{next_minor},>={'.'.join(map(str, OLDEST))}"
     for build in ("2.11.0", "2.12.1+cu130", "2.13.0+cpu", "2.13.0+rocm7", "2.15.0+cu132"):
         assert torch_range.contains(build)
         assert untested_version(build) is None

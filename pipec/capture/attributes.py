@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipec.torch_compat.values import ARRAYS, by_name, comparable
+from pipec.torch_compat.compared_values import ARRAYS, by_name, comparable
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Sources of random numbers that are not torch's."""

@@ -19,7 +19,7 @@ from pipec.capture.diagnosis import error_summary, innermost_model_line, traceba
 from pipec.capture.graph_calls import at_line, is_always_false, is_random_except_dropout, mutates_argument
 from pipec.capture.markers import REQUIRE
 from pipec.capture.model_call import ModelCall
-from pipec.capture.number_operators import module_of
+from pipec.capture.operators import module_of
 from pipec.errors import CaptureError
 from pipec.graph import CHECK_BRANCH
 from pipec.torch_compat.dynamo_branches import (

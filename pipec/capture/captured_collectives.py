@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from pipec import ops
 from pipec.capture.graph_calls import describe_call, named_arguments
-from pipec.capture.number_operators import module_of
+from pipec.capture.operators import module_of
 from pipec.errors import CaptureError, InputError
 
 ALL_REDUCES = {torch.ops.pipec.all_reduce, ops.ALL_REDUCE}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from pipec.capture.diagnosis import innermost_model_line, traceback_lines
-from pipec.capture.node_insertion import INHERITED_META
-from pipec.capture.number_operators import OPERATOR_ID
+from pipec.capture.graph_calls import INHERITED_META
+from pipec.capture.operators import OPERATOR_ID
 from pipec.graph import size_expression
 from pipec.primitives import require
 from pipec.torch_compat.differentiation import (

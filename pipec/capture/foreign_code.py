@@ -1,16 +1,22 @@
-"""Refuses what a script defines that changes operators of torch in a way that stages would not repeat."""
+"""Refuses what stages would not repeat: what changes operators of torch, and draws of Python or numpy."""
 
+import pickle
+import random
+import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipec.capture.attributes import non_torch_generators
 from pipec.errors import CaptureError, InputError
 from pipec.graph import TrainingGraph, UpdatedBuffer
 from pipec.ir.batch_split import leaf_path
 from pipec.torch_compat import pytree
+from pipec.torch_compat.compared_values import has_global_forward_hooks
 from pipec.torch_compat.foreign_classes import active_mode, attributes, changes_operators, is_plain_tensor
-from pipec.torch_compat.module_contents import has_global_forward_hooks
 
 
 def refuse_active_mode() -> None:
@@ -88,3 +94,60 @@ def _memory(tensor: Tensor) -> int | None:
     """The address of a tensor's memory; None if it has none of its own."""
     is_real = is_plain_tensor(tensor) and not tensor.is_meta and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() or None if is_real else None
+
+
+_MOMENT = 0.02
+"""Seconds in which other threads that draw all the time will have drawn."""
+
+
+class NonTorchGenerators:
+    """The generators of Python and numpy that ``traced`` may use: global ones, and its own."""
+
+    def __init__(self, traced: nn.Module) -> None:
+        self._held = non_torch_generators(traced)
+        self._all = {"Python's random module": random, "numpy's random module": np.random, **self._held}
+        self._before = {name: pickle.dumps(_state(generator)) for name, generator in self._all.items()}
+
+    def refuse_non_torch_draws(self, run: Callable[[], object], suspected: bool) -> None:
+        """Raise CaptureError if ``run``, which calls the model, draws from a generator.
+
+        It is called only if a generator moved during capture, if the model holds one, of which capture may
+        use a copy, or if it is ``suspected``. A generator that another thread moves meanwhile is passed over.
+        """
+        if not (suspected or self._held or self._drawn()):
+            return
+        self._restore()
+        time.sleep(_MOMENT)
+        of_others = self._drawn()
+        run()
+        drawn = [name for name in self._drawn() if name not in of_others]
+        self._restore()
+        if drawn:
+            raise CaptureError(
+                f"the model draws from {drawn[0]}. A pipeline would repeat in every step what was drawn when "
+                "it was captured. Draw with torch, and choose with torch.where: "
+                "x = torch.where(torch.rand(()) < p, x, layer(x)). Or draw before the step, and pass a tensor"
+            )
+
+    def _drawn(self) -> list[str]:
+        """The names of the generators that have moved."""
+        return [name for name, x in self._all.items() if pickle.dumps(_state(x)) != self._before[name]]
+
+    def _restore(self) -> None:
+        for name, state in self._before.items():
+            _set_state(self._all[name], pickle.loads(state))
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if hasattr(generator, "get_state") else generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)

@@ -3,10 +3,9 @@
 import torch
 from torch import fx
 
-from pipec.capture.graph_calls import describe_call, mutates_argument, operator_name
+from pipec.capture.graph_calls import NodeInserter, describe_call, mutates_argument, operator_name
 from pipec.capture.markers import BATCH_COUNT, REQUIRE
 from pipec.capture.model_call import ModelCall, plain_name
-from pipec.capture.node_insertion import NodeInserter
 
 
 def nodes_for_checks(graph: fx.Graph) -> set[fx.Node]:

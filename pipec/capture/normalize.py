@@ -9,15 +9,15 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from pipec.capture.capture_request import CaptureRequest
-from pipec.capture.classify import classify
 from pipec.capture.data_dependent_sizes import lift_data_dependent_sizes
 from pipec.capture.extract_batch_counts import extract_batch_counts, input_branches
 from pipec.capture.graph_calls import at_line
 from pipec.capture.graph_symbols import batch_symbol, check_evaluable, number_symbols, variable_symbols
 from pipec.capture.markers import OUTPUT_GRADIENT, OUTPUT_MERGE, REQUIRE
 from pipec.capture.model_call import ModelCall
+from pipec.capture.operators import classify
 from pipec.capture.output_merge import batch_first_output
+from pipec.capture.traced_step import CaptureRequest
 from pipec.errors import CaptureError, InputError, NoLossError
 from pipec.graph import (
     NO_FINDINGS,
@@ -48,7 +48,7 @@ from pipec.ops import COLLECTIVES
 from pipec.primitives import require
 from pipec.torch_compat import pytree
 from pipec.torch_compat.differentiation import JointGraph
-from pipec.torch_compat.operators import is_higher_order
+from pipec.torch_compat.run_time import is_higher_order
 from pipec.torch_compat.symbolic_numbers import formula
 
 _aten = torch.ops.aten

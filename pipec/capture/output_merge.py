@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipec.capture.graph_calls import INHERITED_META, fake_value
 from pipec.capture.markers import OUTPUT_MERGE
-from pipec.capture.node_insertion import INHERITED_META, fake_value
 from pipec.ir.batch_axis import BatchAxis
 from pipec.torch_compat.symbolic_numbers import formula
 

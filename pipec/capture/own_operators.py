@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from pipec.capture.node_insertion import fake_value
+from pipec.capture.graph_calls import fake_value
 from pipec.primitives import (
     INTERPOLATE,
     INTERPOLATED_DIMENSIONS,

@@ -31,10 +31,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec.capture.captured_collectives import MODEL_COLLECTIVES, sync_batch_norm
-from pipec.capture.graph_calls import HOLDING_NUMBERS, operator_name
+from pipec.capture.graph_calls import HOLDING_NUMBERS, fake_value, inputs_of, operator_name
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, OUTPUT_MERGE, REQUIRE
-from pipec.capture.node_insertion import fake_value, inputs_of
-from pipec.capture.number_operators import OPERATOR_ID
+from pipec.capture.operators import OPERATOR_ID
 from pipec.graph import (
     CHECK_BRANCH,
     Buffer,

@@ -23,17 +23,15 @@ from pipec.capture.analyse_copy import analyse_differentiated, analyse_outputs
 from pipec.capture.attributes import readable_values
 from pipec.capture.batch import analyse_batch, batch_symbol_of
 from pipec.capture.branch_decisions import BranchDecider, describe_branches, refuse_branches
-from pipec.capture.capture_request import CaptureRequest
 from pipec.capture.captured_collectives import resolve_model_collectives, use_local_statistics
 from pipec.capture.diagnosis import capture_error, error_summary
-from pipec.capture.foreign_code import refuse_foreign_model, refuse_shared_constants
+from pipec.capture.foreign_code import NonTorchGenerators, refuse_foreign_model, refuse_shared_constants
 from pipec.capture.graph_symbols import SpecializedVariableError, number_values
 from pipec.capture.microbatch_checks import require_full_scatter
 from pipec.capture.model_call import ModelCall, refuse_input_gradients
 from pipec.capture.normalize import TracedCall, training_graph
-from pipec.capture.number_operators import number_operators
+from pipec.capture.operators import number_operators
 from pipec.capture.own_operators import use_own_operators
-from pipec.capture.python_randomness import NonTorchGenerators
 from pipec.capture.repeated_blocks import (
     IrregularBlocksError,
     RepeatedBlocks,
@@ -42,6 +40,7 @@ from pipec.capture.repeated_blocks import (
     without_middle,
 )
 from pipec.capture.traced_step import (
+    CaptureRequest,
     TracedStep,
     make_traced_step,
     model_names,
@@ -55,6 +54,7 @@ from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, Traini
 from pipec.ir import Variable
 from pipec.ir.batch_split import variable_values
 from pipec.primitives import ctc_loss, recurrent_network
+from pipec.torch_compat.compared_values import has_gradient_hook
 from pipec.torch_compat.differentiation import (
     CapturedGraph,
     JointGraph,
@@ -72,7 +72,6 @@ from pipec.torch_compat.dynamo_front_end import (
 )
 from pipec.torch_compat.guards import Guards
 from pipec.torch_compat.make_fx_front_end import capture_with_make_fx
-from pipec.torch_compat.module_contents import has_gradient_hook
 from pipec.torch_compat.module_state import (
     DryRun,
     dry_run,
@@ -84,11 +83,11 @@ from pipec.torch_compat.module_state import (
     without_gradients,
 )
 from pipec.torch_compat.operator_patches import (
+    cached_size_arithmetic,
     inlined_reentrant_checkpoints,
     skip_distribution_validation,
     traced_otherwise,
 )
-from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
 
 log = logging.getLogger("pipec")
 

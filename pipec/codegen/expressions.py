@@ -27,7 +27,7 @@ from pipec.graph import (
 from pipec.graph.in_place import in_place_variant, out_variant
 from pipec.graph.size_text import SymbolNames, format_size
 from pipec.torch_compat import pytree
-from pipec.torch_compat.operators import OpOverload, schema
+from pipec.torch_compat.run_time import OpOverload, schema
 
 aten = torch.ops.aten
 

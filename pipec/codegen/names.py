@@ -30,7 +30,7 @@ from pipec.graph import (
     recv,
     send,
 )
-from pipec.torch_compat.operators import OpOverload
+from pipec.torch_compat.run_time import OpOverload
 
 RESERVED = frozenset(
     (

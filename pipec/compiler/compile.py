@@ -18,7 +18,6 @@ from pipec.artifact.artifact import Artifact
 from pipec.capture.autocast import autocast, refuse_float16_weights
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture_with_variables
-from pipec.compiler.alternatives import rejected_alternatives, sharding_costs
 from pipec.compiler.batch_equivalence import (
     batch_warnings,
     changed_buffer_warning,
@@ -34,9 +33,9 @@ from pipec.compiler.candidate import Candidate
 from pipec.compiler.check import CheckResult, check_call, refuse_difference, refuse_unchecked_rows
 from pipec.compiler.compile_cache import CompiledGraphs, MicrobatchGroups
 from pipec.compiler.compiler import CompiledCall, CompileRequest
-from pipec.compiler.infeasible import require_memory
 from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
+from pipec.compiler.tried_plans import rejected_alternatives, require_memory, sharding_costs
 from pipec.console import notice
 from pipec.errors import CaptureError, FailingModelError, InputError, MixedRowsError
 from pipec.ir import Mode

@@ -18,11 +18,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from pipec.compiler.alternatives import as_alternative
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.memory_budget import fit_into_memory, may_free_memory
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan, StagedGraph
+from pipec.compiler.tried_plans import as_alternative
 from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph

@@ -37,7 +37,7 @@ from pipec.cost.symbolic_sizes import (
 from pipec.graph import is_collective, is_view
 from pipec.hardware.devices import Arithmetic, DeviceModel
 from pipec.torch_compat import pytree
-from pipec.torch_compat.operators import OpOverload, schema
+from pipec.torch_compat.run_time import OpOverload, schema
 
 NodeSizes = Mapping[fx.Node, tuple[TensorSize, ...]]
 """The tensors that make up each node's value."""

@@ -18,9 +18,17 @@ from torch import Tensor, nn
 
 from pipec.errors import CaptureError
 from pipec.ir import Mode
-from pipec.torch_compat.module_contents import module_contents, num_global_hooks, tensor_contents
-from pipec.torch_compat.settings import SETTINGS, read_settings
-from pipec.torch_compat.values import ABSENT, comparable, evaluate, fqn_of
+from pipec.torch_compat.compared_values import (
+    ABSENT,
+    SETTINGS,
+    comparable,
+    evaluate,
+    fqn_of,
+    module_contents,
+    num_global_hooks,
+    read_settings,
+    tensor_contents,
+)
 
 if TYPE_CHECKING:  # a rank that captures nothing has none
     from pipec.torch_compat.guards import Guards

@@ -34,7 +34,7 @@ from pipec.graph.nodes import (
     storage_owner,
 )
 from pipec.primitives import cross_entropy_gradient
-from pipec.torch_compat.operators import OpOverload, schema
+from pipec.torch_compat.run_time import OpOverload, schema
 from pipec.torch_compat.symbolic_numbers import formula
 
 aten = torch.ops.aten

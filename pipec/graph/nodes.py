@@ -37,7 +37,7 @@ from pipec.ir import Phase
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ops import COLLECTIVES
 from pipec.torch_compat import pytree
-from pipec.torch_compat.operators import OpOverload, schema
+from pipec.torch_compat.run_time import OpOverload, schema
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from pipec.graph import TrainingGraph, is_gradient_sum
-from pipec.torch_compat.operators import OpOverload
+from pipec.torch_compat.run_time import OpOverload
 
 SELECT, SLICE = torch.ops.aten.select_backward.default, torch.ops.aten.slice_backward.default
 MERGED_BY: Mapping[object, OpOverload] = {

@@ -30,8 +30,7 @@ from pipec.capture.batch_inputs import (
     with_batch_axes,
 )
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
-from pipec.capture.given_microbatches import call_of_microbatches, whole_microbatch
-from pipec.capture.model_call import ModelCall, refuse_input_gradients
+from pipec.capture.model_call import ModelCall, call_of_microbatches, refuse_input_gradients, whole_microbatch
 from pipec.capture.variable_history import VariableHistory
 from pipec.compiler.batch_equivalence import check_local_batch
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature, is_valid_for

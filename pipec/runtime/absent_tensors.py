@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipec.errors import InputError
 from pipec.torch_compat import pytree
-from pipec.torch_compat.operators import TorchDispatchMode
-from pipec.torch_compat.run_time import memory_id
+from pipec.torch_compat.run_time import TorchDispatchMode, memory_id
 
 plain_tensors = torch.DisableTorchFunctionSubclass
 """Inside a ``with`` of it, absent tensors are plain ones: of NaN, each in the memory of one element."""

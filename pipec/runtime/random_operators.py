@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipec.runtime.random_seeds import generator_of_seed
-from pipec.torch_compat.operators import schema
+from pipec.torch_compat.run_time import schema
 
 _default_generator = threading.Lock()
 

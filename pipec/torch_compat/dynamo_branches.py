@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from pipec.torch_compat import pytree
 from pipec.torch_compat.foreign_classes import is_fake
 from pipec.torch_compat.lost_effects import refuse_lost_call
-from pipec.torch_compat.operators import TorchDispatchMode, schema
+from pipec.torch_compat.run_time import TorchDispatchMode, schema
 from pipec.torch_compat.symbolic_numbers import formula
 
 TRUTH_OPCODES = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")

@@ -24,9 +24,9 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipec.errors import UnsupportedTorchError
+from pipec.torch_compat.compared_values import fqn_of
 from pipec.torch_compat.differentiation import CapturedGraph, SymbolicDims
 from pipec.torch_compat.lost_effects import LOST_GRADIENT, LostEffectError
-from pipec.torch_compat.values import fqn_of
 
 DYNAMO_CONFIG = {
     "allow_rnn": True,

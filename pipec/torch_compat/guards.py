@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
-from pipec.torch_compat.values import Compared, by_name, comparable, evaluate, fqn_of
+from pipec.torch_compat.compared_values import Compared, by_name, comparable, evaluate, fqn_of
 
 CONSTANT_GUARD_TYPES = {"CONSTANT_MATCH", "EQUALS_MATCH"}
 """Kinds of guards that compare a value."""

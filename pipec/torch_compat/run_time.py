@@ -1,10 +1,15 @@
-"""Private parts of torch that a rank needs that compiles nothing. None of them loads torch._dynamo."""
+"""Private parts of torch that a rank needs that compiles nothing, operators among them.
+
+None of them loads torch._dynamo.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import FunctionSchema, Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.torch_compat.private_symbols import require
 
@@ -120,3 +125,16 @@ def inductor_code(
 def _at_start(tensor: Tensor) -> Tensor:
     """A tensor of this size at the start of its memory, as a first microbatch is of its batch."""
     return tensor.as_strided(tensor.shape, tensor.stride(), 0).data
+
+
+__all__ = ["OpOverload", "TorchDispatchMode", "is_higher_order", "schema"]
+
+
+def schema(operator: OpOverload) -> FunctionSchema:
+    """The arguments and results of an operator, with their types, names and aliases."""
+    return operator._schema
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether what a node calls is an operator with graphs of its own."""
+    return getattr(target, "namespace", "") == "higher_order"

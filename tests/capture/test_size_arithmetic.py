@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from pipec.torch_compat import size_arithmetic
 from pipec.torch_compat.differentiation import differentiate
 from pipec.torch_compat.dynamo_front_end import capture_with_dynamo
-from pipec.torch_compat.size_arithmetic import cached_size_arithmetic
+from pipec.torch_compat.operator_patches import CACHED_METHODS, Method, cached_size_arithmetic
 
 
 @pytest.fixture
@@ -86,10 +85,10 @@ class Blocks(nn.Module):
 def test_a_graph_is_the_same_and_takes_less_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, methods = (
         Counter[str](),
-        {name: getattr(SymNode, name) for name in size_arithmetic.CACHED_METHODS},
+        {name: getattr(SymNode, name) for name in CACHED_METHODS},
     )
 
-    def counted(name: str) -> size_arithmetic.Method:
+    def counted(name: str) -> Method:
         def computed(self: SymNode, other: SymNode) -> SymNode:
             counts[name] += 1
             result: SymNode = methods[name](self, other)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.codegen.expressions import FUNCTIONS, INFIX, METHODS, expression, literal
 from pipec.graph.in_place import in_place_variant
-from pipec.torch_compat.operators import OpOverload
+from pipec.torch_compat.run_time import OpOverload
 
 aten = torch.ops.aten
 

@@ -17,6 +17,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 from pipec.graph import ReadValues
 from pipec.primitives import ctc_loss, recurrent_network
 from pipec.torch_compat import dynamo_front_end, operator_patches
+from pipec.torch_compat.compared_values import ABSENT, evaluate
 from pipec.torch_compat.differentiation import CapturedGraph
 from pipec.torch_compat.dynamo_front_end import capture_with_dynamo, model_raised
 from pipec.torch_compat.guards import Guards
@@ -26,7 +27,6 @@ from pipec.torch_compat.operator_patches import (
     traced_otherwise,
 )
 from pipec.torch_compat.symbolic_numbers import python_expression
-from pipec.torch_compat.values import ABSENT, evaluate
 
 
 class Net(nn.Module):

@@ -45,7 +45,11 @@ from pipec.capture.captured_collectives import (
 )
 from pipec.capture.graph_calls import (
     HOLDING_NUMBERS,
+    INHERITED_META,
+    NodeInserter,
     describe_call,
+    fake_value,
+    insert_after,
     mutates_argument,
     named_arguments,
     operator_name,
@@ -54,14 +58,12 @@ from pipec.capture.graph_calls import (
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION
 from pipec.capture.microbatch_checks import nodes_for_checks, require_equal_counts
 from pipec.capture.model_call import plain_name
-from pipec.capture.node_insertion import INHERITED_META, NodeInserter, fake_value, insert_after
 from pipec.capture.output_merge import mark_output_merge
 from pipec.graph import BatchFindings, is_branch_check
 from pipec.ir.batch_axis import BatchAxis
 from pipec.torch_compat import pytree
 from pipec.torch_compat.differentiation import size_of_symbol, unbacked_symbols
-from pipec.torch_compat.operators import OpOverload, is_higher_order
-from pipec.torch_compat.run_time import memory_id
+from pipec.torch_compat.run_time import OpOverload, is_higher_order, memory_id
 from pipec.torch_compat.symbolic_numbers import formula
 
 _COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}

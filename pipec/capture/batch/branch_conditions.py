@@ -13,9 +13,8 @@ import torch
 from torch import fx
 
 from pipec.capture.batch.dependence import MEAN, Dependence, PerRow, is_whole
-from pipec.capture.graph_calls import at_line, operator_name
+from pipec.capture.graph_calls import at_line, fake_value, operator_name
 from pipec.capture.markers import BATCH_COUNT
-from pipec.capture.node_insertion import fake_value
 from pipec.errors import CaptureError
 
 

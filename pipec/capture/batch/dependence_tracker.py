@@ -38,8 +38,7 @@ from pipec.capture.batch.rules import (
 )
 from pipec.torch_compat import pytree
 from pipec.torch_compat.operator_patches import decompositions
-from pipec.torch_compat.operators import OpOverload, TorchDispatchMode, schema
-from pipec.torch_compat.run_time import memory_id
+from pipec.torch_compat.run_time import OpOverload, TorchDispatchMode, memory_id, schema
 
 _META = torch.device("meta")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipec.capture.batch.dependence import Dependence, MixedRows, PerRow, Unproven, Whole
 from pipec.torch_compat import pytree
-from pipec.torch_compat.operators import OpOverload, schema
+from pipec.torch_compat.run_time import OpOverload, schema
 
 _FEWEST_ROWS_OF_PAIRS = 64
 """A size that is more than the square of the number of rows by this share grows with it, as ``pdist``'s."""

@@ -24,9 +24,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec.capture.batch.dependence import MEAN, Dependence, PerRow, SumOverRows, Whole
-from pipec.capture.graph_calls import describe_call, is_random_call, mutates_argument
+from pipec.capture.graph_calls import (
+    INHERITED_META,
+    describe_call,
+    fake_value,
+    is_random_call,
+    mutates_argument,
+)
 from pipec.capture.markers import BATCH_COUNT, BATCH_FRACTION, IN_TAIL, TAIL_INPUT
-from pipec.capture.node_insertion import INHERITED_META, fake_value
 from pipec.torch_compat.differentiation import unbacked_symbols
 
 _ONCE_A_STEP = (BATCH_COUNT, BATCH_FRACTION)

@@ -18,8 +18,7 @@ from pipec.capture.traced_step import TracedStep, make_traced_step, model_names,
 from pipec.capture.tracer import CaptureRequest
 from pipec.compiler.check.compare import TOLERANCES, Agreement, Comparison, tolerance_of
 from pipec.compiler.check.draws import FixedDraws
-from pipec.compiler.check.locate import first_difference
-from pipec.compiler.check.split_run import SplitRun
+from pipec.compiler.check.split_run import SplitRun, first_difference
 from pipec.compiler.check.unsplit_run import StepValues, UnsplitRun
 from pipec.compiler.compiler import CompileRequest, CompileSettings
 from pipec.errors import BranchError, CaptureError, InputError, PipecError, UnequalStepError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.torch_compat.operators import TorchDispatchMode, schema
+from pipec.torch_compat.run_time import TorchDispatchMode, schema
 
 
 class FixedDraws(TorchDispatchMode):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
-from pipec.torch_compat.operators import TorchDispatchMode
+from pipec.torch_compat.run_time import TorchDispatchMode
 
 Sizes = dict[int, int] | None
 """Maps each trial size to the parameter's size that it replaces; None if nothing is replaced."""
