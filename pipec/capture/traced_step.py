@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from pipec.capture.markers import LOSS_OUTSIDE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import UNKNOWN_LOSS, LossPath, find_loss, result_at
-from pipec.capture.variable_history import LeafDim, equal_dimensions, own_numbers
+from pipec.capture.variable_history import equal_dimensions, own_numbers
 from pipec.errors import InputError, NoLossError
 from pipec.ir import Mode, Variable
-from pipec.ir.batch_axis import BatchAxis
 from pipec.torch_compat import pytree
 
 CPU = torch.device("cpu")
@@ -76,17 +75,17 @@ class CaptureRequest:
         return self.batch or self.call
 
 
+_NO_CALL = ModelCall((), {}, split=())
+
+
 class TracedStep(nn.Module):
     """The module that is traced: the model, and the loss on top of it.
 
-    Its arguments have their rows in front. Model and loss get them as the user passes them, with the rows
-    where ``axes`` say. ``batched`` tells which leaves are known to be split. ``equal_dimensions`` are groups
-    of other dimensions of one size, each given by the position of its leaf and its own; behind them come
-    numbers of this size, by their position and None. The leaves at the positions ``numbers`` are numbers in
-    0-dim tensors, which lets a front end make symbols of them. The model gets the keyword arguments of
-    ``keyword_order`` in that order, behind the others. At the positions of ``repeated`` it gets the tensors
-    at others again. ``loss_path`` says where the loss is in its results; None: it is there as ``.loss`` or
-    under ``"loss"``, or a dry run finds it.
+    Its arguments are those of ``call``, with their rows in front. Model and loss get them as the user passes
+    them: with the rows where they were, and a tensor that was passed twice again. ``batched`` tells which
+    leaves are known to be split. Of the ``variables`` that are symbols, dimensions of one name are equal, and
+    numbers come in 0-dim tensors, which lets a front end make symbols of them. ``loss_path`` says where the
+    loss is in the results; None: it is there as ``.loss`` or under ``"loss"``, or a dry run finds it.
     """
 
     is_dry_run = False
@@ -96,28 +95,19 @@ class TracedStep(nn.Module):
         model: nn.Module,
         loss_fn: Callable[..., Any] | None,
         mode: Mode,
-        axes: Sequence[BatchAxis | None],
-        outputs: bool,
-        equal_dimensions: Sequence[Sequence[LeafDim]] = (),
-        numbers: Sequence[int] = (),
-        keyword_order: Sequence[str] = (),
-        repeated: Sequence[tuple[int, int]] = (),
-        strided: Sequence[int] = (),
+        call: ModelCall = _NO_CALL,
+        variables: Sequence[Variable] = (),
+        outputs: bool = False,
         loss_path: LossPath | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.loss_path = loss_path
-        self.mode = mode
-        self.moved_axes = [(k, axis) for k, axis in enumerate(axes) if axis and not axis.is_leading]
-        self.strided = strided
-        self.batched = tuple(axis is not None for axis in axes)
-        self.outputs = outputs
-        self.equal_dimensions = tuple(map(tuple, equal_dimensions))
-        self.numbers = tuple(numbers)
-        self.keyword_order = tuple(keyword_order)
-        self.repeated = tuple(repeated)
+        self.model, self.loss_fn, self.mode = model, loss_fn, mode
+        self.loss_path, self.outputs = loss_path, outputs
+        self.batched = tuple(call.batched)
+        self.moved_axes = [(k, axis) for k, axis in enumerate(call.axes) if axis and not axis.is_leading]
+        self.strided, self.keyword_order, self.repeated = call.strided, call.keyword_order, call.repeated
+        self.equal_dimensions = tuple(map(tuple, equal_dimensions(variables)))
+        self.numbers = tuple(variable.position for variable in own_numbers(variables))
         self.training = model.training
         self.replaceable_buffers = tuple(_replaceable_buffers(model))
 
@@ -192,20 +182,6 @@ class TracedStep(nn.Module):
         self.loss_path = find_loss(output, self.loss_path)
 
 
-def make_traced_step(request: CaptureRequest) -> TracedStep:
-    """The traced step of a request, in which its variables are symbols."""
-    call, variables = request.call, request.variables
-    numbers = [variable.position for variable in own_numbers(variables)]
-    equal = equal_dimensions(variables)
-    return TracedStep(
-        *(request.model, request.loss_fn, request.mode, call.axes, request.outputs, equal, numbers),
-        keyword_order=call.keyword_order,
-        repeated=call.repeated,
-        strided=call.strided,
-        loss_path=request.loss_path,
-    )
-
-
 def _loss_outside(output: Any) -> Tensor:
     """What stands for a loss that the script computes of outputs. Raises NoLossError if there is none."""
     leaves = enumerate(pytree.tree_leaves(output), 1)  # the loss is the first of the results
@@ -235,11 +211,6 @@ def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules(prefix="model"):
         if not type(module).__module__.startswith("torch.nn.modules."):
             yield from (f"{path}.{name}" for name, buffer in module._buffers.items() if buffer is not None)
-
-
-def traced_step_without_call(model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode) -> nn.Module:
-    """The module that a capture traces, for looking up what it read."""
-    return TracedStep(model, loss_fn, mode, (), outputs=False)
 
 
 def named_tensors(step: TracedStep) -> dict[str, Tensor]:

@@ -42,7 +42,6 @@ from pipec.capture.repeated_blocks import (
 from pipec.capture.traced_step import (
     CaptureRequest,
     TracedStep,
-    make_traced_step,
     model_names,
     named_tensors,
     refuse_kv_cache,
@@ -122,7 +121,10 @@ def capture(request: CaptureRequest) -> TrainingGraph:
     if is_training:
         refuse_input_gradients(call)
         _refuse_gradient_hooks(model)
-    step = make_traced_step(request)
+    step = TracedStep(
+        *(model, request.loss_fn, request.mode, call),
+        *(request.variables, request.outputs, request.loss_path),
+    )
     with _tracing(request, step):
         tracer = _Tracer(request, step)
         generators = NonTorchGenerators(step)

@@ -83,10 +83,10 @@ class Candidate:
         """The candidate on all ranks with these replicas: one number for all stages, or one for each."""
         return replace(self, policy=self.policy.with_replicas(replicas), adjacent_pipelines=False)
 
-    def with_sharding(self, shard: ShardingLevel | None) -> "Candidate":
-        """The candidate with this level of sharding, no longer open to the search."""
-        sync_spec = replace(self.options.sync_spec, shard=shard)
-        return replace(self, options=replace(self.options, sync_spec=sync_spec), tunes_shard=False)
+    def with_sync(self, **changed: Any) -> "Candidate":
+        """The candidate whose steps end otherwise: these are fields of its ``SyncSpec``."""
+        sync_spec = replace(self.options.sync_spec, **changed)
+        return replace(self, options=replace(self.options, sync_spec=sync_spec))
 
     @property
     def may_load_weights(self) -> bool:
@@ -104,11 +104,6 @@ class Candidate:
     def loads_weights(self) -> bool:
         """Whether weights are in host memory, and loaded for use."""
         return self.options.sync_spec.weights_on_host
-
-    def with_weights_on_host(self) -> "Candidate":
-        """The candidate whose weights are in host memory, and loaded for use."""
-        sync_spec = replace(self.options.sync_spec, weights_on_host=True)
-        return replace(self, options=replace(self.options, sync_spec=sync_spec))
 
     def restricted_by(self, graph: TrainingGraph) -> "Candidate":
         """The candidate for steps on this graph: a tail and model collectives do not allow everything."""
@@ -135,11 +130,8 @@ class Candidate:
 
     def gathering(self, plan: Plan) -> "Candidate":
         """The candidate whose evaluations gather the parameters that the training of ``plan`` shards."""
-        options = self.options
-        if plan.sync_spec.shard is not ShardingLevel.PARAMETERS:
-            return self
-        sync_spec = replace(options.sync_spec, buckets=plan.sync_spec.buckets)
-        return replace(self, options=replace(options, sync_spec=sync_spec))
+        shares = plan.sync_spec.shard is ShardingLevel.PARAMETERS
+        return self.with_sync(buckets=plan.sync_spec.buckets) if shares else self
 
     def for_next_steps(self, schedule: Schedule) -> "Candidate":
         """The candidate for the steps after one that ran ``schedule``."""

@@ -15,7 +15,7 @@ from pipec import console
 from pipec.artifact.artifact import MicrobatchGroups
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import LossPath
-from pipec.capture.traced_step import traced_step_without_call
+from pipec.capture.traced_step import TracedStep
 from pipec.compiler.candidate import Candidate
 from pipec.compiler.compile_cache import CaptureKey, CaptureSignature, CompileCache, CompiledGraphs
 from pipec.compiler.staged_graph import StagedGraph
@@ -139,7 +139,7 @@ class Compiler:
     def traced(self, mode: Mode) -> nn.Module:
         """A module with the model and the loss, from which the expressions of ``read`` are evaluated."""
         if mode not in self._traced:
-            self._traced[mode] = traced_step_without_call(self.model, self.settings.loss_fn, mode)
+            self._traced[mode] = TracedStep(self.model, self.settings.loss_fn, mode)
         return self._traced[mode]
 
     def warn(self, warning: str) -> None:

@@ -1,17 +1,15 @@
 """Chooses what ranks that lack memory recompute or offload, so that a schedule fits."""
 
-import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipec.compiler.pass_list import NO_OFFLOAD
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
-from pipec.cost.formulas import node_bytes
-from pipec.ir import Op, Phase, Placement, StageMemory, stages_on
+from pipec.ir import Op, Phase, Placement, stages_on
 from pipec.ir.columns import OP_CODE, Floats, InstructionColumns, Ints
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
@@ -27,10 +25,7 @@ from pipec.programs.lower_periodic import steady_excerpt
 from pipec.programs.offload_intervals import num_offloaded
 
 _ATTEMPTS = 3
-"""How many choices are tried in a number of segments. Each attempt reserves what the last one lacked."""
-
-_BISECTIONS = 7
-"""How often the range of what may be reserved is halved, where attempts have found nothing that fits."""
+"""How many choices are tried. Each attempt reserves what the last one lacked."""
 
 _SEGMENTS = (1, 2, 8)
 """The numbers of segments in which a stage may be recomputed, in the order in which they are tried."""
@@ -119,15 +114,13 @@ class _Need:
     """The limit on saved values while an instruction runs on a rank: ``room`` bytes.
 
     ``saved`` counts the microbatches in flight, by stage, and ``offloaded`` those of them that can be on the
-    host. ``replaying`` is the stage whose backward runs, if any; ``running`` are the bytes of its temporary
-    values, already subtracted from the room.
+    host. ``replaying`` is the stage whose backward runs, if any.
     """
 
     saved: tuple[int, ...]
     offloaded: tuple[int, ...]
     replaying: int | None
     room: float
-    running: float
 
 
 @dataclass(frozen=True)
@@ -143,15 +136,14 @@ class _Choice:
 class _RankGroup:
     """Ranks that share ``stages``.
 
-    ``values[k]`` are the values of stage k by name, ``backwards[k]`` the memory of its backward, and
-    ``needs`` the memory limits over time. Stages recompute in one of the numbers of ``segments``. Values may
-    be copied to the host if there is a ``host``. ``lacked`` are the bytes that the last choice lacked.
+    ``values[k]`` are the values of stage k by name, and ``needs`` the memory limits over time. Stages
+    recompute in one of the numbers of ``segments``. Values may be copied to the host if there is a ``host``.
+    ``lacked`` are the bytes that the last choice lacked.
     """
 
     ranks: Sequence[int]
     stages: Sequence[int]
     values: Sequence[Mapping[str, ForwardValue]]
-    backwards: Sequence["_Backward"]
     needs: Sequence[_Need]
     segments: Sequence[int]
     host: OffloadCost | None
@@ -163,12 +155,10 @@ class _RankGroup:
         return self.lacked > 0
 
     def choices(self) -> Iterator[_Choice]:
-        """What to recompute and offload: the fastest that fits, in fewest segments; then what needs little.
+        """What to recompute and offload: the fastest that fits, in fewest segments; at last everything.
 
-        Each choice reserves what the one before has lacked. At last, nearly as much is reserved as leaves a
-        choice; then everything is recomputed and offloaded.
+        Each choice reserves what the one before has lacked.
         """
-        low, high, least = -self.lacked, max((need.room for need in self.needs), default=0.0), None
         for number in self.segments:
             segments, reserved = self._segments(number), 0.0
             for _ in range(_ATTEMPTS):
@@ -177,16 +167,6 @@ class _RankGroup:
                     break
                 yield self._choice(segments, solution)
                 reserved += math.ceil(self.lacked)
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            for segments in map(self._segments, self.segments):
-                if solution := minimize_seconds(*_problem(segments, self.needs, middle), self.host):
-                    low, least = middle, self._choice(segments, solution)
-                    break
-            else:
-                high = middle
-        if least:
-            yield least
         values = [(name, value) for own in self.values for name, value in own.items()]
         recomputed = frozenset(name for name, value in values if value.is_recomputable)
         offloaded = frozenset(name for name, value in values if value.may_offload and self.host)
@@ -203,66 +183,20 @@ class _RankGroup:
 
     def _segments(self, count: int) -> list["_RecomputeSegment"]:
         segments = []
-        for number, (values, backward) in enumerate(zip(self.values, self.backwards, strict=True)):
+        for number, values in enumerate(self.values):
             names = list(values)
             for first, own in _split_into_segments(tuple(values.values()), count):
-                end = first + len(own)
-                segments.append(_RecomputeSegment(number, names[first:end], own, backward.growth(first, end)))
+                segments.append(_RecomputeSegment(number, names[first : first + len(own)], own))
         return segments
 
 
 @dataclass(frozen=True)
 class _RecomputeSegment:
-    """Values that are recomputed together: a stage of the group, by its position, or a segment of it.
-
-    While they are recomputed, the backward holds up to ``made`` bytes besides saved and recomputed values.
-    """
+    """Values that are recomputed together: a stage of the group, by its position, or a segment of it."""
 
     number: int
     names: Sequence[str]
     values: StageValues
-    made: float
-
-
-@dataclass(frozen=True)
-class _Backward:
-    """The bytes that a stage's backward holds at each statement: ``saved`` values, and those it ``made``.
-
-    This is the backward without recompute. ``operators`` numbers the operator of each statement, and
-    ``operators_of_values`` the operator of each saved value.
-    """
-
-    operators: Ints
-    saved: Ints
-    made: Ints
-    operators_of_values: Ints
-
-    @classmethod
-    def of(cls, evaluated: EvaluatedPlan, stage: int, names: Iterable[str]) -> "_Backward":
-        bytes_of = functools.partial(node_bytes, size=evaluated.plan.microbatch_size)
-        functions = [f for phase in _READING_PHASES for f in evaluated.stages[stage].phase_functions(phase)]
-        rows = [
-            (node.meta["operator"], saved, made)
-            for each in functions
-            for node, saved, made in each.lifetimes.live_bytes(bytes_of)
-        ]
-        operators, saved, made = np.array(rows, np.int64).reshape(-1, 3).T
-        every = evaluated.staged.graph.module.graph.nodes
-        numbers = {node.name: node.meta.get("operator", -1) for node in every}
-        return cls(operators, saved, made, np.array([numbers[name] for name in names], np.int64))
-
-    def growth(self, first: int, end: int) -> float:
-        """The most bytes beyond the saved ones, in the statements of the values from ``first`` to ``end``.
-
-        Saved values that these statements free make room for the values that they make.
-        """
-        firsts = self.operators_of_values
-        own = np.full(len(self.operators), True)
-        if first > 0:
-            own &= self.operators >= firsts[first]
-        if end < len(firsts):
-            own &= self.operators < firsts[end]
-        return float((self.saved + self.made)[own].max(initial=0) - self.saved[own].max(initial=0))
 
 
 def _names(segments: Sequence[_RecomputeSegment], chosen: Sequence[frozenset[int]]) -> frozenset[str]:
@@ -273,39 +207,23 @@ def _names(segments: Sequence[_RecomputeSegment], chosen: Sequence[frozenset[int
 def _problem(
     segments: Sequence[_RecomputeSegment], needs: Sequence[_Need], reserved: float
 ) -> tuple[tuple[StageValues, ...], tuple[MemoryConstraint, ...]]:
-    """The arguments of the solver. A backward recomputes one segment of its stage at a time."""
+    """The arguments of the solver.
+
+    A backward recomputes one segment of its stage at a time, from the last to the first, and then frees what
+    the segment saved.
+    """
     constraints = list[MemoryConstraint]()
     for need in needs:
+        room, places = need.room - reserved, range(len(segments))
         saved, offloaded = (
-            tuple(count[segment.number] for segment in segments) for count in (need.saved, need.offloaded)
+            [count[segment.number] for segment in segments] for count in (need.saved, need.offloaded)
         )
-        running = [k for k, segment in enumerate(segments) if segment.number == need.replaying]
-        constraint = MemoryConstraint(saved, (0,) * len(segments), need.room - reserved, offloaded)
-        if len(running) > 1:
-            constraint = replace(constraint, room=constraint.room + need.running)
-            constraints += _one_by_one(segments, running, constraint)
-        else:
-            constraints.append(replace(constraint, recomputed=_only(running, segments)))
+        running = [k for k in places if segments[k].number == need.replaying]
+        for k in running[::-1] or [-1]:
+            recomputed = tuple(int(other == k) for other in places)
+            constraints.append(MemoryConstraint(tuple(saved), recomputed, room, tuple(offloaded)))
+            saved[k] -= 1
     return tuple(segment.values for segment in segments), tuple(_binding(constraints))
-
-
-def _one_by_one(
-    segments: Sequence["_RecomputeSegment"], running: Sequence[int], before: MemoryConstraint
-) -> Iterator[MemoryConstraint]:
-    """The constraint while each segment of a backward is recomputed, from the last to the first.
-
-    The segment's recomputed values add to what the backward has made so far, such as gradients of parameters,
-    which it holds until its end. The saved values of a segment are freed after it.
-    """
-    saved = list(before.saved)
-    for k in reversed(running):
-        room = before.room - segments[k].made
-        yield replace(before, saved=tuple(saved), recomputed=_only([k], segments), room=room)
-        saved[k] -= 1
-
-
-def _only(running: Sequence[int], segments: Sequence["_RecomputeSegment"]) -> tuple[int, ...]:
-    return tuple(int(k in running) for k in range(len(segments)))
 
 
 def _groups(evaluated: EvaluatedPlan, segments: Sequence[int], offloads: bool) -> Iterator[_RankGroup]:
@@ -321,8 +239,7 @@ def _groups(evaluated: EvaluatedPlan, segments: Sequence[int], offloads: bool) -
         }
         needs = dict.fromkeys(need for rank in different.values() for need in _needs(evaluated, rank, own))
         host = _host(evaluated, stages) if offloads else None
-        backwards = [_Backward.of(evaluated, stage, own[stage]) for stage in stages]
-        yield _RankGroup(ranks, stages, list(own.values()), backwards, list(needs), segments, host)
+        yield _RankGroup(ranks, stages, list(own.values()), list(needs), segments, host)
 
 
 def _host(evaluated: EvaluatedPlan, stages: Sequence[int]) -> OffloadCost:
@@ -362,18 +279,11 @@ def _needs(
     limit = evaluated.memory_limit(rank)
     rooms = limit - evaluated.memory[rank].most + np.array(needed) @ saved
     stages, backward = list(values), np.isin(columns.ops, _READING)
-    running = [_running(plan.stages[stage].cost.memory) for stage in stages]
     for number, room in enumerate(rooms.tolist()):
         replaying = stages.index(int(columns.stages[number])) if backward[number] else None
         if room < math.inf:
             in_flight, on_host = (tuple(each[:, number].tolist()) for each in (saved, offloaded))
-            temporary = running[replaying] if replaying is not None else 0.0
-            yield _Need(in_flight, on_host, replaying, room, temporary)
-
-
-def _running(memory: StageMemory) -> float:
-    """The bytes counted for the backward's temporary values, besides the saved ones."""
-    return next(memory.transient[phase] for phase in _READING_PHASES if phase in memory.transient)
+            yield _Need(in_flight, on_host, replaying, room)
 
 
 def _in_flight(columns: InstructionColumns, stage: int) -> Ints:

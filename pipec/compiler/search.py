@@ -112,7 +112,8 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
     found = []
     levels = [candidate]
     if candidate.tunes_shard:
-        levels = [candidate.with_sharding(shard) for shard in (None, *ShardingLevel)]
+        fixed = replace(candidate, tunes_shard=False)
+        levels = [fixed.with_sync(shard=shard) for shard in (None, *ShardingLevel)]
     for each in levels:
         with suppress(InputError) if candidate.tunes_shard else nullcontext():  # a level it cannot have
             if each.cut is None:
@@ -121,7 +122,7 @@ def search(step: CapturedStep, candidate: Candidate) -> SearchResult:
                 found.append(evaluate_stages(step.cut_as_decided(each), each, step.batch))
     best = min(found, key=lambda result: result.best.score)
     if not _fits(best.best) and candidate.may_load_weights:
-        loading = search(step, candidate.with_weights_on_host())
+        loading = search(step, candidate.with_sync(weights_on_host=True))
         best = loading if _fits(loading.best) else best
     if candidate.tells_replicas:
         with suppress(InputError):  # no other layout runs this model

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pipec.capture.autocast import autocast
 from pipec.capture.model_call import ModelCall
-from pipec.capture.traced_step import TracedStep, make_traced_step, model_names, named_tensors
-from pipec.capture.tracer import CaptureRequest
+from pipec.capture.traced_step import TracedStep, model_names, named_tensors
 from pipec.compiler.check.compare import TOLERANCES, Agreement, Comparison, tolerance_of
 from pipec.compiler.check.draws import FixedDraws
 from pipec.compiler.check.split_run import SplitRun, first_difference
@@ -148,9 +147,7 @@ class _Check:
     def step(self) -> TracedStep:
         settings, key = self.settings, self.request.key
         model, path = self.request.compiler.model, settings.loss_path
-        return make_traced_step(
-            CaptureRequest(model, settings.loss_fn, key.mode, self.call, outputs=key.outputs, loss_path=path)
-        )
+        return TracedStep(model, settings.loss_fn, key.mode, self.call, outputs=key.outputs, loss_path=path)
 
     @functools.cached_property
     def own_sizes(self) -> tuple[int, ...]:
