@@ -26,9 +26,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import pipec
 from pipec.capture.tracer import CaptureRequest
 from pipec.compiler.candidate import Candidate
+from pipec.compiler.captured_step import CapturedStep
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.schedule_policy import make_schedule_policy
-from pipec.compiler.search import CapturedStep, search
+from pipec.compiler.search import search
 from pipec.compiler.staged_graph import EvaluatedPlan
 from pipec.errors import InfeasibleError
 from pipec.graph import TrainingGraph

@@ -5,43 +5,25 @@ request, and those of this call are returned. A number of microbatches is a *cou
 microbatch are its *size*.
 """
 
-import contextlib
 import functools
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from torch import Tensor
-
 from pipec.artifact.artifact import Artifact
-from pipec.capture.autocast import autocast, refuse_float16_weights
-from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import CaptureRequest, capture_with_variables
-from pipec.compiler.batch_equivalence import (
-    batch_warnings,
-    changed_buffer_warning,
-    check_given_microbatches,
-    require_concatenable_outputs,
-    require_independent_graphs,
-    require_independent_rows,
-    require_rows_for_norms,
-    several_rounds_warning,
-    single_row_warning,
-)
+from pipec.compiler.batch_equivalence import require_independent_graphs
 from pipec.compiler.candidate import Candidate
-from pipec.compiler.check import CheckResult, check_call, refuse_difference, refuse_unchecked_rows
+from pipec.compiler.captured_step import CapturedStep, capture_first, capture_step
+from pipec.compiler.check import check_microbatches
 from pipec.compiler.compile_cache import CompiledGraphs, MicrobatchGroups
 from pipec.compiler.compiler import CompiledCall, CompileRequest
-from pipec.compiler.search import CapturedStep, SearchResult, evaluate_stages, search
+from pipec.compiler.search import SearchResult, evaluate_stages, search
 from pipec.compiler.staged_graph import StagedGraph
 from pipec.compiler.tried_plans import rejected_alternatives, require_memory, sharding_costs
 from pipec.console import notice
 from pipec.errors import CaptureError, FailingModelError, InputError, MixedRowsError
 from pipec.ir import Mode
-from pipec.ir.batch_split import require_equal_rows, split_sizes
-
-log = logging.getLogger("pipec")
+from pipec.ir.batch_split import split_sizes
 
 
 def compile_call(request: CompileRequest) -> CompiledCall:
@@ -98,83 +80,9 @@ def _compile(request: CompileRequest, candidate: Candidate) -> CompiledCall:
             "the schedule is asynchronous: a step begins before the script has the loss of the one before. "
             'Compute the loss in the model or in loss_fn=..., or pass a synchronous schedule such as "1f1b"'
         )
-    step, candidate, counts = _capture_first(request, candidate)
-    return _generate(request, *_choose(request, candidate, step, counts))
-
-
-# capture
-
-
-def _capture_first(
-    request: CompileRequest, candidate: Candidate
-) -> tuple[CapturedStep, Candidate, Sequence[int]]:
-    """The graph of the first microbatch, the candidate that it allows, and the counts to try."""
-    sizes = split_sizes(request.batch, candidate.counts(request.batch)[0])
-    step = _step_for(request, candidate, sizes[request.largest :])
-    candidate = candidate.restricted_by(step.graph)
-    counts = candidate.counts(request.batch)
-    if [*counts] != [1]:
-        require_independent_rows(request.findings(step.graph), counts[0], candidate.recorded_options)
-    sizes = split_sizes(request.batch, counts[0])
-    if not request.call.given and not step.graph.is_valid_for(sizes[0], request.values):
-        step = _step_for(request, candidate, sizes)
-    return step, candidate, counts
-
-
-def _step_for(request: CompileRequest, candidate: Candidate, sizes: Sequence[int]) -> CapturedStep:
-    """The graph of an earlier call if it is valid for the first of these microbatches, or else a new one.
-
-    ``sizes`` are the rows of the last microbatches of the call. The number of rows is symbolic if sizes
-    differ or may change between calls. Variables are symbolic too where possible.
-    """
-    compiler, settings = request.compiler, request.compiler.settings
-    observers = (compiler.stopwatch.observe,)
-    if staged := request.valid_graph(request.known.graphs, sizes):
-        return CapturedStep(staged.captured, request.batch, observers, staged)
-    start, replicas = request.batch - sum(sizes), candidate.policy.replicas
-
-    one = CaptureRequest(
-        compiler.model,
-        settings.loss_fn,
-        request.key.mode,
-        request.call.rows(start, start + sizes[0]),
-        compiler.canonical,
-        settings.device,
-        batch=None if request.call.given else request.call,
-        rewrite_loss=not request.has_own_batches,
-        may_have_tail=candidate.num_microbatches != 1
-        and not candidate.policy.is_asynchronous
-        and request.key.mode is not Mode.OUTPUTS,
-        loss_path=settings.loss_path,
-        outputs=request.key.outputs,
-        num_replicas=None if candidate.tunes_replicas or isinstance(replicas, tuple) else replicas,
-        timed=compiler.stopwatch.timed,
-    )
-    refuse_float16_weights(settings.precision, compiler.model)
-    with compiler.stopwatch.timed("capture"), autocast(settings.precision, settings.device):
-        report = log.warning if request.change else log.debug
-        with _naming_microbatch(one.call, start):
-            graph = capture_with_variables(one, request.key.variables, report)
-    graph = replace(graph, variables=request.key.variables, planned_sizes=request.values_of(sizes))
-    check_given_microbatches(graph, request.call)
-    return CapturedStep(graph, request.batch, observers)
-
-
-@contextlib.contextmanager
-def _naming_microbatch(call: ModelCall, number: int) -> Iterator[None]:
-    """Let an error of a given microbatch name it, if the model fails on it or a tensor is empty."""
-    leaves = zip(call.paths, call.leaves, strict=True)
-    empty = [path for path, leaf in leaves if isinstance(leaf, Tensor) and not leaf.numel()]
-    try:
-        yield
-    except (CaptureError, InputError) as error:
-        if not call.is_whole or not (empty or isinstance(error, FailingModelError)):
-            raise
-        what = f"{empty[0]} is empty, which the model cannot take: " if empty else ""
-        raise InputError(f"microbatches[{number}]: {what}{error}") from error
-
-
-# choose
+    step, candidate, counts = capture_first(request, candidate)
+    candidate, staged, count, found = _choose(request, candidate, step, counts)
+    return _generate(request, candidate, staged, count, found)
 
 
 def _choose(
@@ -220,9 +128,6 @@ def _evaluate(
     return SearchResult(candidate, staged.evaluate(schedule, size, candidate.options.sync_spec), staged)
 
 
-# generate
-
-
 def _generate(
     request: CompileRequest,
     candidate: Candidate,
@@ -237,11 +142,11 @@ def _generate(
     while rest:
         staged = request.valid_graph(graphs, rest)
         if staged is None:
-            step = _step_for(request, candidate, rest)
+            step = capture_step(request, candidate, rest)
             candidate = candidate.restricted_by(step.graph)
             staged = step.cut_as_decided(candidate)
             graphs.append(staged)
-        checked = _check_microbatches(request, candidate, staged, sizes, rest)
+        checked = check_microbatches(request, candidate, staged, sizes, rest)
         suffixes = (rest[k:] for k in range(len(rest)))
         valid = takewhile(functools.partial(request.is_valid_for, staged.graph), suffixes)
         group = [each[0] for each in valid]
@@ -260,55 +165,6 @@ def _generate(
     for staged in graphs:
         staged.clear_evaluated()
     return CompiledCall(groups, candidate, CompiledGraphs(tuple(graphs), artifacts))
-
-
-def _check_microbatches(
-    request: CompileRequest,
-    candidate: Candidate,
-    staged: StagedGraph,
-    sizes: Sequence[int],
-    rest: Sequence[int],
-) -> str:
-    """Refuse microbatches that do not make up the batch; warn of exceptions, and of what is not known.
-
-    A graph that is new is compared with the model itself on rows of the ``rest`` of the microbatches. Returns
-    the result of that for the plan.
-    """
-    graph, count, compiler = staged.graph, len(sizes), request.compiler
-    if graph.first_collective:
-        require_equal_rows(sizes)
-    require_rows_for_norms(graph.findings, sizes)
-    compiler.warn(several_rounds_warning(graph, candidate.policy.replicas, count))
-    compiler.warn(single_row_warning(graph, request.batch))
-    compiler.warn(changed_buffer_warning(graph, compiler.model, count, candidate.policy.replicas))
-    if count > 1:
-        require_concatenable_outputs(graph)
-        require_independent_rows(request.findings(graph), count, candidate.recorded_options)
-    is_known = any(each.captured is staged.captured for each in request.known.graphs)
-    if is_known and compiler.settings.checks:
-        return ""
-    result = CheckResult(reason='check is "off"')
-    if compiler.settings.checks:
-        result = check_graph(request, staged, rest)
-    if len(rest) > 1 and not is_known:
-        refuse_unchecked_rows(result, request.example or request.call, graph.findings)
-    for warning in batch_warnings(graph.findings, result.agreement is not None) if count > 1 else ():
-        compiler.warn(warning)
-    return str(result) if compiler.settings.checks else ""
-
-
-def check_graph(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -> CheckResult:
-    """Compare a graph with the model itself on a few rows of the call.
-
-    Raises:
-        UnequalStepError: microbatches do not compute what the model computes of their rows.
-        CaptureError: the graph computes something else than the model.
-    """
-    with request.compiler.stopwatch.timed("check"):
-        result = check_call(request, staged.graph, sizes)
-    refuse_difference(result)
-    log.debug("%s", result)
-    return result
 
 
 def _artifact(request: CompileRequest, candidate: Candidate, found: SearchResult, checked: str) -> Artifact:

@@ -115,7 +115,7 @@ class Compiler:
         Raises:
             UnequalStepError, CaptureError: they do not compute what the model computes.
         """
-        from pipec.compiler.compile import check_graph
+        from pipec.compiler.check import check_graph
 
         staged = request.valid_graph(request.known.graphs, sizes)
         if staged is not None:

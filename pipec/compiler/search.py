@@ -11,7 +11,6 @@ The score of an asynchronous schedule is the time from one mini-batch to the nex
 So a search takes a few cuts and plans, whatever the model. Every plan is lowered, verified and simulated.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -19,18 +18,14 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from pipec.compiler.candidate import Candidate
+from pipec.compiler.captured_step import CapturedStep
 from pipec.compiler.memory_budget import fit_into_memory, may_free_memory
-from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan, StagedGraph
 from pipec.compiler.tried_plans import as_alternative
-from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PlanError
-from pipec.graph import TrainingGraph
-from pipec.graph.nodes import Parameter
 from pipec.ir import Alternative, Placement, Schedule, ShardingLevel
 from pipec.ir.batch_split import split_sizes
-from pipec.passes import Observer, Pass
-from pipec.passes.assign_stages import AssignStages
+from pipec.passes import Pass
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.rank_memory import max_in_flight_of_order
 
@@ -43,46 +38,6 @@ _MEMORY_LAYOUTS, _MEMORY_ATTEMPTS = 2, 3
 
 _MOST_GATHERED, _MOST_LOADED = 8, 64
 """The most stages of a rank that replicas gather, or that are loaded from the host."""
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedStep:
-    """A step of ``batch`` rows on a captured graph. ``observers`` are called after every pass.
-
-    ``known`` is the graph cut as decided, if an earlier call was compiled on it.
-    """
-
-    graph: TrainingGraph
-    batch: int
-    observers: Sequence[Observer] = ()
-    known: StagedGraph | None = None
-
-    def cut(self, how: Pass, options: CompilerOptions) -> StagedGraph:
-        """The graph after all passes; ``how`` is the pass that assigns stages. Placements may share it."""
-        prepared = None
-        for known, staged in self._cuts:
-            if replace(staged.options, sync_spec=options.sync_spec) == options:
-                prepared = staged.prepared
-            if known == how and staged.options == options:
-                return staged
-        staged = StagedGraph(self.graph, how, options, observers=self.observers, prepared=prepared)
-        self._cuts.append((how, staged))
-        return staged
-
-    @functools.cached_property
-    def parameter_bytes(self) -> int:
-        """The bytes of all parameters."""
-        arguments = (node for node in self.graph.arguments if isinstance(node.meta["role"], Parameter))
-        return sum(node_bytes(node, 1) for node in arguments)
-
-    @functools.cached_property
-    def _cuts(self) -> list[tuple[Pass, StagedGraph]]:
-        return []
-
-    def cut_as_decided(self, candidate: Candidate) -> StagedGraph:
-        """The graph with the stages of an earlier call. A profile would be of that call's graph: unused."""
-        assert candidate.cut is not None
-        return self.known or self.cut(AssignStages(candidate.cut), replace(candidate.options, profile=None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pipec
 from pipec.capture.batch import rules
 from pipec.capture.batch.dependence import PerRow, Whole
-from pipec.compiler import compile
+from pipec.compiler.check import check as checks
 from pipec.compiler.check.draws import FixedDraws
 from pipec.errors import MixedRowsError, UnequalStepError
 
@@ -274,13 +274,13 @@ def test_numbers_below_a_bound_are_the_largest() -> None:
 
 def test_later_steps_are_checked_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = list[int]()
-    plain = compile.check_call
+    plain = checks.check_call
 
     def counting(*given: Any) -> Any:
         checked.append(len(checked))
         return plain(*given)
 
-    monkeypatch.setattr(compile, "check_call", counting)
+    monkeypatch.setattr(checks, "check_call", counting)
     for check, expected in (("first", 1), (2, 3), ("always", 5)):
         checked.clear()
         pipe, _, _ = step(RIGHT["tables"], check=check)

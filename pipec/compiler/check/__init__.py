@@ -5,11 +5,6 @@ runs the graph of a microbatch, and finds the operator where a difference begins
 operators equal on both sides; ``compare`` measures the difference.
 """
 
-from pipec.compiler.check.check import (
-    CheckResult,
-    check_call,
-    refuse_difference,
-    refuse_unchecked_rows,
-)
+from pipec.compiler.check.check import CheckResult, check_graph, check_microbatches
 
-__all__ = ["CheckResult", "check_call", "refuse_difference", "refuse_unchecked_rows"]
+__all__ = ["CheckResult", "check_graph", "check_microbatches"]

@@ -15,15 +15,26 @@ from torch import Tensor
 from pipec.capture.autocast import autocast
 from pipec.capture.model_call import ModelCall
 from pipec.capture.traced_step import TracedStep, model_names, named_tensors
+from pipec.compiler.batch_equivalence import (
+    batch_warnings,
+    changed_buffer_warning,
+    require_concatenable_outputs,
+    require_independent_rows,
+    require_rows_for_norms,
+    several_rounds_warning,
+    single_row_warning,
+)
+from pipec.compiler.candidate import Candidate
 from pipec.compiler.check.compare import TOLERANCES, Agreement, Comparison, tolerance_of
 from pipec.compiler.check.draws import FixedDraws
 from pipec.compiler.check.split_run import SplitRun, first_difference
 from pipec.compiler.check.unsplit_run import StepValues, UnsplitRun
 from pipec.compiler.compiler import CompileRequest, CompileSettings
+from pipec.compiler.staged_graph import StagedGraph
 from pipec.errors import BranchError, CaptureError, InputError, PipecError, UnequalStepError
 from pipec.graph import BatchFindings, ResultRole, TrainingGraph, UpdatedBuffer, is_random
 from pipec.ir import Mode
-from pipec.ir.batch_split import variable_values
+from pipec.ir.batch_split import require_equal_rows, variable_values
 
 log = logging.getLogger("pipec")
 
@@ -65,6 +76,55 @@ class CheckResult:
         )
 
 
+def check_microbatches(
+    request: CompileRequest,
+    candidate: Candidate,
+    staged: StagedGraph,
+    sizes: Sequence[int],
+    rest: Sequence[int],
+) -> str:
+    """Refuse microbatches that do not make up the batch; warn of exceptions, and of what is not known.
+
+    A graph that is new is compared with the model itself on rows of the ``rest`` of the microbatches. Returns
+    the result of that for the plan.
+    """
+    graph, count, compiler = staged.graph, len(sizes), request.compiler
+    if graph.first_collective:
+        require_equal_rows(sizes)
+    require_rows_for_norms(graph.findings, sizes)
+    compiler.warn(several_rounds_warning(graph, candidate.policy.replicas, count))
+    compiler.warn(single_row_warning(graph, request.batch))
+    compiler.warn(changed_buffer_warning(graph, compiler.model, count, candidate.policy.replicas))
+    if count > 1:
+        require_concatenable_outputs(graph)
+        require_independent_rows(request.findings(graph), count, candidate.recorded_options)
+    is_known = any(each.captured is staged.captured for each in request.known.graphs)
+    if is_known and compiler.settings.checks:
+        return ""
+    result = CheckResult(reason='check is "off"')
+    if compiler.settings.checks:
+        result = check_graph(request, staged, rest)
+    if len(rest) > 1 and not is_known:
+        _refuse_unchecked_rows(result, request.example or request.call, graph.findings)
+    for warning in batch_warnings(graph.findings, result.agreement is not None) if count > 1 else ():
+        compiler.warn(warning)
+    return str(result) if compiler.settings.checks else ""
+
+
+def check_graph(request: CompileRequest, staged: StagedGraph, sizes: Sequence[int]) -> CheckResult:
+    """Compare a graph with the model itself on a few rows of the call.
+
+    Raises:
+        UnequalStepError: microbatches do not compute what the model computes of their rows.
+        CaptureError: the graph computes something else than the model.
+    """
+    with request.compiler.stopwatch.timed("check"):
+        result = check_call(request, staged.graph, sizes)
+    _refuse_difference(result)
+    log.debug("%s", result)
+    return result
+
+
 def check_call(request: CompileRequest, graph: TrainingGraph, sizes: Sequence[int]) -> CheckResult:
     """Compare what microbatches of the first rows compute with what the model computes of them at once.
 
@@ -82,7 +142,7 @@ def check_call(request: CompileRequest, graph: TrainingGraph, sizes: Sequence[in
     return result
 
 
-def refuse_difference(result: CheckResult) -> None:
+def _refuse_difference(result: CheckResult) -> None:
     """Raise if a check found that the graph does not compute what the model does.
 
     Raises:
@@ -106,7 +166,7 @@ def refuse_difference(result: CheckResult) -> None:
     )
 
 
-def refuse_unchecked_rows(result: CheckResult, call: ModelCall, findings: BatchFindings) -> None:
+def _refuse_unchecked_rows(result: CheckResult, call: ModelCall, findings: BatchFindings) -> None:
     """Ask for the rows of tensors that may be whole, where neither a proof nor a check has told.
 
     Raises:
