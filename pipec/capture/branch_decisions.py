@@ -15,8 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipec.capture.diagnosis import error_summary, innermost_model_line, traceback_lines
-from pipec.capture.graph_calls import at_line, is_always_false, is_random_except_dropout, mutates_argument
+from pipec.capture.diagnosis import error_summary
+from pipec.capture.graph_calls import (
+    at_line,
+    is_always_false,
+    is_random_except_dropout,
+    mutates_argument,
+    source_line,
+)
 from pipec.capture.markers import REQUIRE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.operators import module_of
@@ -82,7 +88,7 @@ def describe_branches(captured: fx.GraphModule) -> None:
     for target, text in ((CHECK_BRANCH, ""), (REQUIRE, MICROBATCH_CHECK)):
         for node in captured.graph.find_nodes(op="call_function", target=target):
             module, _ = module_of(node)
-            line = innermost_model_line(traceback_lines(node.meta.get("stack_trace") or ""))
+            line = source_line(node)
             node.args = (*node.args[:-1], f"{line or 'a branch'} ({module or 'model'}){text}")
 
 

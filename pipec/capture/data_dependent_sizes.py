@@ -17,8 +17,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from pipec.capture.diagnosis import innermost_model_line, traceback_lines
-from pipec.capture.graph_calls import INHERITED_META
+from pipec.capture.graph_calls import INHERITED_META, source_line
 from pipec.capture.operators import OPERATOR_ID
 from pipec.graph import size_expression
 from pipec.primitives import require
@@ -156,7 +155,7 @@ def _require(condition: sympy.Basic, sizes: _Sizes) -> None:
     """Check ``condition`` on the stage that makes the last of its sizes."""
     read = {sizes.node(symbol, sizes.first(symbol)) for symbol in sizes.symbols_in(condition)}
     last = [node for node in next(iter(read)).graph.nodes if node in read][-1]
-    line = innermost_model_line(traceback_lines(last.meta.get("stack_trace") or ""))
+    line = source_line(last)
     with last.graph.inserting_after(last):
         checked = _made(last.graph.call_function(require, (None, "")), last, None)
     holds = sizes.formula(condition, checked, True)

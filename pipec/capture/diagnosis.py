@@ -133,7 +133,8 @@ def capture_error(
     first, last, raised = failures[0], failures[-1], dry_run.error
     in_loss = raised is not None and _is_raised_in_loss(raised)
     owner = "loss_fn" if in_loss else "the model"
-    if raised is not None and dry_run.failed and _is_same_failure(first, raised):
+    is_same = model_raised(first) or (raised and error_summary(first) == error_summary(raised))
+    if raised is not None and dry_run.failed and is_same:
         line = _line_of(raised) or _line_of(first)
         summary = error_summary(raised).replace("'FakeTensor'", "'Tensor'")
         return FailingModelError(
@@ -151,7 +152,9 @@ def capture_error(
             f"{owner} fails while it is traced{where}\n  {error_summary(last)}\n{TRACES_DIFFERENTLY}"
         )
     reason = reason_of(first) + (f" Here {refused_branch}." if refused_branch else "")
-    found = f"{reason}\n{_innermost(first) or (line.text if line and not known else '')}"
+    lines = traceback_lines(str(first))
+    at_fault = lines[-1].text if lines else line.text if line and not known else ""
+    found = f"{reason}\n{at_fault}"
     advice = next(text for pattern, text in ADVICE if re.search(pattern, found))
     tried = "\n  ".join(dict.fromkeys(error_summary(failure) for failure in failures if failure is not first))
     return CaptureError(
@@ -167,25 +170,12 @@ _SIZES = (
 _CHECK_TARGET = "Check what the model returns, and the target of step(), against what loss_fn expects."
 
 
-def _is_same_failure(first: Exception, raised: Exception) -> bool:
-    """Whether a front end failed with what the dry run raised."""
-    from pipec.torch_compat.dynamo_front_end import model_raised
-
-    return model_raised(first) or error_summary(first) == error_summary(raised)
-
-
 def _is_raised_in_loss(error: Exception) -> bool:
     """Whether an error of a dry run was raised by the loss function."""
     return any(
         frame.f_code is TracedStep.loss_and_logs.__code__
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
-
-
-def _innermost(error: Exception) -> str:
-    """The text of the last line that the message of an error names, in the model or in torch."""
-    lines = traceback_lines(str(error))
-    return lines[-1].text if lines else ""
 
 
 def _line_of(error: Exception) -> SourceLine | None:

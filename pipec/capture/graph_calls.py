@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipec.capture.diagnosis import innermost_model_line, traceback_lines
+from pipec.capture.diagnosis import SourceLine, innermost_model_line, traceback_lines
 from pipec.capture.markers import BATCH_FRACTION
 from pipec.torch_compat.run_time import OpOverload, is_higher_order, schema
 
@@ -29,15 +29,20 @@ def operator_name(node: fx.Node) -> str:
     return _raw_name(node).strip("_")
 
 
+def source_line(node: fx.Node) -> SourceLine | None:
+    """The line of the model that made the node, unless torch lost it."""
+    return innermost_model_line(traceback_lines(node.meta.get("stack_trace") or ""))
+
+
 def describe_call(node: fx.Node) -> str:
     """``amax at model.py:12: x.amax(0)``"""
-    line = innermost_model_line(traceback_lines(node.meta.get("stack_trace") or ""))
+    line = source_line(node)
     return f"{operator_name(node)} at {line}" if line else operator_name(node)
 
 
 def at_line(node: fx.Node) -> str:
     """The line of the model that made the node, on a line of its own; empty where torch lost it."""
-    line = innermost_model_line(traceback_lines(node.meta.get("stack_trace") or ""))
+    line = source_line(node)
     return f"\n  at {line}" if line else ""
 
 

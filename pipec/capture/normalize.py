@@ -342,13 +342,10 @@ def _rows(graph: fx.Graph, traced: TracedCall) -> Any:
     """The rows of the microbatch: a symbolic size if the batch is one."""
     if not traced.symbolic:
         return traced.request.call.batch_size
-    split = (node for node in graph.find_nodes(op="placeholder") if _is_split(node.meta["role"]))
+    roles = ((node, node.meta["role"]) for node in graph.find_nodes(op="placeholder"))
+    split = (node for node, role in roles if isinstance(role, ModelInput) and role.batched)
     sizes = (node.meta["val"].shape[0] for node in split)
     return next(size for size in sizes if isinstance(size, torch.SymInt))
-
-
-def _is_split(role: ArgumentRole) -> bool:
-    return isinstance(role, ModelInput) and role.batched
 
 
 def _logs_and_output(returned: Any, fixed: Mapping[int, object], mode: Mode) -> tuple[tuple[str, ...], Any]:

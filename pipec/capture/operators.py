@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipec.capture.diagnosis import innermost_model_line, traceback_lines
+from pipec.capture.graph_calls import source_line
 from pipec.graph import (
     LossGradient,
     Operator,
@@ -78,7 +78,7 @@ def _called_graphs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphMo
 
 def _operator(node: fx.Node, checkpoint: int) -> Operator:
     module, module_type = module_of(node)
-    line = innermost_model_line(traceback_lines(node.meta.get("stack_trace") or ""))
+    line = source_line(node)
     paths = (path for path, _ in _module_calls(node) if path.startswith("model."))  # not those of the loss
     callers = tuple(dict.fromkeys(path.removeprefix("model.") for path in paths))
     return Operator(node.name, module, module_type, line.place if line else "", checkpoint, callers)

@@ -69,16 +69,14 @@ class VariableHistory:
         if seen is None and mode is Mode.LOSS:
             trained = self._seen.get(_kind(call, Mode.TRAIN, values))
             seen = _Seen(values, trained.names, trained.fixed) if trained else None
-        seen, variables = seen or self._before_any(call, values), list[Variable]()
+        if seen is None:
+            seen = _Seen(values, {site: "" for site in _lengths(call) if site in values})
+        variables = list[Variable]()
         for part in call.parts:
             values = _values(part)
             variables = _variables(part, seen, values)
             seen = _Seen(values, _names(variables), seen.fixed)
         return tuple(variables)
-
-    def _before_any(self, call: ModelCall, values: Mapping[LeafDim, float]) -> _Seen:
-        """The history of a call that is the first of its kind."""
-        return _Seen(values, {site: "" for site in _lengths(call) if site in values})
 
     def change(self, call: ModelCall, mode: Mode) -> str:
         """The new values of a call, in words; empty if there are none, or if its kind is new."""

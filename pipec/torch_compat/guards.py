@@ -56,7 +56,11 @@ class Guards:
 
         def kept(found: Sequence[Any]) -> list[bool]:
             entries[:] = [entry for entry in found if not _belongs_to_call(entry)]
-            return [not _belongs_to_call(entry) and not _is_on_tensor(entry) for entry in found]
+            return [
+                not _belongs_to_call(entry)
+                and not (isinstance(entry.value, torch.Tensor) and entry.guard_type in TENSOR_GUARD_TYPES)
+                for entry in found
+            ]
 
         build = functools.partial(
             output.build_guards, forward.__code__, SimpleNamespace(guard_filter_fn=kept, guard_fail_fn=None)
@@ -240,10 +244,6 @@ def _belongs_to_call(entry: Any) -> bool:
         or _is_on_arguments(entry.orig_guard)
         or entry.name.startswith(PYTREE)
     )
-
-
-def _is_on_tensor(entry: Any) -> bool:
-    return isinstance(entry.value, torch.Tensor) and entry.guard_type in TENSOR_GUARD_TYPES
 
 
 def _is_on_arguments(guard: Any) -> bool:

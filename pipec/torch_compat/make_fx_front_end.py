@@ -117,20 +117,19 @@ class _TracedModule(nn.Module):
         with recorder.forward(self._with_backward), watch.watching(self.module):
             results, self.results = pytree.tree_flatten(self.module.forward(*args))
         watch.look_at(results)
-        if not self._with_backward or not _is_scalar(results[0]):  # callers refuse other losses
+        if not self._with_backward:
             return results
+        loss = results[0]
+        if not (isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad):
+            return results  # callers refuse other losses
         trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
         self.trained = tuple(trained)
         with recorder.backward(), without_autocast():
-            tangent = tangent.to(results[0].dtype)
-            gradients = torch.autograd.grad(results[0], [*trained.values()], tangent, allow_unused=True)
+            tangent = tangent.to(loss.dtype)
+            gradients = torch.autograd.grad(loss, [*trained.values()], tangent, allow_unused=True)
         if any(parameter.grad is not None for parameter in trained.values()):
             raise LostEffectError("the backward writes to the .grad of a parameter, which would be lost")
         return [*results, *gradients]
-
-
-def _is_scalar(loss: object) -> bool:
-    return isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad
 
 
 def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
