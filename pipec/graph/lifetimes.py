@@ -105,26 +105,13 @@ class Lifetimes:
         return cls(nodes, storage_owners(saved_in), statements, after, in_place)
 
     def memory(self, bytes_of: BytesOf) -> FunctionMemory:
-        """The memory of a microbatch's values around the function."""
-        before = sum(map(bytes_of, self.saved_in))
-        peak = max((saved + made for _, saved, made in self.live_bytes(bytes_of)), default=0)
-        return FunctionMemory(before, max(before, peak), sum(map(bytes_of, self.saved_out)))
-
-    def live_bytes(self, bytes_of: BytesOf) -> Iterator[tuple[fx.Node, int, int]]:
-        """Each statement, with the bytes that are live while it runs.
-
-        Yields the statement, the bytes of saved values that are not deleted yet, and the bytes of values that
-        the function has made.
-        """
-        saved, made = sum(map(bytes_of, self.saved_in)), 0
+        """The memory of a microbatch's values around the function, and the most while a statement runs."""
+        before = peak = live = sum(map(bytes_of, self.saved_in))
         for statement in self.statements:
-            made += sum(map(bytes_of, statement.allocated))
-            yield statement.node, saved, made + temporary_bytes(statement.node, self.body, bytes_of)
-            for owner in statement.freed:
-                if owner in self.saved_in:
-                    saved -= bytes_of(owner)
-                else:
-                    made -= bytes_of(owner)
+            live += sum(map(bytes_of, statement.allocated))
+            peak = max(peak, live + temporary_bytes(statement.node, self.body, bytes_of))
+            live -= sum(map(bytes_of, statement.freed))
+        return FunctionMemory(before, peak, sum(map(bytes_of, self.saved_out)))
 
 
 def _deleted(
