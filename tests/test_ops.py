@@ -19,6 +19,7 @@ import pipec
 from pipec import ops
 from pipec.artifact.artifact import read_artifact
 from pipec.capture import tracer
+from pipec.capture.captured_collectives import use_local_statistics
 from pipec.errors import CaptureError, InputError, MixedRowsError
 from pipec.ir import Op
 
@@ -121,6 +122,34 @@ def check(found: StepResult, wanted: StepResult) -> None:
     for name, buffer in wanted.buffers.items():
         if not name.endswith("num_batches_tracked"):  # counts microbatches
             assert relative_error(found.buffers[name], buffer) < ROUNDING, name
+
+
+class Shifted(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+def wrapped() -> nn.Module:
+    """A norm whose forward is called by another function, as libraries do that install hooks."""
+    norm = nn.SyncBatchNorm(4)
+    plain = norm.forward
+    norm.forward = lambda x: plain(x) + 1  # type: ignore[method-assign]
+    return norm
+
+
+@pytest.mark.parametrize("make", [lambda: Shifted(4), wrapped])
+def test_a_norm_with_a_forward_of_its_own_keeps_it(make: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(10, 4), make(), nn.Tanh(), nn.Linear(4, 3)).double()
+
+    unsplit, trained, (x, y) = net(), net(), batch()
+    loss = F.cross_entropy(unsplit(x.flatten(1)), y)
+    pipe = pipec.compile(trained, 2, loss_fn=F.cross_entropy, microbatches=1)
+    assert relative_error(pipe.step(x.flatten(1), target=y), loss.detach()) < ROUNDING
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(CaptureError, match=r"^1 is an nn.SyncBatchNorm with a forward of its own"):
+        use_local_statistics(net())
 
 
 @pytest.mark.parametrize("collective", [ops.all_reduce, ops.all_gather, ops.broadcast])

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
@@ -28,10 +29,21 @@ _BATCH_NORMS = {F.batch_norm, torch.ops.aten.batch_norm.default}
 
 
 def use_local_statistics(model: nn.Module) -> None:
-    """Let each ``nn.SyncBatchNorm`` compute as without a process group, until its module is restored."""
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
+    """Let each ``nn.SyncBatchNorm`` compute as without a process group, until its module is restored.
+
+    Raises:
+        CaptureError: there is a process group, and a norm has a forward of its own that may use it.
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.SyncBatchNorm):
+            continue
+        if type(module).forward is nn.SyncBatchNorm.forward and "forward" not in vars(module):
             module.forward = types.MethodType(nn.BatchNorm1d.forward, module)  # type: ignore[method-assign]
+        elif module.training and dist.is_available() and dist.is_initialized():
+            raise CaptureError(
+                f"{path.removeprefix('model.')} is an nn.SyncBatchNorm with a forward of its own, which may "
+                "communicate while it is captured; call an nn.SyncBatchNorm in a module around it instead"
+            )
 
 
 def resolve_model_collectives(captured: fx.GraphModule, step: nn.Module, num_replicas: int | None) -> str:
