@@ -44,7 +44,7 @@ from pipec.errors import (
     PipecError,
     TargetRowsError,
 )
-from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, same_objects, torch_values
+from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, ReadValues, same_objects, torch_values
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import (
     repeated_tensors,
@@ -71,6 +71,7 @@ from pipec.runtime.stream.call_arguments import CallArguments, GivenMicrobatches
 from pipec.runtime.tensors import Tensors
 from pipec.runtime.wrappers import refuse_functional_call
 from pipec.torch_compat import pytree
+from pipec.torch_compat.foreign_classes import active_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,45 @@ class CompiledCall(Call):
     model_call: ModelCall
     fingerprint: Fingerprint
     signature: CaptureSignature | None
+
+
+@dataclass(frozen=True, eq=False)
+class _CheckedCall:
+    """A call with arguments that the model can take, as it was in ``snapshot``.
+
+    ``form`` is all that was read of the arguments, and of torch, but for the values of tensors; None if more
+    may be read. ``last`` is the last call of its mode, if that had the same form and the same model.
+    """
+
+    call: ModelCall
+    fingerprint: Fingerprint
+    snapshot: ModelSnapshot
+    form: list[Any] | None = None
+    last: "_LastCall | None" = None
+
+
+@dataclass(frozen=True, eq=False)
+class _LastCall:
+    """The last call of its mode, as which a call of the same form is run.
+
+    ``reads`` are the values that its graphs have read, on rank 0, and ``is_proved`` says whether these
+    graphs are proved to make up the batch.
+    """
+
+    checked: _CheckedCall
+    decision: "_Decision"
+    made: CompiledCall
+    reads: Sequence[ReadValues]
+    is_proved: bool
+
+    @property
+    def signature(self) -> CaptureSignature:
+        assert self.made.signature is not None, "rank 0 has decided"
+        return self.made.signature
+
+    def runs(self, rows: Sequence[int]) -> bool:
+        """Whether its artifacts run these rows, and the code of the model reads what it read before."""
+        return self.decision.rows == rows and not any(read.difference() for read in self.reads)
 
 
 @dataclass(frozen=True)
@@ -98,6 +138,10 @@ class _Decision:
     values: Sequence[Sizes]
     groups: Sequence[tuple[int, list[int]]] | None
     is_checked: bool = False
+
+    def is_as(self, other: "_Decision") -> bool:
+        """Whether both run the same artifacts on batches of the same sizes."""
+        return (self.rows, self.values, self.groups) == (other.rows, other.values, other.groups)
 
 
 class CompiledExecutions(Executions):
@@ -125,7 +169,7 @@ class CompiledExecutions(Executions):
         self.known_splits: dict[str, bool] = {}
         self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
-        self._last_checked: dict[Mode, tuple[list[Any], ModelCall]] = {}
+        self._last: dict[Mode, _LastCall] = {}
         self._batch_axis_is_known = self._refuses_mixed_rows = False
         self._takes_lists: bool | None = None
         self._made: dict[int, Artifact] = {}
@@ -171,6 +215,11 @@ class CompiledExecutions(Executions):
 
         If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
         """
+        self.drain()
+        if not self.agreement.is_distributed:
+            self.agreement.exit_on_signal(self.drain)
+        if (known := self._known_call(request, arguments)) is not None:
+            return self._agree_on(request, known)
         if isinstance(arguments, GivenMicrobatches):
             return self._agree(request, arguments)
         agree = self._agree if self._batch_axis_is_known else self._agree_on_axis
@@ -250,36 +299,56 @@ class CompiledExecutions(Executions):
             raise why from None
         return self._agree(request, arguments)
 
+    def _known_call(self, request: CallRequest, arguments: StepArguments) -> _CheckedCall | None:
+        """The call, if it is like the last one of its mode but for the values of tensors."""
+        last = self._last.get(request.mode)
+        if last is None or last.made.request != request:
+            return None
+        self._look()
+        if self._snapshot is not last.checked.snapshot:
+            return None
+        call = self._like_last(request.mode, arguments)
+        return None if call is None else replace(last.checked, call=call, last=last)
+
+    def _like_last(self, mode: Mode, arguments: StepArguments) -> ModelCall | None:
+        """The last call of a mode with other arguments; None if these have another form."""
+        last = self._last.get(mode)
+        if last is None or isinstance(arguments, GivenMicrobatches):
+            return None
+        leaves, form = self._form(arguments)
+        if form is None or form != last.checked.form:
+            return None
+        return _with_arguments(last.checked.call, arguments, leaves)
+
     def _agree(self, request: CallRequest, arguments: StepArguments) -> CompiledCall:
         """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica."""
-        self.drain()
+        call, form, refusal = ModelCall((), {}), None, None
+        self._look()
         if not self.agreement.is_distributed:
-            self.agreement.exit_on_signal(self.drain)
-            self.adopt_model_changes()
-            call = self.check_call(request.mode, arguments)
-            fingerprint = self._fingerprint(request.mode)
-            decision, signature = self._decide(request, call, fingerprint, (call.batch_size,))
-            return self._made_call(request, call, fingerprint, decision, signature)
-        call, refusal = ModelCall((), {}), None
-        if self.batch != "rank0" or self.ranks.world.rank == 0:
+            self._adopt()
+            call, form = self._model_call(request.mode, arguments)
+        elif self.batch != "rank0" or self.ranks.world.rank == 0:
             try:
-                call = self.check_call(request.mode, arguments)
+                call, form = self._model_call(request.mode, arguments)
                 call.signature()  # refuses what no stage can take
             except PipecError as error:
                 refusal = error
-        return self._agree_across_ranks(request, call, refusal)
+        fingerprint = self._fingerprint(request.mode)
+        return self._agree_on(request, _CheckedCall(call, fingerprint, self._snapshot, form), refusal)
 
-    def _agree_across_ranks(
+    def _agree_on(
         self,
         request: CallRequest,
-        call: ModelCall,
+        checked: _CheckedCall,
         refusal: PipecError | None = None,
         rows: tuple[int, ...] = (),
     ) -> CompiledCall:
         """The call, which rank 0 has decided how to run. ``rows`` are known where some ranks have joined."""
-        self._look()
-        fingerprint, numbers = self._fingerprint(request.mode), list[int]()
-        description = self._describe_call(request, fingerprint)
+        call = checked.call
+        if not self.agreement.is_distributed:
+            decision, signature = self._decide(request, checked, (call.batch_size,))
+            return self._made_call(request, checked, decision, signature)
+        description, numbers = self._describe_call(request, checked.fingerprint), list[int]()
         is_local = self.batch == "local" and not rows
         if refusal is not None:
             description |= {"refused": str(refusal)}
@@ -288,16 +357,16 @@ class CompiledExecutions(Executions):
         elif is_local:
             description |= _describe_types(call, request)
             numbers = [call.batch_size, _digest(_describe_batch(call, request))]
-        signature: CaptureSignature | None = None
+        found: CaptureSignature | None = None
 
         def decide(notes: Sequence[RankNote]) -> Any:
-            nonlocal signature
+            nonlocal found
             if refusal is not None:
                 return None
-            if found := self._unusual(notes, is_local):
-                return found
+            if unusual := self._unusual(notes, is_local):
+                return unusual
             every = rows or (self._rows(notes) if is_local else (call.batch_size,))
-            decision, signature = self._decide(request, call, fingerprint, every)
+            decision, found = self._decide(request, checked, every)
             return {"decision": vars(decision)}
 
         call_role = CallRole.OPTIONAL if is_local else CallRole.REQUIRED
@@ -308,11 +377,15 @@ class CompiledExecutions(Executions):
         if "owner" in answer.value:
             return self._inform_joined_ranks(answer, request, call)
         if self._adopt():
-            return self._agree_across_ranks(request, call, None, rows)
+            return self._agree_on(request, self._as_now(request, call), None, rows)
         if self.batch == "rank0":
-            call = self._sent(request, call)
-        decision = _Decision(**answer.value["decision"])
-        return self._made_call(request, call, fingerprint, decision, signature)
+            checked = replace(checked, call=self._sent(request, call), form=None, last=None)
+        return self._made_call(request, checked, _Decision(**answer.value["decision"]), found)
+
+    def _as_now(self, request: CallRequest, call: ModelCall) -> _CheckedCall:
+        """A call of the model as it is now."""
+        self._look()
+        return _CheckedCall(call, self._fingerprint(request.mode), self._snapshot)
 
     def next_call_of_others(self) -> CompiledCall | None:
         """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
@@ -374,7 +447,7 @@ class CompiledExecutions(Executions):
         given: Any = None
         if request and call:
             row, options = call.rows(0, 1), (request.method, request.mode, request.outputs)
-            given = options, self.steps.accumulates, row.tree, *_form(row)
+            given = options, self.steps.accumulates, row.tree, *_properties(row)
         activity = "telling ranks that have joined what the others do"
         sent = self.ranks.exchange.broadcast_pytree(owner, activity, *pytree.tree_flatten(given))
         options, accumulates, (args, kwargs, target), *form = pytree.tree_unflatten(*sent)
@@ -387,14 +460,22 @@ class CompiledExecutions(Executions):
                 "some ranks have joined, but a step without them needs pipec.compile(..., optimizer=...): an "
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
-        return self._agree_across_ranks(request, call, rows=rows)
+        return self._agree_on(request, self._as_now(request, call), rows=rows)
 
     def _decide(
-        self, request: CallRequest, call: ModelCall, fingerprint: Fingerprint, rows: Sequence[int]
+        self, request: CallRequest, checked: _CheckedCall, rows: Sequence[int]
     ) -> tuple[_Decision, CaptureSignature]:
         """What runs a call, if it was compiled, and the call's signature. Rank 0 calls this."""
+        call, last = checked.call, checked.last
+        if last is not None and last.runs(rows):
+            if request.mode is Mode.OUTPUTS:
+                self._require_room(last.made.first)
+            is_checked = self._is_checked_again(request, last.is_proved)
+            return replace(last.decision, seed=peek_seed(), is_checked=is_checked), last.signature
         variables = self.variables.of(call, request.mode)
-        key = CaptureKey(request.mode, call.signature(variables), request.outputs, fingerprint, variables)
+        key = CaptureKey(
+            request.mode, call.signature(variables), request.outputs, checked.fingerprint, variables
+        )
         whole = call if self.batch != "local" else None
         signature = CaptureSignature(key, self.compiler.cache.version(key, whole))
         values = [variable_values(key.variables, part.leaves) for part in call.parts]
@@ -405,8 +486,8 @@ class CompiledExecutions(Executions):
         if request.mode is Mode.OUTPUTS and found is not None:
             self._require_room(found[0][0])
         groups = None if found is None else [(made.number, sizes) for made, sizes in found]
-        is_checked = found is not None and self._is_checked_again(request, signature)
-        return _Decision(peek_seed()[0], rows, values, groups, is_checked), signature
+        is_checked = found is not None and self._is_checked_again(request, self._is_proved(signature))
+        return _Decision(peek_seed(), rows, values, groups, is_checked), signature
 
     def _require_room(self, artifact: Artifact) -> None:
         """Raise InputError if some rank cannot hold a step beside the forwards that wait for backwards."""
@@ -427,25 +508,36 @@ class CompiledExecutions(Executions):
     def _made_call(
         self,
         request: CallRequest,
-        call: ModelCall,
-        fingerprint: Fingerprint,
+        checked: _CheckedCall,
         decision: _Decision,
         signature: CaptureSignature | None,
     ) -> CompiledCall:
         """The call with its executions, which are compiled and placed."""
-        numbers = decision.groups
+        call, last, numbers = checked.call, checked.last, decision.groups
         if numbers is None:
             numbers = self._compile(request, call, decision, signature)
         elif decision.is_checked:
             self._check_again(call, signature, numbers[0][1])
+        if last is not None and last.decision.is_as(decision) and not self.tensors.needs_placement:
+            made = replace(
+                last.made,
+                leaves=[call.leaves],
+                with_leaves=call.with_leaves,
+                seed=decision.seed,
+                model_call=call,
+                signature=signature,
+            )
+            self.trained = made.trained or self.trained
+            return made
         groups = [(self._made[number], sizes) for number, sizes in numbers]
+        trained = None
         if request.mode.trains:
-            self.trained = min((made for made, _ in groups), key=lambda made: len(made.plan.fixed_sizes))
+            self.trained = trained = min((x for x, _ in groups), key=lambda x: len(x.plan.fixed_sizes))
         if decision.groups is None or self.tensors.needs_placement:
             self.tensors.place(groups[0][0].plan)
         if len(decision.rows) > 1:
             groups = self._of_local_batch(groups, decision.rows)
-        return CompiledCall(
+        made = CompiledCall(
             request,
             [part.leaves for part in call.parts],
             call.with_leaves,
@@ -454,15 +546,40 @@ class CompiledExecutions(Executions):
             decision.values,
             groups,
             decision.seed,
-            peek_seed()[1],
             (self.replica, self.num_replicas) if len(decision.rows) > 1 else (0, 1),
             call.weights,
+            trained=trained,
             model_call=call,
-            fingerprint=fingerprint,
+            fingerprint=checked.fingerprint,
             signature=signature,
         )
+        self._remember(request, checked, replace(decision, groups=numbers), made)
+        return made
 
-    def _is_checked_again(self, request: CallRequest, signature: CaptureSignature) -> bool:
+    def _remember(
+        self, request: CallRequest, checked: _CheckedCall, decision: _Decision, made: CompiledCall
+    ) -> None:
+        """Let the next call of the same form run as this one, unless its values lead to branches."""
+        self._last.pop(request.mode, None)
+        call, signature = replace(checked.call, args=(), kwargs={}, target=None), made.signature
+        graphs = [] if signature is None else [x.graph for x in self.compiler.cache.get(signature).graphs]
+        if checked.form is None or any(graph.input_branches.branches for graph in graphs):
+            return
+        for name in ("paths", "axes", "batched", "batch_size"):
+            vars(call)[name] = getattr(checked.call, name)
+        checked = replace(checked, call=call, last=None)
+        slices = () if callable(self._microbatch_weight) else self._batch_slices(made)
+        made = replace(made, leaves=(), with_leaves=call.with_leaves, batch_slices=slices, model_call=call)
+        is_proved = signature is None or self._is_proved(signature)
+        reads = [graph.reads for graph in graphs]
+        self._last[request.mode] = _LastCall(checked, decision, made, reads, is_proved)
+
+    def _is_proved(self, signature: CaptureSignature) -> bool:
+        """Whether it is proved of all graphs of a call that microbatches make up the batch."""
+        graphs = self.compiler.cache.get(signature).graphs
+        return all(staged.graph.findings.is_proved for staged in graphs)
+
+    def _is_checked_again(self, request: CallRequest, is_proved: bool) -> bool:
         """Whether a step that was compiled before is compared with the model itself once more.
 
         Without a proof that is done more and more seldom: before the steps 2, 3, 5, 9, 17 and so on.
@@ -472,8 +589,6 @@ class CompiledExecutions(Executions):
             return False
         if settings.check_every and not number % settings.check_every:
             return True
-        graphs = self.compiler.cache.get(signature).graphs
-        is_proved = all(staged.graph.findings.is_proved for staged in graphs)
         return not is_proved and number & (number - 1) == 0
 
     def _check_again(self, call: ModelCall, signature: CaptureSignature | None, sizes: Sequence[int]) -> None:
@@ -548,6 +663,7 @@ class CompiledExecutions(Executions):
 
         groups, kept, read, splits = self.ranks.call_on_rank_0(f"compiling {request.name}", compiled)
         self._plain_values[request.mode] = PlainValues(read)
+        self._last.clear()
         self.known_splits |= splits
         made = self._made | {compiled.number: compiled for compiled, _ in groups}
         self._made = {number: made[number] for number in kept}
@@ -582,6 +698,7 @@ class CompiledExecutions(Executions):
             with_leaves=call.with_leaves,
             values=values,
             weights=call.weights,
+            batch_slices=(),
             model_call=call,
         )
 
@@ -602,7 +719,8 @@ class CompiledExecutions(Executions):
 
     def _replaced_names(self) -> list[str]:
         """The names whose tensors the model has replaced, added or removed."""
-        if same_objects(self._snapshot.tensors, self._known_tensors):
+        known, tensors = self._known_tensors, self._snapshot.tensors
+        if tensors is known or same_objects(tensors, known):
             return []
         return self.tensors.names.names_differing(ModelTensors.of(self.compiler.model))
 
@@ -632,13 +750,14 @@ class CompiledExecutions(Executions):
         self.compiler.canonical = self.tensors.canonical
         self._look()
         self._known_tensors = self._snapshot.tensors
+        self._last.clear()
         self.clear()
 
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
         activity = f"sharing rank 0's batch of {request.name}"
         trees = [part.tree for part in call.parts]
         contiguous = pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, trees)
-        given = contiguous, call.weights, *_form(call)
+        given = contiguous, call.weights, *_properties(call)
         sent = self.ranks.exchange.broadcast_pytree(0, activity, *pytree.tree_flatten(given))
         trees, weights, *form = pytree.tree_unflatten(*sent)
         calls = [ModelCall(*tree, *form) for tree in trees]
@@ -662,33 +781,34 @@ class CompiledExecutions(Executions):
         return description | (self.agreement.describe_updates() if request.method == "step" else {})
 
     def check_call(self, mode: Mode, arguments: StepArguments) -> ModelCall:
-        """The arguments of a call, batch first. Raises InputError if the model cannot take them.
+        """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
+        call = self._like_last(mode, arguments)
+        return self._model_call(mode, arguments)[0] if call is None else call
 
-        A call like the last one of its mode, but for the values of tensors, is taken as that was.
-        """
-        if isinstance(arguments, GivenMicrobatches):
-            return self._given_call(mode, arguments)
-        args, kwargs, target = arguments.args, dict(arguments.kwargs), arguments.target
+    def _model_call(self, mode: Mode, arguments: StepArguments) -> tuple[ModelCall, list[Any] | None]:
+        """The arguments of a call, batch first, and their form; see ``_CheckedCall``."""
         check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
         refuse_active_mode()
-        leaves, structure = pytree.tree_flatten((args, kwargs, target))
-        forward = self.compiler.model.forward
-        kinds = [*map(_kind, leaves)]
+        if isinstance(arguments, GivenMicrobatches):
+            return self._given_call(mode, arguments), None
+        _, form = self._form(arguments)
+        kwargs = dict(arguments.kwargs)
+        call = self._new_call(mode, arguments.args, kwargs, arguments.target)
+        return call, form if call.kwargs is kwargs else None  # None where rows were put in front
+
+    def _form(self, arguments: CallArguments) -> tuple[list[Any], list[Any] | None]:
+        """The leaves of arguments, and their form; see ``_CheckedCall``."""
+        args, kwargs, target = arguments
+        leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items())), target))
+        kinds, forward = [*map(_kind, leaves)], self.compiler.model.forward
         if None in kinds:
-            return self._new_call(mode, args, kwargs, target)
+            return leaves, None
+        code, order = getattr(forward, "__func__", forward), [*kwargs]
         repeated, splits = repeated_tensors(leaves), {**self.known_splits}
-        checked = [getattr(forward, "__func__", forward), structure, kinds, repeated, self.batched, splits]
-        last, call = self._last_checked.get(mode, (None, None))
-        if call is not None and last == checked:
-            return replace(call, args=args, kwargs=kwargs, target=target)
-        call = self._new_call(mode, args, kwargs, target)
-        if call.kwargs is kwargs:  # rows are in front: arguments are as they were given
-            self._last_checked[mode] = checked, replace(call, args=(), kwargs={}, target=None)
-        return call
+        of_torch = active_mode(), torch_values()
+        return leaves, [code, structure, order, kinds, repeated, self.batched, splits, of_torch]
 
     def _given_call(self, mode: Mode, arguments: GivenMicrobatches) -> ModelCall:
-        check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
-        refuse_active_mode()
         if self.batch == "local":
             raise InputError(
                 "given microbatches are the same list on every rank, and replicas take them in turn: pass "
@@ -760,7 +880,15 @@ def _kind(leaf: object) -> Hashable:
     return leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad
 
 
-def _form(call: ModelCall) -> tuple[Any, ...]:
+def _with_arguments(call: ModelCall, arguments: CallArguments, leaves: list[Any]) -> ModelCall:
+    """A call with other arguments of the same form, for which it keeps what it has read of them."""
+    args, kwargs, target = arguments
+    made = replace(call, args=args, kwargs=dict(kwargs), target=target)
+    vars(made).update({**vars(call), **vars(made), "leaves": leaves})
+    return made
+
+
+def _properties(call: ModelCall) -> tuple[Any, ...]:
     """What a call has besides its arguments."""
     splits = call.split, call.ambiguous_leaves
     return *splits, call.strided, call.keyword_order, call.repeated

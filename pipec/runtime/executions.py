@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from pipec.artifact.artifact import Artifact, MicrobatchGroups
 from pipec.errors import InputError
@@ -81,11 +81,13 @@ class Call:
 
     ``leaves`` are those of the arguments, with their rows in front, and ``axes`` say where they are passed.
     ``with_leaves`` makes arguments, keyword arguments and target of others. ``rows`` are those of the whole
-    batch. ``values`` are its other sizes. ``generator_after`` is torch's default generator after drawing the
-    ``seed``. With ``batch="local"``, ``replica`` says which part of the batch the leaves are, of how many.
+    batch. ``values`` are its other sizes. ``seed`` is the next number of torch's default generator on rank 0.
+    With ``batch="local"``, ``replica`` says which part of the batch the leaves are, of how many.
 
     If microbatches are given, ``weights`` are those of their losses, and each of them counts as a row, and
-    has leaves and values of its own.
+    has leaves and values of its own. ``batch_slices`` are the rows and the loss weights of each group, if
+    these are known from a call like this one. ``trained`` is the artifact of a step, whose programs the
+    pipeline shows.
     """
 
     request: CallRequest
@@ -96,9 +98,10 @@ class Call:
     values: Sequence[Sizes]
     groups: MicrobatchGroups
     seed: int
-    generator_after: Generator
     replica: tuple[int, int] = (0, 1)
     weights: Sequence[float] = ()
+    batch_slices: Sequence[BatchSlice] = ()
+    trained: Artifact | None = None
 
     @property
     def first(self) -> Artifact:
@@ -309,7 +312,7 @@ class Executions:
         if plan.model_collectives:
             require_equal_rows(sizes)
         groups = [(given, sizes)]
-        return Call(request, [leaves], with_leaves, plan.batch_axes, rows, [values], groups, *peek_seed())
+        return Call(request, [leaves], with_leaves, plan.batch_axes, rows, [values], groups, peek_seed())
 
     @property
     def may_differentiate(self) -> bool:
@@ -414,7 +417,7 @@ class Executions:
     def differentiable_outputs(self, call: Call, anchor: Tensor) -> Any:
         """The model's output, with a graph whose backward runs the backwards of the call."""
         if any(artifact.has_random_operators for artifact, _ in call.groups):
-            advance_default_generator(call.generator_after)
+            advance_default_generator()
         plans, batch_slices = [artifact.plan for artifact, _ in call.groups], self._batch_slices(call)
         parts, begun, recorded = [], [], self.steps.recorded
         for (artifact, _), batch_slice in zip(call.groups, batch_slices, strict=True):
@@ -493,7 +496,7 @@ class Executions:
     def run(self, call: Call, on_started: OnStarted | None = None) -> Mapping[str, Tensor]:
         """The results of a call, by their names in the plan."""
         if any(artifact.has_random_operators for artifact, _ in call.groups):
-            advance_default_generator(call.generator_after)
+            advance_default_generator()
         if on_started is not None:
             on_started()
         trains, plans = call.request.mode is Mode.TRAIN, [artifact.plan for artifact, _ in call.groups]
@@ -512,8 +515,10 @@ class Executions:
         results = parts[0] if len(parts) == 1 else merge_slices(plans[0], parts, batch_slices)
         return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
 
-    def _batch_slices(self, call: Call) -> list[BatchSlice]:
+    def _batch_slices(self, call: Call) -> Sequence[BatchSlice]:
         """The rows and the loss weights of each group of microbatches."""
+        if call.batch_slices:
+            return call.batch_slices
         if call.weights:
             return list(_given_slices(call))
         every, weights = [size for _, sizes in call.groups for size in sizes], None
@@ -545,7 +550,7 @@ class Executions:
         if len(first.groups) > 1:
             raise InputError(f"{_several_programs(first)}; an asynchronous schedule takes one. Pass others")
         if first.first.has_random_operators:
-            advance_default_generator(first.generator_after)
+            advance_default_generator()
 
         def split(arguments: StepArguments) -> StreamBatch | None:
             call = self.matching(first, arguments)

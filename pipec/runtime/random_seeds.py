@@ -53,16 +53,18 @@ def mix_seed(*key: int) -> int:
     return state
 
 
-def peek_seed() -> tuple[int, torch.Generator]:
-    """The next number of torch's default generator, and one that is as that is once the number is taken.
+def peek_seed() -> int:
+    """The next number of torch's default generator, which is left as it was.
 
-    The default generator is left as it was: only a step that draws takes the number, by
-    ``advance_default_generator``.
+    Only a step that draws takes the number, by ``advance_default_generator``.
     """
-    after = torch.default_generator.clone_state()
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=after)), after
+    return _draw(torch.default_generator.clone_state())
 
 
-def advance_default_generator(after: torch.Generator) -> None:
-    """Set torch's default generator to this one's state, once a step has taken its number."""
-    torch.default_generator.set_state(after.get_state())
+def advance_default_generator() -> None:
+    """Take the next number of torch's default generator."""
+    _draw(torch.default_generator)
+
+
+def _draw(generator: torch.Generator) -> int:
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
