@@ -137,6 +137,8 @@ class Executions:
         self.tensors, self.agreement, self.steps = tensors, agreement, steps
         self.ranks, self._microbatch_weight = agreement.ranks, microbatch_weight
         self.norms = GradientNorms(tensors, agreement)
+        self.non_finite: NonFinite | None = None
+        """Why the last step was skipped, if it was."""
         self._linked: dict[tuple[Artifact, bool], Execution] = {}
         self._num_forwards, self._forwards = 0, WeakSet[WaitingForward]()
         self.trained: Artifact | None = None
@@ -399,20 +401,18 @@ class Executions:
         loss = self.loss(call, on_started)
         if leaves_gradients and self.tensors.are_spread:
             self.norms.mark()
-        self.steps.count(self.execution(call.first).non_finite, self.trained)
+        self.steps.count(self.non_finite, self.trained)
         return loss
 
     def loss(self, call: Call, on_started: OnStarted | None = None) -> Any:
         """The loss, which explains its ``backward``, and the output if requested. The logs are kept."""
-        first = call.first
-        results, plan = self.run(call, on_started), first.plan
-        self.steps.logs = {
-            name: results[kept] for name, kept in zip(plan.log_names, plan.outputs[1:], strict=False)
-        }
+        results, (artifact, _) = self.run(call, on_started), call.groups[0]
+        names, outputs = artifact.plan.log_names, artifact.plan.outputs
+        self.steps.logs = {name: results[kept] for name, kept in zip(names, outputs[1:], strict=False)}
         loss = StepLoss.of(results["loss"], STEP_LOSS if call.request.mode is Mode.TRAIN else EVAL_LOSS)
-        if not call.request.outputs:
-            return loss
-        return loss, _output_of(first, results, plan.outputs[1 + len(plan.log_names) :])
+        return (
+            (loss, _output_of(artifact, results, outputs[1 + len(names) :])) if call.request.outputs else loss
+        )
 
     def differentiable_outputs(self, call: Call, anchor: Tensor) -> Any:
         """The model's output, with a graph whose backward runs the backwards of the call."""
@@ -495,30 +495,30 @@ class Executions:
 
     def run(self, call: Call, on_started: OnStarted | None = None) -> Mapping[str, Tensor]:
         """The results of a call, by their names in the plan."""
-        if any(artifact.has_random_operators for artifact, _ in call.groups):
+        trains, artifacts = call.request.mode is Mode.TRAIN, [artifact for artifact, _ in call.groups]
+        if any(artifact.has_random_operators for artifact in artifacts):
             advance_default_generator()
         if on_started is not None:
             on_started()
-        trains, plans = call.request.mode is Mode.TRAIN, [artifact.plan for artifact, _ in call.groups]
-        if len(plans) > 1 and plans[0].sync_spec.may_skip_step:
+        plan, axes = artifacts[0].plan, artifacts[0].axes
+        if len(artifacts) > 1 and plan.sync_spec.may_skip_step:
             raise InputError(
                 f"{_several_programs(call)}; so a step cannot be skipped as a whole. Pass others, or compile "
                 "without on_nan=... and in another precision than 'fp16-mixed'"
             )
-        batch_slices, recorded = self._batch_slices(call), self.steps.recorded if trains else None
-        parts, axes = [], call.first.axes
-        with contextlib.nullcontext() if trains else self.unsharded(plans):
-            executions = [self.execution(artifact) for artifact, _ in call.groups]
+        batch_slices = call.batch_slices or self._batch_slices(call)
+        recorded, parts = self.steps.recorded if trains else None, list[Mapping[str, Tensor]]()
+        with contextlib.nullcontext() if trains else self.unsharded([each.plan for each in artifacts]):
+            executions = [*map(self.execution, artifacts)]
             for execution, batch_slice in zip(executions, batch_slices, strict=True):
                 update = batch_slice is batch_slices[-1] and not self.steps.accumulates
                 parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update))
-        results = parts[0] if len(parts) == 1 else merge_slices(plans[0], parts, batch_slices)
+        self.non_finite = executions[0].non_finite
+        results = parts[0] if len(parts) == 1 else merge_slices(plan, parts, batch_slices)
         return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
 
     def _batch_slices(self, call: Call) -> Sequence[BatchSlice]:
         """The rows and the loss weights of each group of microbatches."""
-        if call.batch_slices:
-            return call.batch_slices
         if call.weights:
             return list(_given_slices(call))
         every, weights = [size for _, sizes in call.groups for size in sizes], None

@@ -71,6 +71,7 @@ class InProcessTransport:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
+        self._has_gpus = any(device.type == "cuda" for device in devices)
         self._mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
         self._copies: dict[tuple[torch.device, torch.device], PeerToPeerCopies] = {}
         self._in_process_collectives: dict[tuple[int, ...], InProcessCollectives] = {}
@@ -93,9 +94,10 @@ class InProcessTransport:
         done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
         results: dict[int, T | None] = {}
         try:
+            if self._has_gpus:
+                jobs = [on_callers_streams(self.devices, job) for job in jobs]
             for rank, (worker, job) in enumerate(zip(self._workers, jobs, strict=True)):
-                own = on_callers_streams(self.devices, job)
-                worker.submit(functools.partial(self._run_job, rank, own, done))
+                worker.submit(functools.partial(self._run_job, rank, job, done))
             while len(results) < len(jobs):
                 rank, result = done.get()
                 results[rank] = result
@@ -218,12 +220,13 @@ class _Mailbox:
 
     def send(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
         self._check_running()
-        self._place(self._num_sent).put(self._device_copy(tensors))
+        self._places.setdefault(self._num_sent, SimpleQueue()).put(self._device_copy(tensors))
         self._num_sent += 1
 
     def wait(self, number: int) -> Sequence[Tensor]:
         """Wait for a message. Others may be awaited later, though they were sent earlier."""
-        place = self._place(number)  # before the check: from then on ``wake`` finds it
+        # before the check: from then on ``wake`` finds it
+        place = self._places.setdefault(number, SimpleQueue())
         self._check_running()
         received = place.get()
         self._check_running()
@@ -238,9 +241,6 @@ class _Mailbox:
     def clear(self) -> None:
         self._places.clear()
         self.num_posted = self._num_sent = 0
-
-    def _place(self, number: int) -> "SimpleQueue[_Receive]":
-        return self._places.setdefault(number, SimpleQueue())
 
 
 class _Receiver:

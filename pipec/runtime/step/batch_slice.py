@@ -33,10 +33,15 @@ class BatchSlice:
     values: Sequence[Sizes] = ()
     is_given: bool = False
 
-    @property
-    def own_microbatches(self) -> range:
+    @cached_property
+    def own_microbatches(self) -> Sequence[int]:
         """The microbatches whose rows this process has."""
         return range(self.replica, len(self.sizes), self.num_replicas)
+
+    @cached_property
+    def own_sizes(self) -> Sequence[int]:
+        """The rows of each of them."""
+        return self.sizes[self.replica :: self.num_replicas]
 
     @property
     def first_rows(self) -> list[int]:
@@ -63,11 +68,21 @@ class BatchSlice:
         values = self.values or [{}] * len(self.sizes)
         return [{**own, "b": size} for own, size in zip(values, self.sizes, strict=True)]
 
+    @cached_property
+    def all_names(self) -> Sequence[Sizes]:
+        """What they stand for in each microbatch, and then in all of them together."""
+        return [*self.names, self.joined_names(self.num_rows)]
+
+    @cached_property
+    def batch_names(self) -> Sizes:
+        """What they stand for in the batch."""
+        return self.joined_names(self.batch)
+
     def joined_names(self, rows: int) -> Sizes:
         """What they stand for in ``rows`` rows of several microbatches, which share all other sizes."""
         return {**next(iter(self.values), {}), "b": rows}
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return sum(self.sizes)
 

@@ -8,6 +8,7 @@ import math
 import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ class Execution:
         self._ranks, self._updates, self._parameters = ranks, updates, parameters
         plan, is_distributed = artifact.plan, ranks.world.is_distributed
         _require_one_device(plan, ranks.devices)
+        self._in_process = None if is_distributed else ranks.in_process
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.canonical_text())
         self._interpreters: list[Interpreter] = []
@@ -79,7 +81,9 @@ class Execution:
         here, summed_later = self._interpreters, plan.sync_spec.count_stages
         stages = [each for own in here for each in own.stages.values() if each.index not in summed_later]
         self._counting = [each for each in stages if each.count_inputs]
-        self._read_here = set[str]().union(*(own.names_read for own in here))
+        read_here = set[str]().union(*(own.names_read for own in here))
+        self._inputs = [leaf for leaf in plan.inputs if leaf.value.name in read_here]
+        self._reads_batch_fraction = "batch_fraction" in read_here
         on_gpus = (own.names_read for own in here if own.device.type == "cuda")
         self._read_by_gpus = set[str]().union(*on_gpus)
         self.is_stream = artifact.programs[0].period > 0
@@ -112,23 +116,21 @@ class Execution:
         """
         microbatches: list[dict[str, Tensor]] = [{} for _ in batch_slice.sizes]
         own, whole = [microbatches[each] for each in batch_slice.own_microbatches], dict[str, Tensor]()
-        sizes = [batch_slice.sizes[each] for each in batch_slice.own_microbatches]
-        for leaf in self.artifact.plan.inputs:
-            name = leaf.value.name
-            if name not in self._read_here:
-                continue
-            given = [self._readable(name, each[leaf.position]) for each in batch_slice.own_leaves(leaves)]
-            whole[name] = given[0]
+        given, sizes, start = batch_slice.own_leaves(leaves), batch_slice.own_sizes, batch_slice.start
+        for leaf in self._inputs:
+            name, parts = leaf.value.name, [cast(Tensor, each[leaf.position]) for each in given]
+            if name in self._read_by_gpus:
+                parts = [pinned_copy(tensor) if tensor.is_cpu else tensor for tensor in parts]
+            whole[name] = parts[0]
             if leaf.batched:
-                rows = whole[name][batch_slice.start : batch_slice.start + sum(sizes)]
-                parts: Sequence[Tensor] = rows.split(sizes)
-            else:
-                parts = given if batch_slice.is_given else given * len(own)
+                parts = [*parts[0][start : start + sum(sizes)].split(sizes)]
+            elif not batch_slice.is_given:
+                parts *= len(own)
             for microbatch, part in zip(own, parts, strict=not batch_slice.is_given):
                 microbatch[name] = part
         for stage in self._counting:
             if self.artifact.plan.dynamic_batch:
-                counts = stage.batch_counts(whole, batch_slice.joined_names(batch_slice.batch))
+                counts = stage.batch_counts(whole, batch_slice.batch_names)
             else:  # such code cannot take the whole batch
                 counted = [
                     stage.batch_counts(each, names)
@@ -138,15 +140,11 @@ class Execution:
                 counts = {x: torch.stack([part[x] for part in counted]).sum(0) for x in counted[0]}
             for microbatch in microbatches:
                 microbatch |= counts
-        if "batch_fraction" in self._read_here:
+        if self._reads_batch_fraction:
             for microbatch, size in zip(microbatches, batch_slice.sizes, strict=True):
                 fraction = torch.tensor(size / batch_slice.batch, dtype=torch.float64)
                 microbatch["batch_fraction"] = fraction
         return microbatches
-
-    def _readable(self, name: str, tensor: object) -> Tensor:
-        assert isinstance(tensor, Tensor)
-        return pinned_copy(tensor) if name in self._read_by_gpus and tensor.is_cpu else tensor
 
     def run(
         self,
@@ -243,7 +241,7 @@ class Execution:
             for rank, each, own in zip(devices, self._interpreters, waiting, strict=True)
         ]
         try:
-            results = jobs[0]() if self._ranks.world.is_distributed else self._ranks.in_process.run(jobs)[0]
+            results = jobs[0]() if self._in_process is None else self._in_process.run(jobs)[0]
         except BaseException as error:
             if self._updates is not None and self.artifact.plan.sync_spec.updates:
                 self._updates.drop_gradients()
@@ -284,10 +282,9 @@ class Execution:
     def begin(self, source: BatchSource, first: StreamBatch, seed: int) -> StreamRun:
         """Begin to run the mini-batches of a source, which all have the sizes of its first one."""
         self.dry_run(first.microbatches, first.batch_slice, seed)
-        in_process = None if self._ranks.world.is_distributed else self._ranks.in_process
         if self._updates is not None:
             self._updates.refresh_copies(self._parameters)
-        return StreamRun(self._interpreters, self._num_ahead, source, seed, in_process)
+        return StreamRun(self._interpreters, self._num_ahead, source, seed, self._in_process)
 
     @functools.cached_property
     def _num_ahead(self) -> int:

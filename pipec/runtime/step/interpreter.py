@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import ExecutionError, PipecError, TransportError
-from pipec.ir import Instruction, Op, Program, StepPart, program_part, replica_counts
+from pipec.ir import Instruction, Op, Program, StepPart, program_part, rank_of, replica_counts
 from pipec.ir.periodic_program import unrolled_instructions
 from pipec.ir.step_parts import instructions_of_part
 from pipec.ir.text_format import instruction_lines
@@ -314,9 +314,11 @@ class Interpreter(RankState):
                 self.sizes[-1] = self._batch.batch_slice.joined_names(0)
             assert self._batch is not None, "the source has not ended"
             batch_slice, inputs = self._batch.batch_slice, self._batch.microbatches[place]
-            key = self._seed, self._num_admitted
-            sizes, weight = batch_slice.names[place], batch_slice.loss_weights[place]
-            self.fill_frames(self._num_admitted, sizes, inputs, key, weight)
+            admitted, weight = self._num_admitted, batch_slice.loss_weights[place]
+            self.sizes[admitted % self.num_frames] = batch_slice.names[place]
+            for stage in self.stages.values():
+                if rank_of(self.plan.placement, stage.index, admitted) == self.number:
+                    self.fill_frame(stage, admitted, inputs, (self._seed, admitted), weight)
             self._num_admitted += 1
         return microbatch < self._end
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.ir import Mode, Plan, Program, Sizes, StepPart, rank_of
+from pipec.ir import Mode, Plan, Program, Sizes, StepPart
 from pipec.ir.periodic_program import num_frames, num_versions_behind, version_read
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.messages.cuda import on_device
@@ -111,7 +111,7 @@ class RankState:
         self.stream_results = StreamResults(plan, program.rank)
         self.results = self.stream_results if program.period else self.step_results
         results = result_values(plan) if plan.mode is Mode.TRAIN else ()
-        self._loss = next((value for value in results if value.name == "loss"), None)
+        self._loss_dtypes = [getattr(torch, value.dtype) for value in results if value.name == "loss"]
         self.sizes: list[Sizes] = [{"b": 0}] * (self.num_frames + 1)
         self.inputs: Sequence[Inputs] = ()
         self.groups: GroupHyperparameters = ()
@@ -144,19 +144,19 @@ class RankState:
             return
         self.inputs, scaled = inputs, self.updates.loss_scale if self.updates else None
         scale = scaled.scale if scaled else 1.0
-        self.sizes[:] = [*batch_slice.names, batch_slice.joined_names(batch_slice.num_rows)]
+        self.sizes[:], weights = batch_slice.all_names, batch_slice.loss_weights
         self.step_results.batch_slice = batch_slice
-        for stage in self.stages.values():
+        for index, stage in self.stages.items():
             stage.begin_step(scale)
+            for number in self.own[index]:
+                key = seed, batch_slice.first + number
+                self.fill_frame(stage, number, inputs[number], key, weights[number] * scale)
         for index, tail in self.tails.items():
             frame, given = tail.begin_step(batch_slice), inputs[self.own[index][0]]
             self._fill(frame, self._inputs_of[index] & given.keys(), given, scale)
             frame.update(self.sizes[-1], device=self.device)
             frame["batch_fraction"] = torch.ones((), dtype=torch.float64)
             frame["rng"] = OperatorGenerators(self.device, (seed, -1))
-        for number, weight in enumerate(batch_slice.loss_weights):
-            key = seed, batch_slice.first + number
-            self.fill_frames(number, self.sizes[number], inputs[number], key, weight * scale)
 
     def suspend(self) -> "SuspendedStep":
         """What the backwards need of a step whose forwards have run."""
@@ -168,7 +168,7 @@ class RankState:
         """Fill the frames for the backwards of a step, with the gradients of its outputs."""
         batch_slice, scaled = suspended.batch_slice, self.updates.loss_scale if self.updates else None
         scale = scaled.scale if scaled else 1.0
-        self.sizes[:] = [*batch_slice.names, batch_slice.joined_names(batch_slice.num_rows)]
+        self.sizes[:] = batch_slice.all_names
         self.step_results.batch_slice = batch_slice
         for index, stage in self.stages.items():
             stage.begin_step(scale)
@@ -179,29 +179,25 @@ class RankState:
                         gradient = on_device(output_gradients[name][number], self.device)
                         stage.frames[number][name] = gradient * scale if scale != 1 else gradient
 
-    def fill_frames(
-        self, microbatch: int, sizes: Sizes, inputs: Inputs, key: tuple[int, int], loss_weight: float
+    def fill_frame(
+        self, stage: BoundStage, microbatch: int, inputs: Inputs, key: tuple[int, int], loss_weight: float
     ) -> None:
-        """Fill the frames of a microbatch on this rank's stages; without rows it only has a version."""
-        number, period = microbatch % self.num_frames, self.program.period
-        self.sizes[number] = sizes
-        for index, stage in self.stages.items():
-            if rank_of(self.plan.placement, index, microbatch) != self.number:
-                continue
-            if period:
-                stage.frames[number][VERSION] = version_read(self.program, index, microbatch)
-                stage.frames[number][BATCH] = microbatch // self.plan.num_microbatches
-            if sizes["b"]:
-                frame = stage.fill_frame(number, key, sizes)
-                given = self._output_gradients_of[index] & inputs.keys()  # those of a dry run
-                self._fill(frame, self._inputs_of[index] | given, inputs, loss_weight)
+        """Fill the frame of a microbatch on a stage of this rank; without rows it only has a version."""
+        number, index = microbatch % self.num_frames, stage.index
+        if self.program.period:
+            stage.frames[number][VERSION] = version_read(self.program, index, microbatch)
+            stage.frames[number][BATCH] = microbatch // self.plan.num_microbatches
+        if self.sizes[number]["b"]:
+            frame = stage.fill_frame(number, key, self.sizes[number])
+            given = self._output_gradients_of[index] & inputs.keys()  # those of a dry run
+            self._fill(frame, self._inputs_of[index] | given, inputs, loss_weight)
 
     def _fill(self, frame: Frame, names: Iterable[str], inputs: Inputs, loss_weight: float) -> None:
+        device = self.device
         for name in names:
-            frame[name] = on_device(inputs[name], self.device)
-        if self._loss:
-            dtype = getattr(torch, self._loss.dtype)
-            frame["grad_loss"] = torch.full((), loss_weight, dtype=dtype, device=self.device)
+            frame[name] = inputs[name].to(device, non_blocking=device.type == "cuda")
+        for dtype in self._loss_dtypes:
+            frame["grad_loss"] = torch.full((), loss_weight, dtype=dtype, device=device)
 
     def forget_step(self) -> None:
         """Free every value of the step."""
@@ -210,6 +206,7 @@ class RankState:
         for tail in self.tails.values():
             tail.forget_step()
         self.step_results.forget()
-        self.host_link.finish()
+        if self.host_link.is_async:
+            self.host_link.finish()
         self.inputs = ()
         clear_block_cache()

@@ -229,7 +229,8 @@ def zeros_of(value: Value, sizes: Sizes, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=getattr(torch, value.dtype), device=device)
 
 
-def _batch_dims(value: Value) -> list[int]:
+@functools.lru_cache
+def _batch_dims(value: Value) -> Sequence[int]:
     return [index for index, dim in enumerate(value.shape) if "b" in names_in(dim)]
 
 
