@@ -87,13 +87,15 @@ class CompiledCall(Call):
 class _CheckedCall:
     """A call with arguments that the model can take, as it was in ``snapshot``.
 
-    ``form`` is all that was read of the arguments, and of torch, but for the values of tensors; None if more
-    may be read. ``last`` is the last call of its mode, if that had the same form and the same model.
+    ``described`` is what must be equal on all ranks, without the values of tensors. ``form`` is all that was
+    read of the arguments, and of torch, but for these values; None if more may be read. ``last`` is the last
+    call of its mode, if that had the same form and the same model.
     """
 
     call: ModelCall
     fingerprint: Fingerprint
     snapshot: ModelSnapshot
+    described: CallDescription
     form: list[Any] | None = None
     last: "_LastCall | None" = None
 
@@ -102,8 +104,8 @@ class _CheckedCall:
 class _LastCall:
     """The last call of its mode, as which a call of the same form is run.
 
-    ``reads`` are the values that its graphs have read, on rank 0, and ``is_proved`` says whether these
-    graphs are proved to make up the batch.
+    ``reads`` are the values that its graphs have read, on rank 0, and ``is_proved`` says whether microbatches
+    of these graphs are proved to make up the batch. If it ``draws`` random numbers, each step has a seed.
     """
 
     checked: _CheckedCall
@@ -111,11 +113,7 @@ class _LastCall:
     made: CompiledCall
     reads: Sequence[ReadValues]
     is_proved: bool
-
-    @property
-    def signature(self) -> CaptureSignature:
-        assert self.made.signature is not None, "rank 0 has decided"
-        return self.made.signature
+    draws: bool
 
     def runs(self, rows: Sequence[int]) -> bool:
         """Whether its artifacts run these rows, and the code of the model reads what it read before."""
@@ -211,17 +209,28 @@ class CompiledExecutions(Executions):
         return make
 
     def agree(self, request: CallRequest, arguments: StepArguments) -> CompiledCall:
-        """The call that all ranks make, with its batch dimension found, and lists of a number for each row.
+        """The call that all ranks make, with its executions.
 
-        If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
+        One that differs from the last of its mode in the values of tensors alone runs as that did, unless
+        rank 0 finds that the model has read other values.
         """
         self.drain()
         if not self.agreement.is_distributed:
             self.agreement.exit_on_signal(self.drain)
-        if (known := self._known_call(request, arguments)) is not None:
-            return self._agree_on(request, known)
+        last, self._snapshot = self._last.get(request.mode), self._snapshot.current()
+        if last is not None and last.made.request == request and last.checked.snapshot is self._snapshot:
+            alike = self._like(last, arguments)
+            if alike is not None:
+                return self._agree_on(request, replace(last.checked, call=alike, last=last))
         if isinstance(arguments, GivenMicrobatches):
             return self._agree(request, arguments)
+        return self._agree_on_lists(request, arguments)
+
+    def _agree_on_lists(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
+        """The call that all ranks make, in which a list may have a number for each row.
+
+        If the model cannot take such a list in a microbatch, it gets a tensor of the microbatch's numbers.
+        """
         agree = self._agree if self._batch_axis_is_known else self._agree_on_axis
         may_convert = self.batch == "same" and self._takes_lists is not True
         given = arguments.args, dict(arguments.kwargs), arguments.target
@@ -299,31 +308,22 @@ class CompiledExecutions(Executions):
             raise why from None
         return self._agree(request, arguments)
 
-    def _known_call(self, request: CallRequest, arguments: StepArguments) -> _CheckedCall | None:
-        """The call, if it is like the last one of its mode but for the values of tensors."""
-        last = self._last.get(request.mode)
-        if last is None or last.made.request != request:
-            return None
-        self._look()
-        if self._snapshot is not last.checked.snapshot:
-            return None
-        call = self._like_last(request.mode, arguments)
-        return None if call is None else replace(last.checked, call=call, last=last)
-
-    def _like_last(self, mode: Mode, arguments: StepArguments) -> ModelCall | None:
-        """The last call of a mode with other arguments; None if these have another form."""
-        last = self._last.get(mode)
-        if last is None or isinstance(arguments, GivenMicrobatches):
+    def _like(self, last: "_LastCall", arguments: StepArguments) -> ModelCall | None:
+        """The last call with other arguments, for which it keeps what was read; None if the form differs."""
+        if isinstance(arguments, GivenMicrobatches):
             return None
         leaves, form = self._form(arguments)
         if form is None or form != last.checked.form:
             return None
-        return _with_arguments(last.checked.call, arguments, leaves)
+        args, kwargs, target = arguments
+        call = replace(last.checked.call, args=args, kwargs=dict(kwargs), target=target)
+        vars(call).update({**vars(last.checked.call), **vars(call), "leaves": leaves})
+        return call
 
     def _agree(self, request: CallRequest, arguments: StepArguments) -> CompiledCall:
         """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica."""
         call, form, refusal = ModelCall((), {}), None, None
-        self._look()
+        self._snapshot = self._snapshot.current()
         if not self.agreement.is_distributed:
             self._adopt()
             call, form = self._model_call(request.mode, arguments)
@@ -333,8 +333,8 @@ class CompiledExecutions(Executions):
                 call.signature()  # refuses what no stage can take
             except PipecError as error:
                 refusal = error
-        fingerprint = self._fingerprint(request.mode)
-        return self._agree_on(request, _CheckedCall(call, fingerprint, self._snapshot, form), refusal)
+        checked = replace(self._as_now(request, call), form=form)
+        return self._agree_on(request, checked, refusal)
 
     def _agree_on(
         self,
@@ -348,7 +348,7 @@ class CompiledExecutions(Executions):
         if not self.agreement.is_distributed:
             decision, signature = self._decide(request, checked, (call.batch_size,))
             return self._made_call(request, checked, decision, signature)
-        description, numbers = self._describe_call(request, checked.fingerprint), list[int]()
+        description, numbers = self._describe_call(request, checked.described), list[int]()
         is_local = self.batch == "local" and not rows
         if refusal is not None:
             description |= {"refused": str(refusal)}
@@ -383,13 +383,14 @@ class CompiledExecutions(Executions):
         return self._made_call(request, checked, _Decision(**answer.value["decision"]), found)
 
     def _as_now(self, request: CallRequest, call: ModelCall) -> _CheckedCall:
-        """A call of the model as it is now."""
-        self._look()
-        return _CheckedCall(call, self._fingerprint(request.mode), self._snapshot)
+        """A call of the model as it was looked at."""
+        fingerprint = self._fingerprint(request.mode)
+        described = self._describe_model(request.mode, fingerprint) if self.agreement.is_distributed else {}
+        return _CheckedCall(call, fingerprint, self._snapshot, described)
 
     def next_call_of_others(self) -> CompiledCall | None:
         """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
-        self._look()
+        self._snapshot = self._snapshot.current()
         answer = self.agreement.require_same_call(
             "join",
             {"batch": "none, for it has joined"},
@@ -460,6 +461,7 @@ class CompiledExecutions(Executions):
                 "some ranks have joined, but a step without them needs pipec.compile(..., optimizer=...): an "
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
+        self._snapshot = self._snapshot.current()
         return self._agree_on(request, self._as_now(request, call), rows=rows)
 
     def _decide(
@@ -467,11 +469,11 @@ class CompiledExecutions(Executions):
     ) -> tuple[_Decision, CaptureSignature]:
         """What runs a call, if it was compiled, and the call's signature. Rank 0 calls this."""
         call, last = checked.call, checked.last
-        if last is not None and last.runs(rows):
+        if last is not None and last.made.signature is not None and last.runs(rows):
             if request.mode is Mode.OUTPUTS:
                 self._require_room(last.made.first)
-            is_checked = self._is_checked_again(request, last.is_proved)
-            return replace(last.decision, seed=peek_seed(), is_checked=is_checked), last.signature
+            seed, is_checked = last.draws and peek_seed(), self._is_checked_again(request, last.is_proved)
+            return replace(last.decision, seed=seed, is_checked=is_checked), last.made.signature
         variables = self.variables.of(call, request.mode)
         key = CaptureKey(
             request.mode, call.signature(variables), request.outputs, checked.fingerprint, variables
@@ -571,8 +573,8 @@ class CompiledExecutions(Executions):
         slices = () if callable(self._microbatch_weight) else self._batch_slices(made)
         made = replace(made, leaves=(), with_leaves=call.with_leaves, batch_slices=slices, model_call=call)
         is_proved = signature is None or self._is_proved(signature)
-        reads = [graph.reads for graph in graphs]
-        self._last[request.mode] = _LastCall(checked, decision, made, reads, is_proved)
+        reads, draws = [x.reads for x in graphs], any(x.has_random_operators for x, _ in made.groups)
+        self._last[request.mode] = _LastCall(checked, decision, made, reads, is_proved, draws)
 
     def _is_proved(self, signature: CaptureSignature) -> bool:
         """Whether it is proved of all graphs of a call that microbatches make up the batch."""
@@ -708,14 +710,10 @@ class CompiledExecutions(Executions):
     def is_valid(self, call: Call) -> bool:
         """Whether the compiled code is valid for the model as it is now. Rank 0 alone has guards."""
         assert isinstance(call, CompiledCall)
-        self._look()
+        self._snapshot = self._snapshot.current()
         if self._replaced_names() or self._fingerprint(Mode.TRAIN) != call.fingerprint:
             return False
         return call.signature is None or self.compiler.cache.is_valid(call.signature)
-
-    def _look(self) -> None:
-        """Take the model as it is now."""
-        self._snapshot = self._snapshot.current()
 
     def _replaced_names(self) -> list[str]:
         """The names whose tensors the model has replaced, added or removed."""
@@ -725,12 +723,12 @@ class CompiledExecutions(Executions):
         return self.tensors.names.names_differing(ModelTensors.of(self.compiler.model))
 
     def describe_model(self) -> CallDescription:
-        self._look()
+        self._snapshot = self._snapshot.current()
         return {"replaced": ", ".join(self._replaced_names()) or "none"}
 
     def adopt_model_changes(self) -> None:
         """Take over tensors that the model was given."""
-        self._look()
+        self._snapshot = self._snapshot.current()
         self._adopt()
 
     def _adopt(self) -> bool:
@@ -748,7 +746,7 @@ class CompiledExecutions(Executions):
     def follow_tensors(self) -> None:
         """Run with the tensors that the pipeline owns by now."""
         self.compiler.canonical = self.tensors.canonical
-        self._look()
+        self._snapshot = self._snapshot.current()
         self._known_tensors = self._snapshot.tensors
         self._last.clear()
         self.clear()
@@ -768,21 +766,25 @@ class CompiledExecutions(Executions):
         with autocast(self.compiler.settings.precision, self.compiler.settings.device):
             return self._snapshot.fingerprint(mode, torch_values())
 
-    def _describe_call(self, request: CallRequest, fingerprint: Fingerprint) -> CallDescription:
+    def _describe_model(self, mode: Mode, fingerprint: Fingerprint) -> CallDescription:
+        """What must be equal on all ranks of the model, in which no tensors were replaced."""
+        if not mode.trains:
+            return fingerprint.digest
+        frozen = ", ".join(self.tensors.names.frozen()) or "none"
+        return fingerprint.digest | {"frozen parameters": describe_argument(frozen)}
+
+    def _describe_call(self, request: CallRequest, described: CallDescription) -> CallDescription:
         """What must be equal on all ranks before a call, values that the traced code reads among them."""
-        mode = request.mode
-        read = self._plain_values.get(mode)
-        changed = (read.difference(self.compiler.traced(mode)) if read else "") or "none"
+        read = self._plain_values.get(request.mode)
+        changed = (read.difference(self.compiler.traced(request.mode)) if read else "") or "none"
         replaced = ", ".join(self._replaced_names()) or "none"
-        description = fingerprint.digest | {"replaced": replaced, "changed values": changed}
-        if mode.trains:
-            frozen = ", ".join(self.tensors.names.frozen()) or "none"
-            description["frozen parameters"] = describe_argument(frozen)
-        return description | (self.agreement.describe_updates() if request.method == "step" else {})
+        changes = described | {"replaced": replaced, "changed values": changed}
+        return changes | (self.agreement.describe_updates() if request.method == "step" else {})
 
     def check_call(self, mode: Mode, arguments: StepArguments) -> ModelCall:
         """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
-        call = self._like_last(mode, arguments)
+        last = self._last.get(mode)
+        call = None if last is None else self._like(last, arguments)
         return self._model_call(mode, arguments)[0] if call is None else call
 
     def _model_call(self, mode: Mode, arguments: StepArguments) -> tuple[ModelCall, list[Any] | None]:
@@ -878,14 +880,6 @@ def _kind(leaf: object) -> Hashable:
     if leaf.is_nested or leaf.is_conj() or leaf.is_neg():
         return None
     return leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad
-
-
-def _with_arguments(call: ModelCall, arguments: CallArguments, leaves: list[Any]) -> ModelCall:
-    """A call with other arguments of the same form, for which it keeps what it has read of them."""
-    args, kwargs, target = arguments
-    made = replace(call, args=args, kwargs=dict(kwargs), target=target)
-    vars(made).update({**vars(call), **vars(made), "leaves": leaves})
-    return made
 
 
 def _properties(call: ModelCall) -> tuple[Any, ...]:

@@ -76,16 +76,11 @@ class CallAgreement:
         if not self.is_distributed:
             STOP_SIGNALS.install()
 
-    @property
-    def pending_signal(self) -> int:
-        """The signal that this process was sent, if it runs all ranks; 0 for none."""
-        return 0 if self.is_distributed else STOP_SIGNALS.pending
-
     def exit_on_signal(self, drain: Callable[[], None], answer: Answer | None = None) -> None:
         """End on all ranks if one of them was sent a signal. ``answer`` is rank 0's to ranks in processes."""
         if answer is not None:
             STOP_SIGNALS.install()
-        stops = [self.pending_signal] if answer is None else answer.stops
+        stops = [STOP_SIGNALS.pending] if answer is None else answer.stops
         if any(stops):
             drain()
             exit_all_ranks(stops, self._steps.num_steps, self._before_stop)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipec.errors import InputError, PipecError
 from pipec.runtime.executions import Executions
+from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 from pipec.runtime.step.execution import require_synchronous
 from pipec.runtime.stream.call_arguments import (
     CallArguments,
@@ -137,7 +138,8 @@ class StreamTraining:
         number, stream_session = 0, cast(StreamSession | None, None)
         try:
             while True:
-                if stream_session is not None and self._executions.agreement.pending_signal:
+                is_distributed = self._executions.agreement.is_distributed
+                if stream_session is not None and not is_distributed and STOP_SIGNALS.pending:
                     # the losses of the batches that were begun come before the end
                     stream_session.drain(self._executions.optimizer.hyperparameters())
                 recording = self._executions.steps.recording
@@ -155,7 +157,7 @@ class StreamTraining:
                     if compiled is None:
                         yield from self._losses(ahead)
                         return
-                    announce = self._announce if self._executions.agreement.is_distributed else None
+                    announce = self._announce if is_distributed else None
                     stream_session = StreamSession(compiled, ahead, number, announce)
                     self._executions.session = stream_session
                 result = stream_session.result(number, self._executions.optimizer.hyperparameters())

@@ -33,14 +33,10 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self._pending = 0
+        self.pending = 0
+        """The number of the pending signal, or 0."""
         self._first_at = 0.0
         self._replaced: dict[int, Any] = {}
-
-    @property
-    def pending(self) -> int:
-        """The number of the pending signal, or 0."""
-        return self._pending
 
     def install(self) -> None:
         """Record SIGTERM from now on, and SIGINT where each rank is a process."""
@@ -52,7 +48,7 @@ class StopSignals:
 
     def uninstall(self) -> None:
         """Restore the previous handlers, and drop the pending signal."""
-        self._pending = 0
+        self.pending = 0
         replaced, self._replaced = self._replaced, {}
         for number, handler in replaced.items():
             signal.signal(number, handler)
@@ -63,19 +59,19 @@ class StopSignals:
 
         If it raises, they stay until ``install`` is called again.
         """
-        was_installed, pending = bool(self._replaced), self._pending
+        was_installed, pending = bool(self._replaced), self.pending
         self.uninstall()
         try:
             yield
         finally:
-            self._pending = pending
+            self.pending = pending
         if was_installed:
             self.install()
 
     def _record(self, number: int, frame: object) -> None:
-        if self._pending and time.monotonic() - self._first_at > FORCED_EXIT_SECONDS:
+        if self.pending and time.monotonic() - self._first_at > FORCED_EXIT_SECONDS:
             raise _exit_error(number, f"{signal.Signals(number).name} came twice")
-        if not self._pending:
+        if not self.pending:
             self._first_at = time.monotonic()
             text = (
                 f"pipec: {signal.Signals(number).name}: all ranks end before the next step; once more "
@@ -83,7 +79,7 @@ class StopSignals:
             )
             if logger.isEnabledFor(logging.WARNING):
                 os.write(2, text.encode())  # a signal may come in the middle of a print
-        self._pending = max(self._pending, number)
+        self.pending = max(self.pending, number)
 
 
 STOP_SIGNALS = StopSignals()
