@@ -74,17 +74,8 @@ from pipec.torch_compat import pytree
 from pipec.torch_compat.foreign_classes import active_mode
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompiledCall(Call):
-    """A call of a model, whose values were those of ``fingerprint``. Rank 0 has the ``signature``."""
-
-    model_call: ModelCall
-    fingerprint: Fingerprint
-    signature: CaptureSignature | None
-
-
 @dataclass(frozen=True, eq=False)
-class _CheckedCall:
+class CheckedCall:
     """A call with arguments that the model can take, as it was in ``snapshot``.
 
     ``described`` is what must be equal on all ranks, without the values of tensors. ``form`` is all that was
@@ -97,31 +88,11 @@ class _CheckedCall:
     snapshot: ModelSnapshot
     described: CallDescription
     form: list[Any] | None = None
-    last: "_LastCall | None" = None
-
-
-@dataclass(frozen=True, eq=False)
-class _LastCall:
-    """The last call of its mode, as which a call of the same form is run.
-
-    ``reads`` are the values that its graphs have read, on rank 0, and ``is_proved`` says whether microbatches
-    of these graphs are proved to make up the batch. If it ``draws`` random numbers, each step has a seed.
-    """
-
-    checked: _CheckedCall
-    decision: "_Decision"
-    made: CompiledCall
-    reads: Sequence[ReadValues]
-    is_proved: bool
-    draws: bool
-
-    def runs(self, rows: Sequence[int]) -> bool:
-        """Whether its artifacts run these rows, and the code of the model reads what it read before."""
-        return self.decision.rows == rows and not any(read.difference() for read in self.reads)
+    last: "CompiledCall | None" = None
 
 
 @dataclass(frozen=True)
-class _Decision:
+class Decision:
     """Rank 0's decision how to run a call.
 
     ``groups`` has the number of an artifact and the microbatch sizes of each group; None if it is still to be
@@ -137,9 +108,28 @@ class _Decision:
     groups: Sequence[tuple[int, list[int]]] | None
     is_checked: bool = False
 
-    def is_as(self, other: "_Decision") -> bool:
+    def is_as(self, other: "Decision") -> bool:
         """Whether both run the same artifacts on batches of the same sizes."""
         return (self.rows, self.values, self.groups) == (other.rows, other.values, other.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledCall(Call):
+    """A call of a model, and the ``decision`` how to run it. Rank 0 has the ``signature``.
+
+    On rank 0, ``reads`` are the values that its graphs have read, and ``is_proved`` says whether microbatches
+    of these graphs are proved to make up the batch.
+    """
+
+    checked: CheckedCall
+    decision: Decision
+    signature: CaptureSignature | None
+    reads: Sequence[ReadValues] = ()
+    is_proved: bool = True
+
+    def runs(self, rows: Sequence[int]) -> bool:
+        """Whether its artifacts run these rows, and the code of the model reads what it read before."""
+        return self.decision.rows == rows and not any(read.difference() for read in self.reads)
 
 
 class CompiledExecutions(Executions):
@@ -167,7 +157,7 @@ class CompiledExecutions(Executions):
         self.known_splits: dict[str, bool] = {}
         self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
-        self._last: dict[Mode, _LastCall] = {}
+        self._last: dict[Mode, CompiledCall] = {}
         self._batch_axis_is_known = self._refuses_mixed_rows = False
         self._takes_lists: bool | None = None
         self._made: dict[int, Artifact] = {}
@@ -215,16 +205,21 @@ class CompiledExecutions(Executions):
         rank 0 finds that the model has read other values.
         """
         self.drain()
-        if not self.agreement.is_distributed:
-            self.agreement.exit_on_signal(self.drain)
-        last, self._snapshot = self._last.get(request.mode), self._snapshot.current()
-        if last is not None and last.made.request == request and last.checked.snapshot is self._snapshot:
-            alike = self._like(last, arguments)
-            if alike is not None:
-                return self._agree_on(request, replace(last.checked, call=alike, last=last))
-        if isinstance(arguments, GivenMicrobatches):
-            return self._agree(request, arguments)
-        return self._agree_on_lists(request, arguments)
+        self.agreement.begin(self.drain)
+        last, checked = self._last.get(request.mode), None
+        self._snapshot = self._snapshot.current()
+        if last is not None and last.request == request and last.checked.snapshot is self._snapshot:
+            checked = self._like_last(request.mode, arguments)
+        if checked is not None:
+            call = self._agree_on(request, checked)
+        elif isinstance(arguments, GivenMicrobatches):
+            call = self._agree(request, arguments)
+        else:
+            call = self._agree_on_lists(request, arguments)
+        if not call.linked:
+            call = self.linked(call)
+            self._remember(call)
+        return call
 
     def _agree_on_lists(self, request: CallRequest, arguments: CallArguments) -> CompiledCall:
         """The call that all ranks make, in which a list may have a number for each row.
@@ -308,17 +303,18 @@ class CompiledExecutions(Executions):
             raise why from None
         return self._agree(request, arguments)
 
-    def _like(self, last: "_LastCall", arguments: StepArguments) -> ModelCall | None:
-        """The last call with other arguments, for which it keeps what was read; None if the form differs."""
-        if isinstance(arguments, GivenMicrobatches):
+    def _like_last(self, mode: Mode, arguments: StepArguments) -> CheckedCall | None:
+        """The call of a mode, if it differs from the last one in the values of tensors alone."""
+        last = self._last.get(mode)
+        if last is None or isinstance(arguments, GivenMicrobatches):
             return None
         leaves, form = self._form(arguments)
         if form is None or form != last.checked.form:
             return None
-        args, kwargs, target = arguments
-        call = replace(last.checked.call, args=args, kwargs=dict(kwargs), target=target)
-        vars(call).update({**vars(last.checked.call), **vars(call), "leaves": leaves})
-        return call
+        (args, kwargs, target), before = arguments, last.checked.call
+        call = replace(before, args=args, kwargs=dict(kwargs), target=target)
+        vars(call).update({**vars(before), **vars(call), "leaves": leaves})  # what was read of the last one
+        return replace(last.checked, call=call, last=last)
 
     def _agree(self, request: CallRequest, arguments: StepArguments) -> CompiledCall:
         """The call that all ranks make, with the arguments of every rank, of rank 0, or of its replica."""
@@ -339,7 +335,7 @@ class CompiledExecutions(Executions):
     def _agree_on(
         self,
         request: CallRequest,
-        checked: _CheckedCall,
+        checked: CheckedCall,
         refusal: PipecError | None = None,
         rows: tuple[int, ...] = (),
     ) -> CompiledCall:
@@ -371,7 +367,7 @@ class CompiledExecutions(Executions):
 
         call_role = CallRole.OPTIONAL if is_local else CallRole.REQUIRED
         answer = self.agreement.require_same_call(request.name, description, decide, numbers, call_role)
-        self.agreement.exit_on_signal(self.drain, answer)
+        self.agreement.exit_on_signal(self.drain, answer.stops)
         if refusal is not None:
             raise refusal
         if "owner" in answer.value:
@@ -380,13 +376,13 @@ class CompiledExecutions(Executions):
             return self._agree_on(request, self._as_now(request, call), None, rows)
         if self.batch == "rank0":
             checked = replace(checked, call=self._sent(request, call), form=None, last=None)
-        return self._made_call(request, checked, _Decision(**answer.value["decision"]), found)
+        return self._made_call(request, checked, Decision(**answer.value["decision"]), found)
 
-    def _as_now(self, request: CallRequest, call: ModelCall) -> _CheckedCall:
+    def _as_now(self, request: CallRequest, call: ModelCall) -> CheckedCall:
         """A call of the model as it was looked at."""
         fingerprint = self._fingerprint(request.mode)
         described = self._describe_model(request.mode, fingerprint) if self.agreement.is_distributed else {}
-        return _CheckedCall(call, fingerprint, self._snapshot, described)
+        return CheckedCall(call, fingerprint, self._snapshot, described)
 
     def next_call_of_others(self) -> CompiledCall | None:
         """The next call of the ranks that have rows, on one that has joined; None if all have joined."""
@@ -397,11 +393,11 @@ class CompiledExecutions(Executions):
             lambda notes: self._unusual(notes, is_local=True),
             call_role=CallRole.JOINED,
         )
-        self.agreement.exit_on_signal(self.drain, answer)
+        self.agreement.exit_on_signal(self.drain, answer.stops)
         if "all joined" in answer.value:
             return None
         self._adopt()
-        return self._inform_joined_ranks(answer)
+        return self.linked(self._inform_joined_ranks(answer))
 
     def _unusual(self, notes: Sequence[RankNote], is_local: bool) -> dict[str, Any]:
         """What all ranks do before they make the call; empty if nothing. Rank 0 decides it.
@@ -465,15 +461,16 @@ class CompiledExecutions(Executions):
         return self._agree_on(request, self._as_now(request, call), rows=rows)
 
     def _decide(
-        self, request: CallRequest, checked: _CheckedCall, rows: Sequence[int]
-    ) -> tuple[_Decision, CaptureSignature]:
+        self, request: CallRequest, checked: CheckedCall, rows: Sequence[int]
+    ) -> tuple[Decision, CaptureSignature]:
         """What runs a call, if it was compiled, and the call's signature. Rank 0 calls this."""
         call, last = checked.call, checked.last
-        if last is not None and last.made.signature is not None and last.runs(rows):
+        if last is not None and last.signature is not None and last.runs(rows):
             if request.mode is Mode.OUTPUTS:
-                self._require_room(last.made.first)
-            seed, is_checked = last.draws and peek_seed(), self._is_checked_again(request, last.is_proved)
-            return replace(last.decision, seed=seed, is_checked=is_checked), last.made.signature
+                self._require_room(last.first)
+            is_checked = self._is_checked_again(request, last.is_proved)
+            seed = peek_seed() if last.draws else 0
+            return replace(last.decision, seed=seed, is_checked=is_checked), last.signature
         variables = self.variables.of(call, request.mode)
         key = CaptureKey(
             request.mode, call.signature(variables), request.outputs, checked.fingerprint, variables
@@ -488,8 +485,10 @@ class CompiledExecutions(Executions):
         if request.mode is Mode.OUTPUTS and found is not None:
             self._require_room(found[0][0])
         groups = None if found is None else [(made.number, sizes) for made, sizes in found]
-        is_checked = found is not None and self._is_checked_again(request, self._is_proved(signature))
-        return _Decision(peek_seed(), rows, values, groups, is_checked), signature
+        graphs = self.compiler.cache.get(signature).graphs
+        is_proved = all(staged.graph.findings.is_proved for staged in graphs)
+        is_checked = found is not None and self._is_checked_again(request, is_proved)
+        return Decision(peek_seed(), rows, values, groups, is_checked), signature
 
     def _require_room(self, artifact: Artifact) -> None:
         """Raise InputError if some rank cannot hold a step beside the forwards that wait for backwards."""
@@ -510,8 +509,8 @@ class CompiledExecutions(Executions):
     def _made_call(
         self,
         request: CallRequest,
-        checked: _CheckedCall,
-        decision: _Decision,
+        checked: CheckedCall,
+        decision: Decision,
         signature: CaptureSignature | None,
     ) -> CompiledCall:
         """The call with its executions, which are compiled and placed."""
@@ -521,16 +520,9 @@ class CompiledExecutions(Executions):
         elif decision.is_checked:
             self._check_again(call, signature, numbers[0][1])
         if last is not None and last.decision.is_as(decision) and not self.tensors.needs_placement:
-            made = replace(
-                last.made,
-                leaves=[call.leaves],
-                with_leaves=call.with_leaves,
-                seed=decision.seed,
-                model_call=call,
-                signature=signature,
-            )
-            self.trained = made.trained or self.trained
-            return made
+            self.trained = last.trained or self.trained
+            leaves, seed = [call.leaves], decision.seed
+            return replace(last, leaves=leaves, with_leaves=call.with_leaves, seed=seed, checked=checked)
         groups = [(self._made[number], sizes) for number, sizes in numbers]
         trained = None
         if request.mode.trains:
@@ -539,7 +531,7 @@ class CompiledExecutions(Executions):
             self.tensors.place(groups[0][0].plan)
         if len(decision.rows) > 1:
             groups = self._of_local_batch(groups, decision.rows)
-        made = CompiledCall(
+        return CompiledCall(
             request,
             [part.leaves for part in call.parts],
             call.with_leaves,
@@ -551,35 +543,29 @@ class CompiledExecutions(Executions):
             (self.replica, self.num_replicas) if len(decision.rows) > 1 else (0, 1),
             call.weights,
             trained=trained,
-            model_call=call,
-            fingerprint=checked.fingerprint,
+            checked=checked,
+            decision=replace(decision, groups=numbers),
             signature=signature,
         )
-        self._remember(request, checked, replace(decision, groups=numbers), made)
-        return made
 
-    def _remember(
-        self, request: CallRequest, checked: _CheckedCall, decision: _Decision, made: CompiledCall
-    ) -> None:
-        """Let the next call of the same form run as this one, unless its values lead to branches."""
-        self._last.pop(request.mode, None)
-        call, signature = replace(checked.call, args=(), kwargs={}, target=None), made.signature
+    def _remember(self, made: CompiledCall) -> None:
+        """Let the next call of the same form run as this one, unless its values may lead to branches."""
+        self._last.pop(made.request.mode, None)
+        signature, given = made.signature, made.checked.call
         graphs = [] if signature is None else [x.graph for x in self.compiler.cache.get(signature).graphs]
-        if checked.form is None or any(graph.input_branches.branches for graph in graphs):
+        if made.checked.form is None or any(graph.input_branches.branches for graph in graphs):
             return
-        for name in ("paths", "axes", "batched", "batch_size"):
-            vars(call)[name] = getattr(checked.call, name)
-        checked = replace(checked, call=call, last=None)
-        slices = () if callable(self._microbatch_weight) else self._batch_slices(made)
-        made = replace(made, leaves=(), with_leaves=call.with_leaves, batch_slices=slices, model_call=call)
-        is_proved = signature is None or self._is_proved(signature)
-        reads, draws = [x.reads for x in graphs], any(x.has_random_operators for x, _ in made.groups)
-        self._last[request.mode] = _LastCall(checked, decision, made, reads, is_proved, draws)
-
-    def _is_proved(self, signature: CaptureSignature) -> bool:
-        """Whether it is proved of all graphs of a call that microbatches make up the batch."""
-        graphs = self.compiler.cache.get(signature).graphs
-        return all(staged.graph.findings.is_proved for staged in graphs)
+        call = replace(given, args=(), kwargs={}, target=None)
+        vars(call).update({name: getattr(given, name) for name in ("paths", "axes", "batched", "batch_size")})
+        self._last[made.request.mode] = replace(
+            made,
+            leaves=(),
+            with_leaves=call.with_leaves,
+            linked=() if callable(self._microbatch_weight) else made.linked,
+            checked=replace(made.checked, call=call, last=None),
+            reads=[graph.reads for graph in graphs],
+            is_proved=all(graph.findings.is_proved for graph in graphs),
+        )
 
     def _is_checked_again(self, request: CallRequest, is_proved: bool) -> bool:
         """Whether a step that was compiled before is compared with the model itself once more.
@@ -636,7 +622,7 @@ class CompiledExecutions(Executions):
         self,
         request: CallRequest,
         call: ModelCall,
-        decision: _Decision,
+        decision: Decision,
         signature: CaptureSignature | None,
     ) -> list[tuple[int, list[int]]]:
         """Compile on rank 0, for all ranks, which drop the artifacts that it has evicted."""
@@ -681,10 +667,10 @@ class CompiledExecutions(Executions):
     def matching(self, first: Call, arguments: StepArguments) -> Call | None:
         assert isinstance(first, CompiledCall)
         call, (artifact, _), values = self.check_call(Mode.TRAIN, arguments), first.groups[0], first.values
-        if call.batch_size != first.model_call.batch_size:
+        if call.batch_size != first.checked.call.batch_size:
             return None
         variables = artifact.plan.variables if call.given else ()
-        if call.signature(variables) != first.model_call.signature(variables):
+        if call.signature(variables) != first.checked.call.signature(variables):
             return None
         if call.given:
             try:
@@ -700,8 +686,7 @@ class CompiledExecutions(Executions):
             with_leaves=call.with_leaves,
             values=values,
             weights=call.weights,
-            batch_slices=(),
-            model_call=call,
+            linked=(),
         )
 
     def describe_batch(self, arguments: StepArguments) -> CallDescription:
@@ -711,7 +696,7 @@ class CompiledExecutions(Executions):
         """Whether the compiled code is valid for the model as it is now. Rank 0 alone has guards."""
         assert isinstance(call, CompiledCall)
         self._snapshot = self._snapshot.current()
-        if self._replaced_names() or self._fingerprint(Mode.TRAIN) != call.fingerprint:
+        if self._replaced_names() or self._fingerprint(Mode.TRAIN) != call.checked.fingerprint:
             return False
         return call.signature is None or self.compiler.cache.is_valid(call.signature)
 
@@ -748,8 +733,11 @@ class CompiledExecutions(Executions):
         self.compiler.canonical = self.tensors.canonical
         self._snapshot = self._snapshot.current()
         self._known_tensors = self._snapshot.tensors
-        self._last.clear()
         self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._last.clear()
 
     def _sent(self, request: CallRequest, call: ModelCall) -> ModelCall:
         activity = f"sharing rank 0's batch of {request.name}"
@@ -783,12 +771,11 @@ class CompiledExecutions(Executions):
 
     def check_call(self, mode: Mode, arguments: StepArguments) -> ModelCall:
         """The arguments of a call, batch first. Raises InputError if the model cannot take them."""
-        last = self._last.get(mode)
-        call = None if last is None else self._like(last, arguments)
-        return self._model_call(mode, arguments)[0] if call is None else call
+        checked = self._like_last(mode, arguments)
+        return self._model_call(mode, arguments)[0] if checked is None else checked.call
 
     def _model_call(self, mode: Mode, arguments: StepArguments) -> tuple[ModelCall, list[Any] | None]:
-        """The arguments of a call, batch first, and their form; see ``_CheckedCall``."""
+        """The arguments of a call, batch first, and their form; see ``CheckedCall``."""
         check_autocast(self.compiler.settings.precision, self.compiler.settings.device, mode)
         refuse_active_mode()
         if isinstance(arguments, GivenMicrobatches):
@@ -799,7 +786,7 @@ class CompiledExecutions(Executions):
         return call, form if call.kwargs is kwargs else None  # None where rows were put in front
 
     def _form(self, arguments: CallArguments) -> tuple[list[Any], list[Any] | None]:
-        """The leaves of arguments, and their form; see ``_CheckedCall``."""
+        """The leaves of arguments, and their form; see ``CheckedCall``."""
         args, kwargs, target = arguments
         leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items())), target))
         kinds, forward = [*map(_kind, leaves)], self.compiler.model.forward

@@ -553,6 +553,7 @@ class Pipeline(ConvertedModule):
         executions, agreement, updates = self._executions, self._agreement, self._steps.updates
         assert updates is not None, "its optimizer calls this"
         executions.drain()
+        agreement.refuse_fork()
         found = updates.has_gradients(self._tensors.here())
         if agreement.is_distributed:
             found = agreement.require_same_call(

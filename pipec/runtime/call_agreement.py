@@ -76,11 +76,19 @@ class CallAgreement:
         if not self.is_distributed:
             STOP_SIGNALS.install()
 
-    def exit_on_signal(self, drain: Callable[[], None], answer: Answer | None = None) -> None:
-        """End on all ranks if one of them was sent a signal. ``answer`` is rank 0's to ranks in processes."""
-        if answer is not None:
+    def begin(self, drain: Callable[[], None]) -> None:
+        """Begin a call. If this process runs all ranks, and was sent a signal, it ends.
+
+        Raises as ``refuse_fork``.
+        """
+        self.refuse_fork()
+        if not self.is_distributed and STOP_SIGNALS.pending:
+            self.exit_on_signal(drain, [STOP_SIGNALS.pending])
+
+    def exit_on_signal(self, drain: Callable[[], None], stops: Sequence[int]) -> None:
+        """End on all ranks if one of them was sent a signal; ``stops`` has that of each, if any has one."""
+        if self.is_distributed:
             STOP_SIGNALS.install()
-        stops = [STOP_SIGNALS.pending] if answer is None else answer.stops
         if any(stops):
             drain()
             exit_all_ranks(stops, self._steps.num_steps, self._before_stop)

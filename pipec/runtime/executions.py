@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -85,9 +85,10 @@ class Call:
     With ``batch="local"``, ``replica`` says which part of the batch the leaves are, of how many.
 
     If microbatches are given, ``weights`` are those of their losses, and each of them counts as a row, and
-    has leaves and values of its own. ``batch_slices`` are the rows and the loss weights of each group, if
-    these are known from a call like this one. ``trained`` is the artifact of a step, whose programs the
-    pipeline shows.
+    has leaves and values of its own.
+
+    ``linked`` has the execution of each group, with its rows and the weights of its losses; ``draws`` says
+    whether any draws random numbers. ``trained`` is the artifact of a step, which the pipeline shows.
     """
 
     request: CallRequest
@@ -100,13 +101,17 @@ class Call:
     seed: int
     replica: tuple[int, int] = (0, 1)
     weights: Sequence[float] = ()
-    batch_slices: Sequence[BatchSlice] = ()
+    linked: Sequence[tuple[Execution, BatchSlice]] = ()
+    draws: bool = False
     trained: Artifact | None = None
 
     @property
     def first(self) -> Artifact:
         """What executes the first microbatches, and says what results there are."""
         return self.groups[0][0]
+
+
+CallT = TypeVar("CallT", bound=Call)
 
 
 class Executions:
@@ -166,12 +171,10 @@ class Executions:
 
         A rank that cannot use its arguments raises only when the others know.
         """
-        if not self.agreement.is_distributed:
-            call = self._checked(request, arguments)
-            self.drain()
-            self.agreement.exit_on_signal(self.drain)
-            return call
         self.drain()
+        self.agreement.begin(self.drain)
+        if not self.agreement.is_distributed:
+            return self.linked(self._checked(request, arguments))
         try:
             call = self._checked(request, arguments)
             description, refusal = self._described(call), None
@@ -182,10 +185,23 @@ class Executions:
         answer = self.agreement.require_same_call(
             request.name, description, lambda _: None if refusal else call.seed
         )
-        self.agreement.exit_on_signal(self.drain, answer)
+        self.agreement.exit_on_signal(self.drain, answer.stops)
         if refusal is not None:
             raise refusal
-        return replace(call, seed=answer.value)
+        return self.linked(replace(call, seed=answer.value))
+
+    def linked(self, call: CallT) -> CallT:
+        """The call with its executions; without any if it is only prepared."""
+        if call.request.method == "prepare":
+            return call
+        if len(call.groups) > 1 and call.first.plan.sync_spec.may_skip_step:
+            raise InputError(
+                f"{_several_programs(call)}; so a step cannot be skipped as a whole. Pass others, or compile "
+                "without on_nan=... and in another precision than 'fp16-mixed'"
+            )
+        executions = [self.execution(artifact) for artifact, _ in call.groups]
+        draws = any(artifact.has_random_operators for artifact, _ in call.groups)
+        return replace(call, linked=[*zip(executions, self._batch_slices(call), strict=True)], draws=draws)
 
     def matching(self, first: Call, arguments: StepArguments) -> Call | None:
         """A call as ``first`` with other arguments; None if they need other programs."""
@@ -410,22 +426,20 @@ class Executions:
         names, outputs = artifact.plan.log_names, artifact.plan.outputs
         self.steps.logs = {name: results[kept] for name, kept in zip(names, outputs[1:], strict=False)}
         loss = StepLoss.of(results["loss"], STEP_LOSS if call.request.mode is Mode.TRAIN else EVAL_LOSS)
-        return (
-            (loss, _output_of(artifact, results, outputs[1 + len(names) :])) if call.request.outputs else loss
-        )
+        if not call.request.outputs:
+            return loss
+        return loss, _output_of(artifact, results, outputs[1 + len(names) :])
 
     def differentiable_outputs(self, call: Call, anchor: Tensor) -> Any:
         """The model's output, with a graph whose backward runs the backwards of the call."""
-        if any(artifact.has_random_operators for artifact, _ in call.groups):
+        if call.draws:
             advance_default_generator()
-        plans, batch_slices = [artifact.plan for artifact, _ in call.groups], self._batch_slices(call)
-        parts, begun, recorded = [], [], self.steps.recorded
-        for (artifact, _), batch_slice in zip(call.groups, batch_slices, strict=True):
-            execution = self.execution(artifact)
-            results, suspended = execution.forward(call.leaves, batch_slice, call.seed, recorded)
+        plans, parts, begun = [artifact.plan for artifact, _ in call.groups], [], []
+        for execution, batch_slice in call.linked:
+            results, suspended = execution.forward(call.leaves, batch_slice, call.seed, self.steps.recorded)
             parts.append(results)
             begun.append((execution, suspended))
-        merged = parts[0] if len(parts) == 1 else merge_slices(plans[0], parts, batch_slices)
+        merged = parts[0] if len(parts) == 1 else _merged(call, parts)
         changed = {fqn for plan in plans for stage in plan.stages for fqn in stage.updated_buffers}
         read = {fqn: x for fqn, x in self.tensors.here().items() if fqn not in changed and not is_absent(x)}
         read |= {
@@ -439,9 +453,7 @@ class Executions:
         names = [each.name for each in waiting.trained]
         outputs = [merged[name] for name in names]
         trained = OutputsOf.apply(anchor, waiting, len(outputs), *outputs, *self.tensors.trained_here())  # type: ignore[no-untyped-call]
-        results = {**merged, **dict(zip(names, trained, strict=True))}
-        axes = call.first.axes
-        results = {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
+        results = _restored(call.first, {**merged, **dict(zip(names, trained, strict=True))})
         return _output_of(call.first, results, plans[0].outputs)
 
     def _run_backward(self, waiting: WaitingForward, gradients: Mapping[str, Tensor | None]) -> None:
@@ -457,7 +469,7 @@ class Executions:
             given = {f"the gradient {name}": describe_leaf(x) for name, x in gradients.items()}
             given |= {"refused": obstacle} if obstacle else {}
             answer = self.agreement.require_same_call(f"the backward of forward {waiting.number}", given)
-            self.agreement.exit_on_signal(self.drain, answer)
+            self.agreement.exit_on_signal(self.drain, answer.stops)
         if obstacle:
             raise InputError(obstacle)
         unset = [*self._without_gradient(waiting.untrained(gradients))]
@@ -495,27 +507,18 @@ class Executions:
 
     def run(self, call: Call, on_started: OnStarted | None = None) -> Mapping[str, Tensor]:
         """The results of a call, by their names in the plan."""
-        trains, artifacts = call.request.mode is Mode.TRAIN, [artifact for artifact, _ in call.groups]
-        if any(artifact.has_random_operators for artifact in artifacts):
+        artifact, trains, parts = call.first, call.request.mode is Mode.TRAIN, list[Mapping[str, Tensor]]()
+        if call.draws:
             advance_default_generator()
         if on_started is not None:
             on_started()
-        plan, axes = artifacts[0].plan, artifacts[0].axes
-        if len(artifacts) > 1 and plan.sync_spec.may_skip_step:
-            raise InputError(
-                f"{_several_programs(call)}; so a step cannot be skipped as a whole. Pass others, or compile "
-                "without on_nan=... and in another precision than 'fp16-mixed'"
-            )
-        batch_slices = call.batch_slices or self._batch_slices(call)
-        recorded, parts = self.steps.recorded if trains else None, list[Mapping[str, Tensor]]()
-        with contextlib.nullcontext() if trains else self.unsharded([each.plan for each in artifacts]):
-            executions = [*map(self.execution, artifacts)]
-            for execution, batch_slice in zip(executions, batch_slices, strict=True):
-                update = batch_slice is batch_slices[-1] and not self.steps.accumulates
+        recorded = self.steps.recorded if trains else None
+        with contextlib.nullcontext() if trains else self.unsharded([each.plan for each, _ in call.groups]):
+            for execution, batch_slice in call.linked:
+                update = len(parts) + 1 == len(call.linked) and not self.steps.accumulates
                 parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update))
-        self.non_finite = executions[0].non_finite
-        results = parts[0] if len(parts) == 1 else merge_slices(plan, parts, batch_slices)
-        return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
+                self.non_finite = execution.non_finite
+        return _restored(artifact, parts[0] if len(parts) == 1 else _merged(call, parts))
 
     def _batch_slices(self, call: Call) -> Sequence[BatchSlice]:
         """The rows and the loss weights of each group of microbatches."""
@@ -544,12 +547,12 @@ class Executions:
         Every rank calls it with the same arguments.
         """
         first = self.agree(STEP, arguments)
-        execution = self.execution(first.first)
+        execution, _ = first.linked[0]
         if not execution.is_stream:
             return None
         if len(first.groups) > 1:
             raise InputError(f"{_several_programs(first)}; an asynchronous schedule takes one. Pass others")
-        if first.first.has_random_operators:
+        if first.draws:
             advance_default_generator()
 
         def split(arguments: StepArguments) -> StreamBatch | None:
@@ -564,7 +567,6 @@ class Executions:
         Raises:
             InputError: a tensor has no values; or the artifact updates weights, and there is no optimizer.
         """
-        self.agreement.refuse_fork()
         if (artifact, True) not in self._linked and (artifact, False) not in self._linked:
             self.tensors.refuse_unset(artifact.plan)
         updates = self._bound_updates(artifact.plan)
@@ -584,6 +586,7 @@ class Executions:
 
     def unshard(self) -> None:
         """Gather sharded parameters, before they are sharded in another way or replaced."""
+        self.clear()
         self.drain()
         if self.steps.updates is not None:
             self.steps.updates.release(self._group_of)
@@ -612,7 +615,6 @@ class Executions:
             raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")
         if not updates.is_bound_to(plan):
             self.unshard()
-            self._linked.clear()
             own, ranks = self.tensors.names.unique_parameters(), self.ranks
             distributed, owners = self.agreement.is_distributed, self.tensors.owner_ranks
             updates.bind(plan, own, ranks.devices, distributed, self.gather_states, owners)
@@ -665,6 +667,17 @@ def _given_slices(call: Call) -> Iterator[BatchSlice]:
         weights, values = (*call.weights[start:end], *[0.0] * empty), (*call.values[start:end], *[{}] * empty)
         yield BatchSlice(sizes, call.rows, start, start, weights, values=values, is_given=True)
         start = end
+
+
+def _merged(call: Call, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """The results of a call from those of its groups."""
+    return merge_slices(call.first.plan, parts, [batch_slice for _, batch_slice in call.linked])
+
+
+def _restored(artifact: Artifact, results: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Results with their rows where the user has them."""
+    axes = artifact.axes
+    return {name: axes[name].restore(x) if name in axes else x for name, x in results.items()}
 
 
 def _as_positional(leaves: list[Any]) -> Any:
