@@ -1,7 +1,5 @@
 """Calls that succeed in all processes, or raise in all of them."""
 
-import base64
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,11 +23,10 @@ def call_on_all_ranks(ranks: RankCalls, activity: str, function: Callable[[], An
     except Exception as error:
         failure = as_pipec_error(error, activity)
     said = "" if failure is None else str(failure)
-    text = base64.b64encode(pickle.dumps((said, isinstance(failure, InputError), result))).decode()
-    texts = ranks.all_gather_text_no_timeout(text, f"{activity} on every rank")
+    own = said, isinstance(failure, InputError), result
+    every = ranks.all_gather(own, f"{activity} on every rank")
     if failure is not None:
         raise failure
-    every = [pickle.loads(base64.b64decode(each)) for each in texts]
     for rank, (said, is_input, _) in enumerate(every):
         if said:
             raise (InputError if is_input else CheckpointError)(f"rank {rank}: {said}")

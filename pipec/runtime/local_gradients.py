@@ -89,7 +89,8 @@ class GradientNorms:
                 table[1, [*found]] = torch.stack([*found.values()]).to("cpu", torch.float64)
         if self._agreement.is_distributed and not is_alone:
             self._agreement.require_same_call(call, {})
-            table = torch.stack(self._agreement.ranks.exchange.all_gather(f"calling {call}", table)).sum(0)
+            every = self._agreement.ranks.all_gather(table, f"calling {call}", limited=True)
+            table = torch.stack(every).sum(0)
         values = [value.to(_DTYPES[int(dtype) - 1]) for dtype, value in zip(*table, strict=True) if dtype]
         return torch.stack(values) if values else torch.zeros(0)
 

@@ -172,7 +172,7 @@ class Tensors:
     def _refuse_tensors_elsewhere(self, needed: Mapping[str, Sequence[int]]) -> None:
         """Refuse tensors that another pipeline has left on other ranks than this one needs, on all ranks."""
         unique = {fqn: x for fqn, x in self.names.unique().items() if not is_unread(x)}
-        every = self.ranks.exchange.all_gather("finding tensors", [is_absent(x) for x in unique.values()])
+        every = self.ranks.all_gather([is_absent(x) for x in unique.values()], "finding tensors", True)
         for fqn, *absent in zip(unique, *every, strict=True):
             if any(absent[rank] for rank in needed.get(fqn, ())):
                 held = tuple(rank for rank, gone in enumerate(absent) if not gone)
@@ -190,9 +190,7 @@ class Tensors:
         The model has converted them itself, as ``model.double()`` does with buffers.
         """
         unique = self.names.unique()
-        every = self.ranks.exchange.all_gather(
-            "finding new tensors", [is_absent(unique[fqn]) for fqn in names]
-        )
+        every = self.ranks.all_gather([is_absent(unique[x]) for x in names], "finding new tensors", True)
         owners = {
             fqn: tuple(rank for rank, gone in enumerate(absent) if not gone)
             for fqn, *absent in zip(names, *every, strict=True)

@@ -29,7 +29,6 @@ from pipec.ir import Program
 from pipec.runtime.messages.collective_group import InProcessCollectives, InProcessGroup
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.messages.nccl import NcclConnections
-from pipec.runtime.processes.star import PacketKind
 
 T = TypeVar("T")
 
@@ -222,7 +221,7 @@ class _Star:
     ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def all_gather(self, own: bytes, kind: PacketKind, activity: str, limited: bool) -> list[bytes]:
+    def all_gather(self, own: T, activity: str) -> list[T]:
         return [own] * self._num_ranks
 
     def check(self) -> None:

@@ -49,7 +49,7 @@ def together(calls: list[Callable[[], T]]) -> list[T]:
 
 
 def gathered(each: Star, own: bytes) -> list[bytes]:
-    return each.all_gather(own, TEXT, "comparing")
+    return each.all_gather(own, "comparing")
 
 
 def cut(each: Star) -> None:
@@ -171,7 +171,7 @@ def test_life_signs_go_on_whatever_a_heartbeat_finds(
 def test_a_failed_rank_is_still_there_for_the_background(three: list[Star]) -> None:
     three[1].fail("broken")
     kind = PacketKind.BACKGROUND_TEXT
-    gather = [partial(each.all_gather, b"x", kind, "") for each in three]
+    gather = [partial(each.all_gather, b"x", "", kind=kind) for each in three]
     assert together(gather) == [[b"x"] * 3] * 3
     cut(three[2])
     for call in gather[:2]:

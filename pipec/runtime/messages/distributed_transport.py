@@ -71,7 +71,8 @@ class DistributedTransport:
         self.star, store = connect_ranks(here, _num_transports[here.name], timeout)
         multiprocessing.util.Finalize(self, self.star.close, exitpriority=0)
         if device.type == "cuda":
-            require_own_gpus(self.all_gather_text(str(torch.cuda.get_device_properties(device).uuid)))
+            own = str(torch.cuda.get_device_properties(device).uuid)
+            require_own_gpus(self.star.all_gather(own, "comparing GPUs"))
         if not dist.is_initialized():
             join = functools.partial(
                 dist.init_process_group,
@@ -85,7 +86,7 @@ class DistributedTransport:
             if device.type == "cuda":
                 atexit.register(_leave_process_group)
         shared = SharedMemory(self.rank)
-        addresses = self.all_gather_text(shared.address)
+        addresses = self.star.all_gather(shared.address, "making connections")
         self.hosts = hosts(addresses)
         """The host of each rank: the lowest rank with which it can share memory."""
 
@@ -146,21 +147,8 @@ class DistributedTransport:
         Raises:
             TransportError: some ranks hold another text, or did not answer. Every rank raises it.
         """
-        _check_equal(self.all_gather_text(hashlib.sha256(text.encode()).hexdigest()))
-
-    def all_gather_text(
-        self,
-        text: str,
-        activity: str = "comparing calls with all ranks",
-        limited: bool = True,
-        kind: PacketKind = PacketKind.TEXT,
-    ) -> list[str]:
-        """The text of each rank, on every rank. A wait that is not ``limited`` lasts while all ranks live.
-
-        Raises:
-            TransportError: some ranks did not answer.
-        """
-        return [part.decode() for part in self.star.all_gather(text.encode(), kind, activity, limited)]
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        _check_equal(self.star.all_gather(digest, "comparing calls with all ranks"))
 
     def call_on_rank_0(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.

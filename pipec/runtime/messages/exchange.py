@@ -120,12 +120,8 @@ class Exchange:
         self, call_description: CallDescription, mismatch_message: MismatchMessage
     ) -> NoReturn:
         """Raise InputError, which says how the descriptions differ, on every rank. All ranks call this."""
-        raise InputError(mismatch_message(self.all_gather("comparing calls", call_description)))
-
-    def all_gather(self, activity: str, own: S) -> list[S]:
-        """The value of each rank, on every rank; tensors are on the CPU."""
-        every = self._transport.star.all_gather(pickle.dumps(own), PacketKind.TEXT, activity)
-        return [pickle.loads(each) for each in every]
+        every = self._transport.star.all_gather(call_description, "comparing calls")
+        raise InputError(mismatch_message(every))
 
     def start_comparison(self, activity: str, call_description: CallDescription) -> Callable[[], bool]:
         """Send ``call_description`` asynchronously; returns a function that says whether all ranks continue.
@@ -198,7 +194,7 @@ class Exchange:
             for name, tensor in tensors.items()
             if rank in (0, *keepers.get(name, every))
         }
-        digests = self.all_gather("comparing the values of tensors", own)
+        digests = self._transport.star.all_gather(own, "comparing the values of tensors")
         differing: dict[int, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
             found = {other: digests[other][name] for other in every if name in digests[other]}

@@ -34,10 +34,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import TypeVar
 
 from pipec.console import logger
 from pipec.errors import TransportError
 from pipec.runtime.processes.judge import NOT_WAITING, Judge, WaitStatus, format_ranks
+
+T = TypeVar("T")
 
 
 class PacketKind(IntEnum):
@@ -210,10 +213,12 @@ class Star:
             compared.reply = compared.answer([compared.own, *(each.popleft() for each in arrived)])
             self.send_to_all(PacketKind.ANNOUNCEMENT, compared.reply)
 
-    def all_gather(self, own: bytes, kind: PacketKind, activity: str, limited: bool = True) -> list[bytes]:
-        """The bytes of all ranks, by rank."""
-        every = self.start_consulting(own, kind, activity, pickle.dumps, limited)()
-        return pickle.loads(every)  # type: ignore[no-any-return]
+    def all_gather(
+        self, own: T, activity: str, limited: bool = True, kind: PacketKind = PacketKind.TEXT
+    ) -> list[T]:
+        """The value of each rank, by rank; see ``start_consulting``."""
+        every = self.start_consulting(pickle.dumps(own), kind, activity, pickle.dumps, limited)()
+        return [pickle.loads(each) for each in pickle.loads(every)]
 
     def send(self, peer: int, kind: PacketKind, payload: bytes) -> None:
         """Send a packet to rank 0, or from it, for ``receive``. It is dropped once a rank has ended."""

@@ -1,10 +1,9 @@
 """The ranks that run in this process, and their communication with the others."""
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -76,26 +75,23 @@ class Ranks:
         """The recorded steps with the timestamps of all ranks, on every rank."""
         if not self.world.is_distributed:
             return list(steps)
-        parts = [
-            json.loads(part)
-            for part in self.distributed.all_gather_text(json.dumps([s.timestamps for s in steps]))
-        ]
+        parts = self.distributed.star.all_gather([x.timestamps for x in steps], "comparing recorded steps")
         return [
-            replace(step, timestamps={int(rank): own for each in found for rank, own in each.items()})
+            replace(step, timestamps={rank: own for each in found for rank, own in each.items()})
             for step, *found in zip(steps, *parts, strict=True)
         ]
 
     def barrier(self) -> None:
         """Wait for the other processes, however long they take while all of them live."""
-        self.all_gather_text_no_timeout("", "waiting for what other ranks do before their first step")
+        self.all_gather(None, "waiting for what other ranks do before their first step")
 
-    def all_gather_text_no_timeout(self, text: str, activity: str) -> list[str]:
-        """The text of each process, in every process, however long they take while all of them live."""
-        return (
-            self.distributed.all_gather_text(text, activity, limited=False)
-            if self.world.is_distributed
-            else [text]
-        )
+    def all_gather(self, own: T, activity: str, limited: bool = False) -> list[T]:
+        """The value of each process, in every process.
+
+        Unless the wait is ``limited``, they may take as long as they want while all of them live.
+        """
+        is_distributed = self.world.is_distributed
+        return self.distributed.star.all_gather(own, activity, limited) if is_distributed else [own]
 
     def exchange_final_status(self, text: str) -> list[str | None]:
         """The text of each other process that lives when the pipeline cannot go on; None if it tells none."""
@@ -108,13 +104,10 @@ class Ranks:
     def in_background(self) -> "BackgroundRanks":
         """These processes, for a thread beside the one that steps."""
         if not self.world.is_distributed:
-            return BackgroundRanks(self.world, self.all_gather_text_no_timeout, lambda: None)
-        transport = self.distributed
-        return BackgroundRanks(
-            self.world,
-            lambda text, _: transport.all_gather_text(text, kind=PacketKind.BACKGROUND_TEXT),
-            transport.star.check_processes,
-        )
+            return BackgroundRanks(self.world, self.all_gather, lambda: None)
+        star = self.distributed.star
+        all_gather = functools.partial(star.all_gather, kind=PacketKind.BACKGROUND_TEXT)
+        return BackgroundRanks(self.world, all_gather, star.check_processes)
 
     def transport(self, rank: int) -> Transport:
         return self.distributed if self.world.is_distributed else self.in_process.endpoint(rank)
@@ -124,10 +117,10 @@ class Ranks:
 class BackgroundRanks:
     """Communication of background threads, one of each process, separate from that of steps.
 
-    ``all_gather_text_no_timeout`` takes a text and the activity of this process; it returns the texts of all
-    processes. ``check`` raises TransportError if the process of another rank has ended.
+    ``all_gather`` takes a value and the activity of this process; it returns the values of all processes.
+    ``check`` raises TransportError if the process of another rank has ended.
     """
 
     world: World
-    all_gather_text_no_timeout: Callable[[str, str], list[str]]
+    all_gather: Callable[[Any, str], list[Any]]
     check: Callable[[], None]
