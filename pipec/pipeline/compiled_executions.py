@@ -573,11 +573,9 @@ class CompiledExecutions(Executions):
         Without a proof that is done more and more seldom: before the steps 2, 3, 5, 9, 17 and so on.
         """
         settings, number = self.compiler.settings, self.steps.num_steps
-        if not request.mode.trains or not settings.checks:
-            return False
-        if settings.check_every and not number % settings.check_every:
-            return True
-        return not is_proved and number & (number - 1) == 0
+        is_due = bool(settings.check_every) and number % settings.check_every == 0
+        is_due |= not is_proved and number & (number - 1) == 0
+        return is_due and settings.checks and request.mode.trains
 
     def _check_again(self, call: ModelCall, signature: CaptureSignature | None, sizes: Sequence[int]) -> None:
         """Compare a few rows of a step with the model itself, on rank 0. All ranks raise what it finds."""

@@ -37,9 +37,11 @@ class CallAgreement:
         """
         self.refuse_fork()
         call = f"{kind}, after {self._steps.num_steps} steps"
+        factors, self._backward_factors = sorted(self._backward_factors.items()), {}
+        backwards = {f"backward of step {step}": f"times {factor.item():.9g}" for step, factor in factors}
         return self.ranks.exchange.require_same_call(
             f"calling {call}",
-            {"call": call, **self._backward_since_last_call(), **call_description},
+            {"call": call, **backwards, **call_description},
             _mismatch_message,
             decide,
             numbers,
@@ -50,10 +52,6 @@ class CallAgreement:
         """Let the next call compare that a step's gradients were added to ``.grad``, times ``factor``."""
         if self.is_distributed:
             self._backward_factors[step] = factor
-
-    def _backward_since_last_call(self) -> CallDescription:
-        factors, self._backward_factors = sorted(self._backward_factors.items()), {}
-        return {f"backward of step {step}": f"times {factor.item():.9g}" for step, factor in factors}
 
     def describe_updates(self) -> CallDescription:
         """The settings of the optimizer that must be equal on all ranks."""

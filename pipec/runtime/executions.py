@@ -518,7 +518,8 @@ class Executions:
                 update = len(parts) + 1 == len(call.linked) and not self.steps.accumulates
                 parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update))
                 self.non_finite = execution.non_finite
-        return _restored(artifact, parts[0] if len(parts) == 1 else _merged(call, parts))
+        results = parts[0] if len(parts) == 1 else _merged(call, parts)
+        return _restored(artifact, results) if artifact.axes else results
 
     def _batch_slices(self, call: Call) -> Sequence[BatchSlice]:
         """The rows and the loss weights of each group of microbatches."""

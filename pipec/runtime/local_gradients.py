@@ -40,16 +40,18 @@ class GradientNorms:
 
     def mark(self) -> None:
         """Let the gradients be LocalGradients, each with the number of its parameter."""
-        for number, parameter in enumerate(self._tensors.names.unique_parameters().values()):
-            gradient = parameter.grad
-            if gradient is not None and not gradient.is_sparse:
-                parameter.grad = _marked(gradient, LocalGradient, weakref.ref(self), (number,))
+        norms = weakref.ref(self)
+        with plain_tensors():
+            for number, parameter in enumerate(self._tensors.names.unique_parameters().values()):
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = marked = parameter.grad.as_subclass(LocalGradient)
+                    marked.norms, marked.numbers = norms, (number,)
 
     def unmark(self) -> None:
         """Let all gradients be plain tensors again, to which a step adds its own."""
-        for parameter in self._tensors.names.unique_parameters().values():
-            if isinstance(parameter.grad, LocalGradient):
-                with plain_tensors():
+        with plain_tensors():
+            for parameter in self._tensors.names.unique_parameters().values():
+                if isinstance(parameter.grad, LocalGradient):
                     parameter.grad = parameter.grad.as_subclass(Tensor)
 
     @torch.no_grad()

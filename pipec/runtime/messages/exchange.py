@@ -25,7 +25,6 @@ from pipec.runtime.messages.call_description import CallDescription, describe_le
 from pipec.runtime.messages.cpu import CpuConnections
 from pipec.runtime.messages.distributed_transport import (
     DistributedTransport,
-    result_of,
     result_or_error,
     unpickled,
 )
@@ -111,7 +110,10 @@ class Exchange:
         padded = [*numbers, *[0] * (_NUM_NUMBERS - len(numbers))]
         own = pickle.dumps((_digest(call_description), int(call_role), STOP_SIGNALS.pending, padded))
         answer = functools.partial(_answer, decide)
-        result = result_of(self._transport.star.start_consulting(own, PacketKind.CALL, activity, answer)())
+        reply = self._transport.star.start_consulting(own, PacketKind.CALL, activity, answer)()
+        result, error = pickle.loads(reply)
+        if error is not None:
+            raise error
         if result is None:
             self.raise_mismatch(call_description, mismatch_message)
         return result  # type: ignore[no-any-return]
