@@ -521,8 +521,8 @@ class CompiledExecutions(Executions):
             self._check_again(call, signature, numbers[0][1])
         if last is not None and last.decision.is_as(decision) and not self.tensors.needs_placement:
             self.trained = last.trained or self.trained
-            leaves, seed = [call.leaves], decision.seed
-            return replace(last, leaves=leaves, with_leaves=call.with_leaves, seed=seed, checked=checked)
+            leaves, with_leaves, seed = [call.leaves], call.with_leaves, decision.seed
+            return replace(last, leaves=leaves, with_leaves=with_leaves, seed=seed, checked=checked)
         groups = [(self._made[number], sizes) for number, sizes in numbers]
         trained = None
         if request.mode.trains:
