@@ -391,6 +391,7 @@ class CompiledExecutions(Executions):
             "join",
             {"batch": "none, for it has joined"},
             lambda notes: self._unusual(notes, is_local=True),
+            numbers=[0, 0],
             call_role=CallRole.JOINED,
         )
         self.agreement.exit_on_signal(self.drain, answer.stops)

@@ -200,7 +200,7 @@ class Pipeline(ConvertedModule):
         request = CallRequest("step", Mode.TRAIN, True) if outputs else STEP
         arguments = step_arguments(args, kwargs, target, outputs, microbatches, weights)
         call = self._executions.agree(request, arguments)
-        self._stream.leave_last()
+        self._stream.last_reader = None
         begun = time.perf_counter()
         loss: Tensor | tuple[Tensor, Any] = self._executions.train(call)
         self._steps.last_seconds = time.perf_counter() - begun
@@ -288,7 +288,7 @@ class Pipeline(ConvertedModule):
             )
         request = CallRequest("forward", Mode.OUTPUTS, True)
         call = self._executions.agree(request, CallArguments(args, kwargs))
-        self._stream.leave_last()
+        self._stream.last_reader = None
         return self._executions.differentiable_outputs(call, self._anchor)
 
     @exclusive_call

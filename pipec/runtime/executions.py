@@ -144,7 +144,7 @@ class Executions:
         self.norms = GradientNorms(tensors, agreement)
         self.non_finite: NonFinite | None = None
         """Why the last step was skipped, if it was."""
-        self._linked: dict[tuple[Artifact, bool], Execution] = {}
+        self._linked: dict[Artifact, Execution] = {}
         self._num_forwards, self._forwards = 0, WeakSet[WaitingForward]()
         self.trained: Artifact | None = None
         self.session: StreamSession | None = None
@@ -537,11 +537,6 @@ class Executions:
             start, first = start + sum(sizes), first + len(sizes)
         return batch_slices
 
-    def stream_step(self, arguments: StepArguments, on_started: OnStarted) -> Tensor:
-        """Make one step of a stream, and return its loss."""
-        loss: Tensor = self.train(self.agree(STEP, arguments), on_started)
-        return loss
-
     def compiled_stream(self, arguments: StepArguments) -> CompiledStream | None:
         """What runs a batch, and those after it; None if its steps do not overlap after all.
 
@@ -568,18 +563,17 @@ class Executions:
         Raises:
             InputError: a tensor has no values; or the artifact updates weights, and there is no optimizer.
         """
-        if (artifact, True) not in self._linked and (artifact, False) not in self._linked:
+        if artifact not in self._linked:
             self.tensors.refuse_unset(artifact.plan)
-        updates = self._bound_updates(artifact.plan)
-        key = artifact, updates is not None
-        if key not in self._linked:
+        updates = self._bound_updates(artifact.plan)  # which may unlink all
+        if artifact not in self._linked:
             here = self.tensors.here()
-            self._linked[key] = Execution(artifact, here, here, self.ranks, updates)
-        return self._linked[key]
+            self._linked[artifact] = Execution(artifact, here, here, self.ranks, updates)
+        return self._linked[artifact]
 
     def keep(self, artifacts: Collection[Artifact]) -> None:
         """Unlink all other artifacts."""
-        self._linked = {key: x for key, x in self._linked.items() if key[0] in artifacts}
+        self._linked = {artifact: x for artifact, x in self._linked.items() if artifact in artifacts}
 
     def clear(self) -> None:
         """Unlink all artifacts, because the tensors are replaced."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from pipec.errors import InputError, PipecError
-from pipec.runtime.executions import Executions
+from pipec.runtime.executions import STEP, Executions
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS
 from pipec.runtime.step.execution import require_synchronous
 from pipec.runtime.stream.call_arguments import (
@@ -28,7 +28,8 @@ class StreamTraining:
     def __init__(self, executions: Executions) -> None:
         self._executions = executions
         self._reader: ResumableReader | None = None
-        self._last_reader: ResumableReader | None = None
+        self.last_reader: ResumableReader | None = None
+        """The batches of the last stream, unless a step was made after it."""
         self._saved_position: Callable[[], StreamPosition] | None = None
 
     def losses(
@@ -51,12 +52,8 @@ class StreamTraining:
     def restore(self, position: Callable[[], StreamPosition] | None) -> None:
         """Begin the next stream at the position of a loaded checkpoint, if it has one."""
         self._saved_position = position
-        self._reader = self._last_reader = None
+        self._reader = self.last_reader = None
         self._executions.undelivered = ()
-
-    def leave_last(self) -> None:
-        """Forget the last stream, because a step was made after it."""
-        self._last_reader = None
 
     def _track_position(self, reader: ResumableReader, steps: Generator[Tensor]) -> Generator[Tensor]:
         """The losses of ``steps``. Checkpoints that are saved meanwhile have the position."""
@@ -70,13 +67,13 @@ class StreamTraining:
                     reader.count_delivered()
                     yield self._executions.deliver(result)
                 for loss in steps:
-                    self._reader = self._last_reader = reader
+                    self._reader = self.last_reader = reader
                     reader.count_delivered()
                     yield loss
             self._reader = None
         finally:
             if self._reader is reader or (self._reader is before and self._executions.undelivered):
-                self._reader = self._last_reader = reader
+                self._reader = self.last_reader = reader
                 reader.leave(self._executions.undelivered)
                 self._executions.undelivered = ()
                 self._executions.steps.num_steps += len(reader.undelivered)
@@ -84,7 +81,7 @@ class StreamTraining:
     @property
     def num_undelivered(self) -> int:
         """How many of the last steps are mini-batches whose losses a loop was not given, since it ended."""
-        last = self._last_reader
+        last = self.last_reader
         return len(last.undelivered) if last is not None and last.has_ended_early else 0
 
     @property
@@ -97,7 +94,7 @@ class StreamTraining:
 
     def keep_last_position(self) -> None:
         """Save the position of the stream that gave the last loss, even if it has ended by now."""
-        self._reader = self._last_reader
+        self._reader = self.last_reader
 
     def _position_to_resume(self, resume: bool | None) -> StreamPosition | None:
         saved, self._saved_position = self._saved_position, None
@@ -127,7 +124,8 @@ class StreamTraining:
             if item.error is not None:
                 self._end_stream(item)
                 return
-            loss = self._executions.stream_step(item.value, lambda: ahead.request(number + 1))  # noqa: B023
+            call = self._executions.agree(STEP, item.value)
+            loss = self._executions.train(call, lambda: ahead.request(number + 1))  # noqa: B023
             ahead.forget(number)
             ahead.wait()
             ahead.release(number)

@@ -51,7 +51,7 @@ class CallRole(IntEnum):
 class RankNote(NamedTuple):
     """What rank 0 is told of a rank's call: a digest of its description, and what may differ.
 
-    ``stop`` is the pending stop signal, 0 for none. ``numbers`` are five, 0 for none.
+    ``stop`` is the pending stop signal, 0 for none.
     """
 
     digest: bytes
@@ -107,8 +107,7 @@ class Exchange:
             PipecError: ``decide`` raised it on rank 0. Every rank raises it.
             TransportError: some rank does not call this.
         """
-        padded = [*numbers, *[0] * (_NUM_NUMBERS - len(numbers))]
-        own = pickle.dumps((_digest(call_description), int(call_role), STOP_SIGNALS.pending, padded))
+        own = pickle.dumps((_digest(call_description), int(call_role), STOP_SIGNALS.pending, numbers))
         answer = functools.partial(_answer, decide)
         reply = self._transport.star.start_consulting(own, PacketKind.CALL, activity, answer)()
         result, error = pickle.loads(reply)
@@ -230,9 +229,6 @@ def _answer(decide: Decide, every: Sequence[bytes]) -> bytes:
         return pickle.dumps((None, None))
     stops = [note.stop for note in notes]
     return pickle.dumps(result_or_error(lambda: Answer(decide(notes), stops if any(stops) else [])))
-
-
-_NUM_NUMBERS = 5
 
 
 def _digest(call_description: CallDescription) -> bytes:
