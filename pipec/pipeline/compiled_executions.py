@@ -44,7 +44,7 @@ from pipec.errors import (
     PipecError,
     TargetRowsError,
 )
-from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, ReadValues, same_objects, torch_values
+from pipec.graph import Fingerprint, ModelSnapshot, PlainValues, TrainingGraph, same_objects, torch_values
 from pipec.ir import Mode, Sizes
 from pipec.ir.batch_split import (
     repeated_tensors,
@@ -115,21 +115,16 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledCall(Call):
-    """A call of a model, and the ``decision`` how to run it. Rank 0 has the ``signature``.
-
-    On rank 0, ``reads`` are the values that its graphs have read, and ``is_proved`` says whether microbatches
-    of these graphs are proved to make up the batch.
-    """
+    """A call of a model, and the ``decision`` how to run it. Rank 0 has its ``signature`` and ``graphs``."""
 
     checked: CheckedCall
     decision: Decision
     signature: CaptureSignature | None
-    reads: Sequence[ReadValues] = ()
-    is_proved: bool = True
+    graphs: Sequence[TrainingGraph] = ()
 
     def runs(self, rows: Sequence[int]) -> bool:
         """Whether its artifacts run these rows, and the code of the model reads what it read before."""
-        return self.decision.rows == rows and not any(read.difference() for read in self.reads)
+        return self.decision.rows == rows and not any(x.reads.difference() for x in self.graphs)
 
 
 class CompiledExecutions(Executions):
@@ -469,7 +464,7 @@ class CompiledExecutions(Executions):
         if last is not None and last.signature is not None and last.runs(rows):
             if request.mode is Mode.OUTPUTS:
                 self._require_room(last.first)
-            is_checked = self._is_checked_again(request, last.is_proved)
+            is_checked = self._is_checked_again(request, last.graphs)
             seed = peek_seed() if last.draws else 0
             return replace(last.decision, seed=seed, is_checked=is_checked), last.signature
         variables = self.variables.of(call, request.mode)
@@ -486,9 +481,7 @@ class CompiledExecutions(Executions):
         if request.mode is Mode.OUTPUTS and found is not None:
             self._require_room(found[0][0])
         groups = None if found is None else [(made.number, sizes) for made, sizes in found]
-        graphs = self.compiler.cache.get(signature).graphs
-        is_proved = all(staged.graph.findings.is_proved for staged in graphs)
-        is_checked = found is not None and self._is_checked_again(request, is_proved)
+        is_checked = found is not None and self._is_checked_again(request, self._graphs_of(signature))
         return Decision(peek_seed(), rows, values, groups, is_checked), signature
 
     def _require_room(self, artifact: Artifact) -> None:
@@ -552,8 +545,7 @@ class CompiledExecutions(Executions):
     def _remember(self, made: CompiledCall) -> None:
         """Let the next call of the same form run as this one, unless its values may lead to branches."""
         self._last.pop(made.request.mode, None)
-        signature, given = made.signature, made.checked.call
-        graphs = [] if signature is None else [x.graph for x in self.compiler.cache.get(signature).graphs]
+        given, graphs = made.checked.call, self._graphs_of(made.signature)
         if made.checked.form is None or any(graph.input_branches.branches for graph in graphs):
             return
         call = replace(given, args=(), kwargs={}, target=None)
@@ -564,18 +556,21 @@ class CompiledExecutions(Executions):
             with_leaves=call.with_leaves,
             linked=() if callable(self._microbatch_weight) else made.linked,
             checked=replace(made.checked, call=call, last=None),
-            reads=[graph.reads for graph in graphs],
-            is_proved=all(graph.findings.is_proved for graph in graphs),
+            graphs=graphs,
         )
 
-    def _is_checked_again(self, request: CallRequest, is_proved: bool) -> bool:
+    def _graphs_of(self, signature: CaptureSignature | None) -> Sequence[TrainingGraph]:
+        """The graphs of a call, on rank 0."""
+        return [] if signature is None else [x.graph for x in self.compiler.cache.get(signature).graphs]
+
+    def _is_checked_again(self, request: CallRequest, graphs: Sequence[TrainingGraph]) -> bool:
         """Whether a step that was compiled before is compared with the model itself once more.
 
         Without a proof that is done more and more seldom: before the steps 2, 3, 5, 9, 17 and so on.
         """
         settings, number = self.compiler.settings, self.steps.num_steps
         is_due = bool(settings.check_every) and number % settings.check_every == 0
-        is_due |= not is_proved and number & (number - 1) == 0
+        is_due |= number & (number - 1) == 0 and not all(x.findings.is_proved for x in graphs)
         return is_due and settings.checks and request.mode.trains
 
     def _check_again(self, call: ModelCall, signature: CaptureSignature | None, sizes: Sequence[int]) -> None:
