@@ -855,7 +855,7 @@ def _memory_needs(artifact: Artifact) -> Sequence[tuple[float, float]]:
 def _kind(leaf: object) -> Hashable:
     """What a check reads of an argument; None if it may read more."""
     if type(leaf) in (int, float, bool, str, NoneType):
-        return type(leaf), leaf
+        return type(leaf), leaf or str(leaf)  # -0.0 equals 0.0
     if type(leaf) is not Tensor or leaf.layout is not torch.strided or vars(leaf):
         return None
     if leaf.is_nested or leaf.is_conj() or leaf.is_neg():

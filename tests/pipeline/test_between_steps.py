@@ -201,6 +201,25 @@ def test_freezing_and_unfreezing_again_compiles_once(said: list[str]) -> None:
         said.clear()
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return self.layer(x).square() * factor
+
+
+def test_a_call_like_the_last_one_has_its_own_number() -> None:
+    """Also a negative zero, which equals the other one."""
+    model, x = Scaled(), torch.randn(ROWS, 4)
+    pipe = pipec.compile(model, 2, microbatches=len(SIZES)).eval()
+    for factor in (1.0, 2.0, 3.0, 0.0, 0.0, 0.0, -0.0, -0.0, 0.0):
+        found, expected = pipe(x, factor), model(x, factor)
+        torch.testing.assert_close(found, expected.detach())
+        assert torch.equal(found.signbit(), expected.signbit()), factor
+
+
 @pytest.mark.slow
 def test_what_changes_again_and_again_takes_no_more_and_more_memory(
     collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch, said: list[str]
