@@ -47,6 +47,10 @@ class GradientNorms:
                     parameter.grad = marked = parameter.grad.as_subclass(LocalGradient)
                     marked.norms, marked.numbers = norms, (number,)
 
+    def is_scalar(self, number: int) -> bool:
+        """Whether the parameter of this number has no dimensions."""
+        return [*self._tensors.names.unique_parameters().values()][number].dim() == 0
+
     def unmark(self) -> None:
         """Let all gradients be plain tensors again, to which a step adds its own."""
         with plain_tensors():
@@ -109,6 +113,12 @@ class LocalGradient(Tensor):
     norms: weakref.ref[GradientNorms]
     numbers: tuple[int, ...]
 
+    @property
+    def is_of_scalar(self) -> bool:
+        """Whether the parameter is one number, which an optimizer adds up."""
+        norms = self.norms()
+        return norms is not None and norms.is_scalar(self.numbers[0])
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
@@ -125,7 +135,7 @@ class LocalGradient(Tensor):
                 _refuse(name)
         elif not is_of_lists and (
             any((type(x), x.norms, x.numbers) != (kind, first.norms, numbers) for x in own)
-            or _accumulates(name, args, kwargs, tensors)
+            or (_accumulates(name, args, kwargs, tensors) and not first.is_of_scalar)
             or (name in _JOINS and len(own) == len(tensors))
         ):
             _refuse(name)
