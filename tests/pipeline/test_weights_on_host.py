@@ -68,6 +68,28 @@ def test_every_bit_is_that_without_offload(make: Callable[[], Any], freezes: boo
         assert equal(trained(chosen, 10, offload="weights", **options), trained(chosen, 10, **options))
 
 
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path: Path) -> None:
+    """It has the state of its step, from which training takes the same way without offload."""
+    first, second = (
+        pipec.compile(
+            gpt2()[0],
+            devices=1,
+            microbatches=2,
+            schedule="looped-bfs-v2",
+            optimizer=adamw,
+            offload=offload,
+        )
+        for offload in ("weights", None)
+    )
+    _, inputs = gpt2()
+    first.step(**inputs)
+    saving = first.save_checkpoint(tmp_path / "saved", asynchronous=True)
+    losses = [first.step(**inputs) for _ in range(3)]
+    saving.result()
+    second.load_checkpoint(tmp_path / "saved")
+    assert equal(losses, [second.step(**inputs) for _ in range(3)])
+
+
 def test_outputs_with_a_gradient() -> None:
     own, plain = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))) for _ in range(2))
     plain.load_state_dict(own.state_dict())
