@@ -236,7 +236,7 @@ def fitting(sizes: Sizes, layers: int, num_ranks: int, recompute: str) -> pipec.
         recompute=recompute,
         memory_limit=sizes.limit,
     )
-    patched = mock.patch("pipec.compiler.compile.capture", capture_once)
+    patched = mock.patch("pipec.capture.tracer.capture", capture_once)
     with suppress(InfeasibleError), patched:
         return pipe.prepare(tokens, target=target)
     return None
