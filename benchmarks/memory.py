@@ -243,8 +243,9 @@ def fitting(sizes: Sizes, layers: int, num_ranks: int, recompute: str) -> pipec.
 
 
 def deepest(sizes: Sizes, num_ranks: int, recompute: str, at_least: int) -> int:
-    """How many layers fit; ``at_least`` so many are known to."""
-    fits, fails = at_least, at_least + max(at_least, 4)
+    """How many layers fit, probably ``at_least`` so many."""
+    fits = at_least if at_least and fitting(sizes, at_least, num_ranks, recompute) else 0
+    fails = fits + max(fits, 4)
     while fitting(sizes, fails, num_ranks, recompute):
         fits, fails = fails, fails + max(at_least, 4)
     while fails - fits > 1:
