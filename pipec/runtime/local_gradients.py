@@ -47,9 +47,9 @@ class GradientNorms:
                     parameter.grad = marked = parameter.grad.as_subclass(LocalGradient)
                     marked.norms, marked.numbers = norms, (number,)
 
-    def is_scalar(self, number: int) -> bool:
-        """Whether the parameter of this number has no dimensions."""
-        return [*self._tensors.names.unique_parameters().values()][number].dim() == 0
+    def parameter(self, number: int) -> Tensor:
+        """The parameter of this number."""
+        return [*self._tensors.names.unique_parameters().values()][number]
 
     def unmark(self) -> None:
         """Let all gradients be plain tensors again, to which a step adds its own."""
@@ -114,10 +114,10 @@ class LocalGradient(Tensor):
     numbers: tuple[int, ...]
 
     @property
-    def is_of_scalar(self) -> bool:
-        """Whether the parameter is one number, which an optimizer adds up."""
+    def is_whole_gradient(self) -> bool:
+        """Whether it is the gradient of a parameter, which momentum adds up, and nothing made of it."""
         norms = self.norms()
-        return norms is not None and norms.is_scalar(self.numbers[0])
+        return norms is not None and norms.parameter(self.numbers[0]).grad is self
 
     @classmethod
     def __torch_function__(
@@ -135,7 +135,7 @@ class LocalGradient(Tensor):
                 _refuse(name)
         elif not is_of_lists and (
             any((type(x), x.norms, x.numbers) != (kind, first.norms, numbers) for x in own)
-            or (_accumulates(name, args, kwargs, tensors) and not first.is_of_scalar)
+            or (_accumulates(name, args, kwargs, tensors) and not first.is_whole_gradient)
             or (name in _JOINS and len(own) == len(tensors))
         ):
             _refuse(name)

@@ -233,6 +233,21 @@ def test_totals_of_one_ranks_gradients_are_refused(gradients: list[Tensor], tota
         TOTALS[total](gradients)
 
 
+def test_momentum_adds_up_the_gradient_of_one_number_and_a_norm_does_not() -> None:
+    model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(0.5))})
+    model["scale"].grad = torch.tensor(3.0)
+    tensors: Any = SimpleNamespace(names=ModelTensors.of(model), is_source=lambda _: True, owner_ranks={})
+    agreement: Any = SimpleNamespace(is_distributed=False, ranks=SimpleNamespace(count=1))
+    norms = GradientNorms(tensors, agreement)
+    norms.mark()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    for expected in (-2.5, -7.0):  # a step of 3, and of 1.5 + 3
+        optimizer.step()
+        assert model["scale"].item() == expected
+    with pytest.raises(InputError, match="of this rank's stages alone"):
+        _added(torch.zeros(()), [model["scale"].grad ** 2])
+
+
 def test_a_trust_ratio_of_one_parameter_is_right_on_each_rank(
     gradients: list[Tensor], model: nn.Module
 ) -> None:
