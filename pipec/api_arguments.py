@@ -18,7 +18,7 @@ from pipec.errors import InputError
 from pipec.hardware.devices import DeviceModel
 from pipec.hardware.gpus import gpu_topology
 from pipec.hardware.topology import Topology, equal_devices, read_topology
-from pipec.ir import Precision
+from pipec.ir import Precision, ShardingLevel
 from pipec.ir.argument_checks import (
     DEVICE,
     NONE,
@@ -314,15 +314,17 @@ def _check_weights_on_host(options: Options, policy: SchedulePolicy) -> None:
             "their weights on the device; pass a synchronous schedule, such as schedule='1f1b', or leave out "
             "offload"
         )
-    if options.replicas == "auto" or policy.replicas != 1:
+    has_replicas = options.replicas == "auto" or policy.replicas != 1
+    if has_replicas and options.shard != ShardingLevel.PARAMETERS:
         raise InputError(
-            f"offload is {offload!r}, but stages have replicas, which share weights through the devices; "
-            "leave out replicas and stages, so that all devices load stages in turn"
+            f"offload is {offload!r}, but each replica of a stage would hold and update all of its weights "
+            "in host memory; pass shard='parameters', which divides them, or leave out replicas and stages, "
+            "so that all devices load stages in turn"
         )
-    if options.shard is not None:
+    if options.shard is not None and not has_replicas:
         raise InputError(
             f"offload is {offload!r}, but shard={options.shard!r} divides what replicas hold, and stages "
-            "have none; leave shard out"
+            "have none; leave shard out, or pass replicas=..."
         )
 
 

@@ -78,7 +78,8 @@ class SyncSpec:
     An evaluation only gathers parameters that are sharded, or loads those that are on the host.
 
     If ``replicas_pass_own_rows`` of a batch, those of ``count_stages`` sum their batch counts first.
-    ``buckets`` belong to stages with several replicas, or to all if ``weights_on_host``. The replicas of the
+    ``buckets`` belong to stages with several replicas, or to all if ``weights_on_host``: there replicas have
+    only shards of what is in host memory, and every parameter is in a bucket. The replicas of the
     stages in ``buffer_sync_stages`` average the buffers that their forwards changed. If the program
     ``updates``, it runs the optimizer; if it ``clips``, it computes the norm of all gradients before.
     ``shard`` is the data that replicas shard. Gradients are sent between replicas in ``gradient_dtype``, a
@@ -141,11 +142,16 @@ class SyncSpec:
 
     def reduces_every_round(self, bucket: Bucket) -> bool:
         """Whether gradients are summed after each round, a microbatch of each replica, or at the end."""
-        return self.shards_gradients and not (self.reduces_once or bucket.is_tied or bucket.on_host)
+        once = self.reduces_once or bucket.is_tied or self.is_in_host_memory(bucket)
+        return self.shards_gradients and not once
 
     def reshards_after_use(self, bucket: Bucket) -> bool:
         """Whether the parameters of a bucket are gathered or loaded for each use, and not once at the end."""
         return bucket.on_host or (self.shard is ShardingLevel.PARAMETERS and not bucket.is_tied)
+
+    def is_in_host_memory(self, bucket: Bucket) -> bool:
+        """Whether the parameters of a bucket, or the shards of them, are in host memory between uses."""
+        return self.weights_on_host and self.reshards_after_use(bucket)
 
     def buckets_of(self, stage: int) -> Sequence[int]:
         """The numbers of the buckets of a stage."""
@@ -156,10 +162,10 @@ class SyncSpec:
         trained = (bucket for bucket in self.buckets if bucket.stage == stage and bucket.trained)
         return tuple(name for bucket in trained for name in bucket.names)
 
-    def loaded_parameters(self, stage: int) -> tuple[str, ...]:
-        """The parameters of a stage that are on the host."""
-        loaded = (bucket for bucket in self.buckets if bucket.stage == stage and bucket.on_host)
-        return tuple(name for bucket in loaded for name in bucket.names)
+    def host_parameters(self, stage: int) -> tuple[str, ...]:
+        """The parameters of a stage that are in host memory, whole or in shards."""
+        own = (bucket for bucket in self.buckets if bucket.stage == stage and self.is_in_host_memory(bucket))
+        return tuple(name for bucket in own for name in bucket.names)
 
 
 NO_SYNC = SyncSpec()

@@ -541,15 +541,25 @@ def _target(node: fx.Node) -> int:
 
 
 def with_host_memory(plan: Plan, link: LinkModel) -> Plan:
-    """The plan with the seconds of copies to the host and back, and without the weights that are there."""
+    """The plan with the seconds of copies to the host and back, and without the weights that are there.
+
+    A rank copies its shard of a bucket before the others gather it, and after the sums were scattered.
+    """
     on_host = [0] * len(plan.stages)
     buckets = list[Bucket]()
     for bucket in plan.sync_spec.buckets:
+        num_bytes = sum(value_bytes(value, {}) for value in bucket.parameters)
         if bucket.on_host:
-            num_bytes = sum(value_bytes(value, {}) for value in bucket.parameters)
             on_host[bucket.stage] += num_bytes
             seconds = _copy_seconds(link, len(bucket.parameters), num_bytes)
             bucket = replace(bucket, reduce_seconds=seconds, unshard_seconds=seconds)
+        elif plan.mode.trains and plan.sync_spec.is_in_host_memory(bucket):
+            seconds = _copy_seconds(link, 1, num_bytes / len(plan.placement[bucket.stage]))
+            bucket = replace(
+                bucket,
+                reduce_seconds=bucket.reduce_seconds + seconds,
+                unshard_seconds=bucket.unshard_seconds + seconds,
+            )
         buckets.append(bucket)
     stages = []
     for stage in plan.stages:

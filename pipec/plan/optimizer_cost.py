@@ -20,7 +20,7 @@ sharding gradients are added up in the memory that travels, which replicas keep 
 travel as another dtype, it has memory of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from pipec.hardware.devices import DeviceModel
@@ -48,7 +48,7 @@ class OptimizerProperties:
     """
 
     state_bytes: Mapping[str, int] | None
-    elementwise: frozenset[str]
+    elementwise: Set[str]
     scratch: float = 0.0
     all_at_once: bool = False
 
@@ -111,9 +111,9 @@ def with_training_state(plan: Plan, training: SyncSpec, optimizer: OptimizerProp
         buckets = [plan.sync_spec.buckets[number] for number in plan.sync_spec.buckets_of(stage.index)]
         if sharded := [x for x in buckets if plan.sync_spec.reshards_after_use(x) and not x.on_host]:
             whole = sum(sizes[name] for each in sharded for name in each.names if name in stage.parameters)
-            memory = replace(memory, weights=memory.weights - whole + sum(x.shard_bytes for x in sharded))
+            memory = _with_shards(training, memory, whole, sum(x.shard_bytes for x in sharded))
         elif training.shard is ShardingLevel.PARAMETERS and share < 1:
-            memory = replace(memory, weights=memory.weights + share * sum(sizes[name] for name in own))
+            memory = _with_shards(training, memory, 0, share * sum(sizes[name] for name in own))
         on_host = state if training.state_on_host or training.weights_on_host else 0.0
         memory = replace(memory, state=state - on_host, host=memory.host + on_host)
         return replace(stage, cost=replace(stage.cost, memory=memory))
@@ -122,7 +122,7 @@ def with_training_state(plan: Plan, training: SyncSpec, optimizer: OptimizerProp
 
 
 def _shard_bytes(
-    bucket: Bucket, num_replicas: int, state: Mapping[str, int], elementwise: frozenset[str]
+    bucket: Bucket, num_replicas: int, state: Mapping[str, int], elementwise: Set[str]
 ) -> _ShardBytes:
     sizes = {value.name: value_bytes(value, {}) for value in bucket.parameters}
     item = value_bytes(replace(bucket.parameters[0], shape=()), {})
@@ -159,7 +159,9 @@ def _updated(
     sizes = {value.name: value_bytes(value, {}) for value in plan.parameters}
     borrowed = sum(sizes[name] for name in stage.borrowed_parameters)
     whole = [name for name in stage.parameters if name not in {*parts, *stage.borrowed_parameters}]
-    updated = [sizes[name] for name in whole] + [min(sizes[name], own) for name, own in parts.items()]
+    in_host_memory = sync_spec.host_parameters(stage.index)
+    updated = {name: sizes[name] for name in whole}
+    updated |= {name: min(sizes[name], own) for name, own in parts.items()}
     for number, share in divided.items():
         memory = _divided(sync_spec, sync_spec.buckets[number], share, memory)
     if not (sync_spec.shard or sync_spec.weights_on_host):
@@ -168,13 +170,16 @@ def _updated(
             travels += memory.gradients  # while these travel, those of the next mini-batch are added up
         memory = replace(memory, gradients=memory.gradients + travels)
     own_state = sum(state.get(name, 0) for name in whole) + sum(share.state for share in divided.values())
-    trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
+    away = sum(share.whole - share.own for n, share in divided.items() if sync_spec.buckets[n].trained)
+    trained = stage.cost.memory.gradients - borrowed - away
     moved, on_host = 3 * max(trained, 0) + 2 * own_state, 0.0
     seconds = (moved + 3 * memory.precomputed) / device.memory_bytes_per_second
-    scratch = optimizer.scratch_bytes(updated)
+    scratch = optimizer.scratch_bytes([size for name, size in updated.items() if name not in in_host_memory])
     if sync_spec.weights_on_host:
         seconds = moved / device.host_memory_bytes_per_second
-        on_host, own_state, scratch = own_state, 0, 0.0
+        kept = [n for n in divided if not sync_spec.reshards_after_use(sync_spec.buckets[n])]
+        on_device = sum(divided[n].state for n in kept)
+        on_host, own_state = own_state - on_device, on_device
     elif sync_spec.state_on_host:
         seconds += 2 * own_state / device.host_link.bytes_per_second
         on_host, own_state, scratch = own_state, 0, scratch + own_state
@@ -203,9 +208,21 @@ def _travelling_bytes(plan: Plan, bucket: int) -> int:
 
 def _divided(sync_spec: SyncSpec, bucket: Bucket, share: _ShardBytes, memory: StageMemory) -> StageMemory:
     """The bytes of a bucket's shard on one replica."""
-    in_transit = bucket.in_transit_bytes + share.own * (2 if sync_spec.reduces_every_round(bucket) else 1)
+    sums = share.own * (2 if sync_spec.reduces_every_round(bucket) else 1)
+    in_transit = bucket.in_transit_bytes + sums if bucket.trained else 0.0
     if sync_spec.reshards_after_use(bucket):
-        weights, in_transit = memory.weights + share.own - share.whole, in_transit + share.padded
+        memory, in_transit = (
+            _with_shards(sync_spec, memory, share.whole, share.own),
+            in_transit + share.padded,
+        )
     else:
-        weights = memory.weights + share.padded - share.whole
-    return replace(memory, weights=weights, in_transit=memory.in_transit + in_transit)
+        memory = replace(memory, weights=memory.weights + share.padded - share.whole)
+    return replace(memory, in_transit=memory.in_transit + in_transit)
+
+
+def _with_shards(sync_spec: SyncSpec, memory: StageMemory, whole: float, own: float) -> StageMemory:
+    """The memory with ``own`` bytes of shards, on the device or the host, in place of ``whole`` weights."""
+    memory = replace(memory, weights=memory.weights - whole)
+    if sync_spec.weights_on_host:
+        return replace(memory, host=memory.host + own)
+    return replace(memory, weights=memory.weights + own)

@@ -105,7 +105,8 @@ def _row(plan: Plan, stage: Stage) -> list[str]:
 
 def _loaded_bytes(plan: Plan, stage: int) -> int:
     """The bytes of a stage's weights that are in host memory."""
-    loaded = (bucket for bucket in plan.sync_spec.buckets if bucket.stage == stage and bucket.on_host)
+    own = (bucket for bucket in plan.sync_spec.buckets if bucket.stage == stage)
+    loaded = (bucket for bucket in own if plan.sync_spec.is_in_host_memory(bucket))
     return sum(value_bytes(value, {}) for bucket in loaded for value in bucket.parameters)
 
 

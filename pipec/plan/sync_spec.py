@@ -28,8 +28,8 @@ def build_sync_spec(
     ``values`` are the parameters by FQN. Only training reduces and updates. Another call gathers the
     parameters that training has sharded, whose buckets were ``requested``. In training, each stage with
     replicas has buckets for each segment of its backward and each dtype; parameters that are tied to other
-    stages have buckets of their own, and so has each with sparse gradients. Where weights are on the host,
-    every parameter is in a bucket.
+    stages have buckets of their own, and so has each with sparse gradients. Where parameters are sharded or
+    in host memory, frozen ones are in buckets too.
 
     Raises:
         InputError: a parameter has sparse gradients, and state is to be sharded or weights are on the host.
@@ -41,8 +41,9 @@ def build_sync_spec(
     )
     if not mode.trains:
         gathers = requested.shard is ShardingLevel.PARAMETERS and bool(requested.buckets)
-        sharded = requested.buckets if gathers else ()
-        loaded = (each for stage in stages for each in _loaded(stage, values, links))
+        sharded = [bucket for bucket in requested.buckets if gathers and not bucket.on_host]
+        whole = [stage for stage in stages if not gathers or len(placement[stage.index]) == 1]
+        loaded = [each for stage in whole for each in _without_gradients(stage, values, links)]
         return SyncSpec(
             tuple(replace(bucket, trained=False) for bucket in sharded)
             + tuple(loaded if requested.weights_on_host else ()),
@@ -53,13 +54,15 @@ def build_sync_spec(
         )
     buckets = list[Bucket]()
     for stage in stages:
-        own = _buckets(stage, _gradients(stage, stages, links), values, links)
-        if len(placement[stage.index]) > 1:
-            buckets += (with_collective_seconds(x, placement[stage.index], topology, requested) for x in own)
+        own = [*_buckets(stage, _gradients(stage, stages, links), values, links)]
+        names = {name for bucket in own for name in bucket.names}
+        frozen = [*_without_gradients(stage, values, links, names)]
+        if len(ranks := placement[stage.index]) > 1:
+            shards = requested.shard is ShardingLevel.PARAMETERS
+            own += [replace(x, on_host=False) for x in frozen if shards and not x.is_tied]
+            buckets += (with_collective_seconds(x, ranks, topology, requested) for x in own)
         elif requested.weights_on_host:
-            trained = [replace(bucket, on_host=True) for bucket in own]
-            names = {name for bucket in trained for name in bucket.names}
-            buckets += [*trained, *_loaded(stage, values, links, names)]
+            buckets += [*(replace(bucket, on_host=True) for bucket in own), *frozen]
     if requested.shard is not None:
         _require_dense(buckets, "shard")
     if requested.weights_on_host:
@@ -77,10 +80,10 @@ def _require_dense(buckets: Sequence[Bucket], option: str) -> None:
         )
 
 
-def _loaded(
+def _without_gradients(
     stage: StageFunctions, values: Mapping[str, Value], links: Sequence[Link], trained: Collection[str] = ()
 ) -> Iterator[Bucket]:
-    """Buckets of the parameters that a stage loads and has no gradients of."""
+    """Buckets of the parameters that a stage has on the host and makes no gradients of."""
     tied, borrowed = _tied(stage, links)
     groups: dict[tuple[str, bool], list[Value]] = {}
     for fqn in (node.meta["role"].fqn for node in stage.parameters):

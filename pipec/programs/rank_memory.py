@@ -371,6 +371,9 @@ class _Account:
             self._grow("in_transit", ends, 0.0, -bucket.in_transit_bytes)
             self._grow("gradients", reduces, 0.0, bucket.shard_bytes)
             until = np.append(ends[1:], self._updates(stage)[: bool(reduces.size)])
+            if self.sync_spec.is_in_host_memory(bucket):
+                self._hold(_HOST, ends, until, bucket.shard_bytes)
+                until = ends
             self._grow("gradients", until, 0.0, -bucket.shard_bytes)
 
     def _precomputed(self, stage: int, memory: StageMemory) -> None:

@@ -6,9 +6,10 @@ each is placed before the compute that its rank runs at that time. A rank theref
 instructions before it in one order over all ranks, and any two ranks start their common collectives in the
 same order.
 
-Sharded parameters are gathered before the forwards of their stage and again before its backwards, each time
-one compute ahead, and freed afterwards. If the second gathering would begin before the forwards of some
-replica have ended, they stay from the first forward to the last backward.
+Sharded parameters are gathered before the forwards of their stage and again before its backwards, and freed
+afterwards: one compute ahead or, if their shards are in host memory, when the use of weights before begins.
+If the second gathering would begin before the forwards of some replica have ended, they stay from the first
+forward to the last backward.
 """
 
 from collections import defaultdict
@@ -120,7 +121,7 @@ class SyncOrder:
                 ready = {rank: self._end(rank) for rank in ready}
             buckets = [self.sync_spec.buckets[number] for number in self.sync_spec.buckets_of(stage)]
             buckets = [bucket for bucket in buckets if bucket.trained]
-            op = Op.HOST_UPDATE if any(bucket.on_host for bucket in buckets) else Op.UPDATE
+            op = Op.HOST_UPDATE if any(map(self.sync_spec.is_in_host_memory, buckets)) else Op.UPDATE
             if op is Op.HOST_UPDATE:
                 ready = {rank: self._behind_next_use(rank, last) for rank, last in ready.items()}
             reduced = [self._time(ready) for bucket in buckets for ready in self._rounds(bucket)]
@@ -143,9 +144,16 @@ class SyncOrder:
                 yield float("inf"), SyncOp(Op.UNSHARD, last, bucket.stage, number)
 
     def _around_uses(self, number: int, bucket: Bucket) -> Iterator[tuple[float, SyncOp]]:
-        """Gather a bucket one compute ahead of its first use, and free it after the last one."""
+        """Gather a bucket ahead of its first use, and free it after the last one.
+
+        What is in host memory is gathered when the use before begins, as if it was loaded.
+        """
+        spans = list[tuple[float, dict[int, int], dict[int, int]]]()
         for firsts, lasts in self._uses(bucket.stage):
             time = self._ahead_of(firsts)
+            if self.sync_spec.is_in_host_memory(bucket):
+                begins = {rank: self._use_before(rank, first) for rank, first in firsts.items()}
+                time = min(float(self.ends[rank][max(begin - 1, 0)]) for rank, begin in begins.items())
             positions = self._at(time, Op.UNSHARD, firsts).positions
             if self.plan.mode is Mode.OUTPUTS:  # no collective runs during the pause
                 forwards = {rank: num_forwards(self.index, rank) for rank in firsts}
@@ -154,6 +162,10 @@ class SyncOrder:
                     for rank, count in forwards.items()
                     if firsts[rank] > count
                 }
+            if spans and any(position <= spans[-1][2][rank] for rank, position in positions.items()):
+                time, positions, _ = spans.pop()
+            spans.append((time, positions, lasts))
+        for time, positions, lasts in spans:
             yield time, SyncOp(Op.UNSHARD, positions, bucket.stage, number)
             for rank, last in lasts.items():
                 yield self._time(lasts), SyncOp(Op.RESHARD, {rank: last}, bucket.stage, number)
@@ -207,9 +219,10 @@ class SyncOrder:
 
     @cached_property
     def _loaded(self) -> Mapping[int, Sequence[tuple[int, int]]]:
-        """By rank, the first and last positions of each use of weights that it loads."""
+        """By rank, the first and last positions of each use of weights that are in host memory."""
         found = defaultdict[int, list[tuple[int, int]]](list)
-        for stage in {bucket.stage for bucket in self.sync_spec.buckets if bucket.on_host}:
+        buckets = filter(self.sync_spec.is_in_host_memory, self.sync_spec.buckets)
+        for stage in dict.fromkeys(bucket.stage for bucket in buckets):
             for firsts, lasts in self._uses(stage):
                 for rank in self._ranks(stage):
                     found[rank].append((firsts[rank], lasts[rank]))

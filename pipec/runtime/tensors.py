@@ -307,7 +307,7 @@ def tensor_devices(plan: Plan, devices: Mapping[int, torch.device]) -> dict[str,
 
     ``devices`` has the ranks of this process; a tensor of another process has no device here.
     """
-    on_host = {name for bucket in plan.sync_spec.buckets if bucket.on_host for name in bucket.names}
+    on_host = {name for stage in plan.stages for name in plan.sync_spec.host_parameters(stage.index)}
     host = torch.device("cpu")
     return {
         fqn: next((host if fqn in on_host else devices[rank] for rank in ranks if rank in devices), None)

@@ -71,8 +71,9 @@ def _pattern(cell: str) -> str:
 
 
 def _causes(cells: RankCells, cell: str, event: str) -> list[str]:
-    """The ops that cause an event, in a step whose weights are in host memory or not."""
-    others = _WITH_REPLICAS if cells.sync_spec.weights_on_host else _ON_HOST
+    """The ops that cause an event, in a step that loads weights or not, and has replicas or not."""
+    loaded = [bucket.on_host for bucket in cells.sync_spec.buckets]
+    others = (*(() if any(loaded) else _ON_HOST), *(_WITH_REPLICAS if loaded and all(loaded) else ()))
     causing = (op for op in Op if op not in others)
     return [op for op in causing if (cell, event) in [each[:2] for each in op.traits.effect_parts]]
 

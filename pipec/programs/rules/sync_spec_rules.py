@@ -112,7 +112,7 @@ def asynchronous_supported(step: ProgramIndex) -> Iterator[Violation]:
         yield Violation(None, f"{step.plan.num_microbatches} microbatches are no whole number of {whole}")
     if sync_spec.shard or sync_spec.buffer_sync_stages:
         yield Violation(None, "replicas share state or buffers, for which streams have no rules of versions")
-    if any(bucket.on_host for bucket in sync_spec.buckets):
+    if sync_spec.weights_on_host:
         yield Violation(None, "weights are in host memory, for which streams have no rules of versions")
     if any(link.payload in (Payload.WEIGHT, Payload.WEIGHT_GRADIENT) for link in step.plan.links):
         yield Violation(None, "stages share tied weights, for which streams have no rule of versions")

@@ -22,15 +22,19 @@ def require_host_memory(plan: Plan, ranks: Collection[int], present: Collection[
 
     The weights that are ``present`` by FQN have their memory already.
     """
-    stages = [stage for stage, placed in enumerate(plan.placement) if not {*ranks}.isdisjoint(placed)]
-    loaded = [bucket for bucket in plan.sync_spec.buckets if bucket.on_host and bucket.stage in stages]
-    if not loaded:
+    counts = [len({*ranks} & {*placed}) for placed in plan.placement]
+    sync_spec, weights, missing, gradients = plan.sync_spec, 0.0, 0.0, 0.0
+    for bucket in filter(sync_spec.is_in_host_memory, sync_spec.buckets):
+        sizes = {value.name: value_bytes(value, {}) for value in bucket.parameters}
+        own = counts[bucket.stage] * (bucket.shard_bytes or sum(sizes.values()))
+        weights += own
+        gradients += own * bucket.trained
+        missing += own * sum(sizes[name] for name in sizes if name not in present) / sum(sizes.values())
+    if not weights:
         return
-    sizes = {value.name: value_bytes(value, {}) for bucket in loaded for value in bucket.parameters}
-    weights = sum(sizes.values())
-    gradients = sum(sizes[name] for bucket in loaded if bucket.trained for name in bucket.names)
-    state = sum(plan.stages[stage].cost.memory.host for stage in stages) - weights
-    needed = gradients + state + sum(size for name, size in sizes.items() if name not in present)
+    kept = sum(n * stage.cost.memory.host for n, stage in zip(counts, plan.stages, strict=True))
+    state = kept - weights
+    needed = gradients + state + missing
     available = available_bytes()
     if available is not None and needed > available:
         raise InfeasibleError(

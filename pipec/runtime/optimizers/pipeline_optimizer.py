@@ -30,7 +30,7 @@ class PipelineOptimizer(Optimizer):
 
     ``param_groups`` are the groups that ``factory`` makes of the whole model. Changes to them, by an LR
     scheduler or by hand, take effect with the next update. ``state_dict`` is interchangeable with that of the
-    unsplit model's optimizer. ``elementwise`` names the parameters that may be updated in pieces, ``kinds``
+    unsplit model's optimizer. ``elementwise`` names the parameters that may be divided, ``kinds``
     the class of each group's optimizer; ``dummies`` have the shape and type of each parameter, on meta.
     ``parameters`` are those of the whole model, in order; parameters without memory on this rank may be on
     meta. ``before_state_access`` is called before the state is read or replaced, and ``make_update`` updates
@@ -45,13 +45,13 @@ class PipelineOptimizer(Optimizer):
         self.dummies = {name: dummy_parameter(parameter) for name, parameter in parameters.items()}
         made = call_factory(factory, self.dummies)
         self.kinds = [type(each).__name__ for each in made for _ in each.param_groups]
-        self.elementwise = frozenset(
+        self.elementwise = self.dummies.keys() - {
             name
             for each in made
-            if is_elementwise(each)
+            if not is_elementwise(each)
             for names in group_names(each, self.dummies)
             for name in names
-        )
+        }
         self._stages: list[StageOptimizer] = []
         self._gather: GatherStates | None = None
         self._loaded: dict[str, ParameterState] = {}

@@ -75,8 +75,8 @@ class BoundStage:
     """The state of a stage while its rank executes a program.
 
     Replicas in one process share the tensors of the model; the one with ``owns_tensors`` writes to them.
-    Parameters that are ``on_host``, by index, are among the weights while they are loaded. In a stream, the
-    ``versions_behind`` the last one of the weights may still be read; a step has one version.
+    Those that are ``loaded`` are ``on_host``, by index, and among the weights while the rank uses them. In a
+    stream, the ``versions_behind`` the last one of the weights may still be read; a step has one version.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class BoundStage:
         sync_spec: SyncSpec,
         owns_tensors: bool,
         versions_behind: int | None,
+        loaded: Collection[str] = (),
     ) -> None:
         self.index = stage.index
         self.code = code
@@ -97,9 +98,8 @@ class BoundStage:
         self._parameters = [
             _NOT_RECEIVED if fqn in stage.borrowed_parameters else parameters[fqn] for fqn in code.PARAMETERS
         ]
-        loaded = {code.PARAMETERS.index(fqn) for fqn in sync_spec.loaded_parameters(stage.index)}
-        self.on_host = {index: self._parameters[index] for index in sorted(loaded)}
-        self._parameters = [_NOT_RECEIVED if k in loaded else x for k, x in enumerate(self._parameters)]
+        self.on_host = {k: self._parameters[k] for k, fqn in enumerate(code.PARAMETERS) if fqn in loaded}
+        self._parameters = [_NOT_RECEIVED if k in self.on_host else x for k, x in enumerate(self._parameters)]
         self.weights = [*self._parameters]
         self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed_parameters]
         summed = {*stage.borrowed_parameters, *sync_spec.reduced_parameters(stage.index)}
@@ -187,6 +187,10 @@ class BoundStage:
         known |= {name: on_device(inputs[name], self.device) for name in self.count_inputs if name in inputs}
         made = self.code.batch_counts(**{name: known[name] for name in self.count_inputs})
         return dict(zip(self._count_names, made, strict=True))
+
+    def parameter(self, index: int) -> Tensor:
+        """The parameter of the model, which is on the host if it is loaded for use."""
+        return self.on_host.get(index, self.weights[index])
 
     @property
     def keeps_gradients(self) -> bool:

@@ -19,6 +19,8 @@ from pipec.ir import ParameterShard, Sharding
 from pipec.runtime.absent_tensors import hold, is_absent, release_sharded
 from pipec.runtime.memory.storage import is_exclusive
 from pipec.runtime.messages.collective_group import CollectiveGroup, CollectiveWait
+from pipec.runtime.messages.cuda import pinned_copy
+from pipec.runtime.stages.host_bucket import HostLink, host_memory_like
 
 
 def undivided(tensors: Mapping[str, Tensor]) -> Sharding:
@@ -78,10 +80,11 @@ class FlatBucket:
         """Release the tensors that ``place`` has returned."""
         self._views = {}
 
-    def start_reduce(self, totals: dict[str, Tensor | None], group: CollectiveGroup) -> None:
+    def start_reduce(self, totals: dict[str, Tensor | None], group: CollectiveGroup, link: HostLink) -> None:
         """Start the reduction of these gradients, which are taken out of ``totals``.
 
         Those of a replica without a microbatch in a round are None. It contributes zeros, and gets the sum.
+        Sums that belong into host memory are copied over ``link``.
         """
         places = {name: self.place(name) for name in self.sharding.names}
         assert self._sums is not None
@@ -101,17 +104,18 @@ class FlatBucket:
         sums: dict[str, Tensor] = reduced
         return sums
 
-    def _new(self, dtype: torch.dtype) -> Tensor:
+    def _new(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Memory for all tensors of the bucket."""
         size = self.sharding.width * self.sharding.num_replicas
-        return torch.empty(size, dtype=dtype, device=self._device)
+        return torch.empty(size, dtype=dtype, device=device or self._device)
 
 
 class ShardedBucket(FlatBucket):
     """The slice of a bucket that this process updates, as replica ``index`` of a stage.
 
     The slice of the sums is added up from step to step. If it ``keeps_parameters``, they are views of flat
-    memory. Otherwise only the slice stays, and the parameters are empty until they are gathered.
+    memory. Otherwise only the slice stays, and the parameters are empty until they are gathered. The slice
+    and its sums are where the parameters were, which may be host memory; collectives run on ``device``.
 
     Between steps, the slice follows what a script does to ``parameter.data`` and ``parameter.grad``. A
     parameter whose gradient is added up in slices has a mark in ``.grad``: NaN in its shape, in the memory of
@@ -129,20 +133,21 @@ class ShardedBucket(FlatBucket):
         parameters: Mapping[str, nn.Parameter],
         gradient_dtype: str,
         keeps_parameters: bool,
+        device: torch.device,
     ) -> None:
         self._parameters = {name: parameters[name] for name in sharding.names}
         first = self._parameters[sharding.names[0]]
-        super().__init__(
-            sharding, self._parameters, first.device, reduction_dtype(gradient_dtype, first.dtype)
-        )
-        self.keeps_parameters, self.dtype = keeps_parameters, first.dtype
+        super().__init__(sharding, self._parameters, device, reduction_dtype(gradient_dtype, first.dtype))
+        self.keeps_parameters, self.dtype, self._home = keeps_parameters, first.dtype, first.device
         self._index, self._first = index, index * sharding.width
         self._flat: Tensor | None = None
         self._own = self._flatten()
         if not keeps_parameters:
-            self._own = self._own.clone()
+            is_copied = self._home.type == "cpu" and device.type == "cuda"
+            self._own = pinned_copy(self._own) if is_copied else self._own.clone()
             self.drop()
         self._gradient: Tensor | None = None
+        self._leaving: Tensor | None = None
         self.names_with_gradient: frozenset[str] = frozenset()
         """The parameters that have a gradient in slices, equal on all replicas."""
         self._gathering: CollectiveWait | None = None
@@ -157,7 +162,7 @@ class ShardedBucket(FlatBucket):
                     f"{name} has strides {parameter.stride()}, but sharded parameters must be contiguous; "
                     "call .contiguous(), or compile without shard=..."
                 )
-        self._flat = self._new(self.dtype).zero_()
+        self._flat = self._new(self.dtype, self._home).zero_()
         for name, view in views(self.sharding, self._parameters, self._flat).items():
             self._parameters[name].data = view.copy_(self._parameters[name].detach())
         self._addresses = [(each, each.data_ptr()) for each in self._parameters.values()]
@@ -165,14 +170,24 @@ class ShardedBucket(FlatBucket):
 
     # gradients
 
-    def start_reduce(self, totals: dict[str, Tensor | None], group: CollectiveGroup) -> None:
+    def start_reduce(self, totals: dict[str, Tensor | None], group: CollectiveGroup, link: HostLink) -> None:
         flat = self._new(self._reduced_as)
         _fill(views(self.sharding, self._like, flat), totals)
-        part = torch.empty_like(self._own, dtype=self._reduced_as)
-        self._reducing = part, group.reduce_scatter(part, flat)
+        part = torch.empty(self.sharding.width, dtype=self._reduced_as, device=self._device)
+        wait = group.reduce_scatter(part, flat)
+        self._reducing = part, wait
+        if link.is_async and part.device != self._home:
+            sums, self._leaving = host_memory_like(part, pinned=True), part
+
+            def copy() -> None:
+                wait()
+                sums.copy_(part, non_blocking=True)
+
+            self._reducing = sums, link.store(copy)
 
     def _keep(self, reduced: Tensor) -> dict[str, Tensor]:
-        self.add_gradient(ShardGradient(reduced.to(self.dtype), frozenset(self.sharding.names)))
+        sums, self._leaving = reduced.to(self._home, self.dtype), None
+        self.add_gradient(ShardGradient(sums, frozenset(self.sharding.names)))
         return {}
 
     def gradients(self) -> dict[str, Tensor]:
@@ -209,11 +224,23 @@ class ShardedBucket(FlatBucket):
         """The memory of each piece that this replica updates."""
         return {piece: self._part(self._own, piece) for piece in self.sharding.shards_of(self._index)}
 
-    def start_gather(self, group: CollectiveGroup) -> None:
-        """Start to gather the parameters of all replicas."""
+    def start_gather(self, group: CollectiveGroup, link: HostLink | None = None) -> None:
+        """Start to gather the parameters of all replicas. A slice in host memory is copied over ``link``."""
         if self._flat is None:
             self._flat = self._new(self.dtype)
-        self._gathering = group.all_gather(self._flat, self._own)
+        if self._own.device == self._device:
+            self._gathering = group.all_gather(self._flat, self._own)
+            return
+        flat, part = self._flat, self._flat[self._first : self._first + self.sharding.width]
+
+        def copy_and_gather() -> None:
+            part.copy_(self._own, non_blocking=True)
+            self._gathering = group.all_gather(flat, part)
+
+        if link is None:
+            copy_and_gather()
+        else:
+            link.load(copy_and_gather)  # the gathering waits for the copy
 
     def finish_gather(self) -> dict[str, Tensor]:
         """Wait for the gathering; returns the whole parameters."""
@@ -235,17 +262,16 @@ class ShardedBucket(FlatBucket):
         self._shard_new_values()
         self.start_gather(group)
         for name, tensor in self.finish_gather().items():
-            hold(self._parameters[name], tensor)
+            hold(self._parameters[name], tensor.to(self._home))
 
     def reshard(self) -> None:
         """Keep the slice of the current parameters, and free the rest."""
         if self.keeps_parameters:
             return
-        assert self._flat is not None
-        self._own.copy_(self._flat[self._first : self._first + self.sharding.width])
-        self.drop()
         for name, parameter in self._parameters.items():
+            self._set(self._own, name, parameter)
             release_sharded(name, parameter)
+        self.drop()
 
     def release(self, group: CollectiveGroup) -> None:
         """Gather parameters and gradients for good. All ranks call this."""
@@ -257,7 +283,7 @@ class ShardedBucket(FlatBucket):
         if gradient is None:
             return
         flat = self._new(self.dtype)
-        group.all_gather(flat, gradient)()
+        group.all_gather(flat, gradient.to(self._device))()
         for name, whole in views(self.sharding, self._like, flat).items():
             if name in names:
                 parameter = self._parameters[name]

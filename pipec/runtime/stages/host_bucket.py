@@ -19,6 +19,14 @@ class HostLink:
         self.device, self.is_async = device, device.type == "cuda" and not is_idle
         self.to_host, self.to_device = (CopyStream(device) if self.is_async else None for _ in range(2))
 
+    def load(self, copy: Wait) -> Wait:
+        """Start a copy to the device; returns a function that makes later work wait for it."""
+        return _started(self.to_device, copy)
+
+    def store(self, copy: Wait) -> Wait:
+        """Start a copy to the host; returns a function that waits for it."""
+        return _started(self.to_host, copy, host_reads=True)
+
     def finish(self) -> None:
         """Wait until all weights are copied, which the script may change from now on."""
         if self.to_device is not None:
@@ -52,7 +60,7 @@ class HostBucket:
             for name, parameter in self._parameters.items():
                 self._loaded[name].copy_(parameter.detach(), non_blocking=True)
 
-        self._wait_load = _started(self._link.to_device, copy)
+        self._wait_load = self._link.load(copy)
 
     def finish_load(self) -> Mapping[str, Tensor]:
         """The parameters on the device; work that is launched from now on waits for their copies."""
@@ -74,7 +82,7 @@ class HostBucket:
             for name, each in sums.items():
                 self._stored[name].copy_(each, non_blocking=True)
 
-        self._wait_store = _started(self._link.to_host, copy, host_reads=True)
+        self._wait_store = self._link.store(copy)
 
     def finish_store(self) -> Mapping[str, Tensor]:
         """The gradients on the host, once they are copied. Their device memory is free then."""

@@ -345,7 +345,7 @@ class Linker:
 
     def _reduce(self, instruction: Instruction) -> StartAndEnd:
         """Reduce the gradients of a bucket, and add sums that are whole to ``.grad``."""
-        stage, group = self._stages[instruction.stage], self._group(instruction)
+        rank, stage, group = self._rank, self._stages[instruction.stage], self._group(instruction)
         bucket = self._plan.sync_spec.buckets[instruction.bucket]
         indices = {name: stage.code.PARAMETERS.index(name) for name in bucket.names}
         flat = self._shard(instruction) or self._whole(instruction.bucket, stage, indices)
@@ -354,7 +354,7 @@ class Linker:
         def start() -> None:
             totals = {name: stage.gradients.pop(index) for name, index in indices.items()}
             if not bucket.sparse:
-                flat.start_reduce(totals, group)
+                flat.start_reduce(totals, group, rank.host_link)
                 return
             for name, rows in totals.items():  # synchronously
                 own = no_rows(stage.weights[indices[name]]) if rows is None else rows
@@ -364,15 +364,15 @@ class Linker:
             sums = {**sparse, **flat.finish_reduce()}
             sparse.clear()
             for name, total in sums.items() if stage.keeps_gradients else ():
-                index = indices[name]
-                stage.gradients.add_reduced(index, total.to(stage.weights[index].dtype))
+                own = stage.parameter(indices[name])
+                stage.gradients.add_reduced(indices[name], total.to(own.device, own.dtype))
 
         return start, finish
 
     def _whole(self, number: int, stage: BoundStage, indices: Mapping[str, int]) -> FlatBucket:
         """The flat memory of a bucket that is not sharded."""
         if number not in self._buckets:
-            weights = {name: stage.weights[index] for name, index in indices.items()}
+            weights = {name: stage.parameter(index) for name, index in indices.items()}
             sync_spec, own = self._plan.sync_spec, next(iter(weights.values())).dtype
             dtype = reduction_dtype(sync_spec.gradient_dtype, own)
             self._buckets[number] = FlatBucket(undivided(weights), weights, stage.device, dtype)
@@ -517,16 +517,17 @@ class Linker:
     def _unshard(self, instruction: Instruction) -> StartAndEnd:
         """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
         stage, shard = self._stages[instruction.stage], self._shard(instruction)
+        bucket, sync_spec = self._plan.sync_spec.buckets[instruction.bucket], self._plan.sync_spec
         if shard is None:
-            return nothing, nothing
-        start = functools.partial(shard.start_gather, self._group(instruction))
+            return self._load(instruction) if sync_spec.is_in_host_memory(bucket) else (nothing, nothing)
+        start = functools.partial(shard.start_gather, self._group(instruction), self._rank.host_link)
 
         def finish() -> None:
             gathered = shard.finish_gather()
             if not shard.keeps_parameters:
                 stage.set_weights({name: x for name, x in gathered.items() if name in stage.code.PARAMETERS})
 
-        if self._plan.sync_spec.reshards_after_use(self._plan.sync_spec.buckets[instruction.bucket]):
+        if sync_spec.reshards_after_use(bucket):
             return start, finish
         return self._unless_skipped(start), self._unless_skipped(finish)
 
@@ -561,11 +562,11 @@ class Linker:
     def _reshard(self, instruction: Instruction) -> Action:
         stage, shard = self._stages[instruction.stage], self._shard(instruction)
         bucket = self._plan.sync_spec.buckets[instruction.bucket]
-        if bucket.on_host:
+        if shard is None:
+            if not self._plan.sync_spec.is_in_host_memory(bucket):
+                return nothing
             loaded = self._host_bucket(instruction)
             return in_sequence([loaded.drop, functools.partial(stage.clear_weights, bucket.names)])
-        if shard is None:
-            return nothing
 
         def reshard() -> None:
             shard.drop()

@@ -133,6 +133,7 @@ class OptimizerUpdates:
         return (
             bound is not None
             and bound.placement == plan.placement
+            and bound.sync_spec.shard is plan.sync_spec.shard
             and gathered == [bucket.names for bucket in bound.sync_spec.buckets]
         )
 
@@ -163,9 +164,10 @@ class OptimizerUpdates:
         for stage, placement in enumerate(plan.placement):
             here, used = [rank for rank in placement if rank in devices], plan.stages[stage].parameters
             for rank in here:
-                numbers = sync_spec.buckets_of(stage) if sync_spec.shard and is_distributed else ()
+                divides = sync_spec.shard and is_distributed and len(placement) > 1
+                numbers = sync_spec.buckets_of(stage) if divides else ()
                 shards = {
-                    number: self._shard(plan, number, placement.index(rank), parameters) for number in numbers
+                    number: self._shard(plan, number, rank, parameters, devices[rank]) for number in numbers
                 }
                 divided = {name for shard in shards.values() for name in shard.sharding.names}
                 owned, uncounted = dict[ParameterShard, Tensor](), set[str]()
@@ -200,14 +202,22 @@ class OptimizerUpdates:
                     parameter.copy_(parameters[name])
 
     def _shard(
-        self, plan: Plan, number: int, replica: int, parameters: Mapping[str, nn.Parameter]
+        self,
+        plan: Plan,
+        number: int,
+        rank: int,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device,
     ) -> ShardedBucket:
         sync_spec, bucket = plan.sync_spec, plan.sync_spec.buckets[number]
-        sizes = {name: self._like[name].numel() for name in bucket.names}
+        sizes, replicas = (
+            {name: self._like[name].numel() for name in bucket.names},
+            plan.placement[bucket.stage],
+        )
         divide = shard_evenly if self.optimizer.elementwise >= sizes.keys() else shard_whole_tensors
-        sharding = divide(sizes, len(plan.placement[bucket.stage]))
-        keeps = not sync_spec.reshards_after_use(bucket)
-        return ShardedBucket(sharding, replica, parameters, sync_spec.gradient_dtype, keeps)
+        sharding, keeps = divide(sizes, len(replicas)), not sync_spec.reshards_after_use(bucket)
+        index, dtype = replicas.index(rank), sync_spec.gradient_dtype
+        return ShardedBucket(sharding, index, parameters, dtype, keeps, device)
 
     def _whole_on(
         self, plan: Plan, rank: int, stage: int, owner_ranks: Mapping[str, Sequence[int]]

@@ -92,6 +92,7 @@ class RankState:
                 plan.sync_spec,
                 self.owned is None or stage.index in self.owned,
                 num_versions_behind(program, stage.index) if program.period else None,
+                {*plan.sync_spec.host_parameters(stage.index)} - self._sharded(stage.index),
             )
             for stage in plan.stages
             if program.rank in plan.placement[stage.index]
@@ -106,7 +107,7 @@ class RankState:
             for index, stage in self.stages.items()
             if plan.stages[index].tail
         }
-        self.host_link = HostLink(device, not any(stage.on_host for stage in self.stages.values()))
+        self.host_link = HostLink(device, not plan.sync_spec.weights_on_host)
         self.step_results = StepResults(plan, program.rank)
         self.stream_results = StreamResults(plan, program.rank)
         self.results = self.stream_results if program.period else self.step_results
@@ -117,6 +118,11 @@ class RankState:
         self.groups: GroupHyperparameters = ()
         self.skipped, self.begun = set[int](), set[int]()
         self.begin_part(StepPart.WHOLE)
+
+    def _sharded(self, stage: int) -> set[str]:
+        """The parameters of a stage of which this rank has a shard."""
+        own = self.updates.on(self.number, stage) if self.updates else None
+        return {name for shard in own.shards.values() for name in shard.sharding.names} if own else set()
 
     @property
     def names_read(self) -> set[str]:
