@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in the background
 torch.set_num_threads(1)  # a sum over threads would depend on how many there are
 console.STATUS_DELAY_SECONDS = 3600.0  # what is printed would depend on how fast the machine is
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # empties caches, 20 ms for each capture

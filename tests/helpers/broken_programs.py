@@ -69,6 +69,9 @@ def golden_steps() -> Mapping[str, Step]:
         "loaded outside": make_step(
             make_schedule("looped-bfs", 2, 2), links=[result_link(3)], tied=(0, 3), **on_host, **outside
         ),
+        "shards on host": make_step(
+            _replicated("looped-bfs-v2", 1, 4), shard=ShardingLevel.PARAMETERS, clips=True, **on_host
+        ),
         "precomputed": make_step(make_schedule("1f1b", 2, 3), precomputes=True),
         "tail": make_step(_replicated("gpipe", 2, 4), tail=True, updates=True),
         "loss outside": make_step(

@@ -344,7 +344,7 @@ class Row:
                 self.devices // self.replicas > 1 or is_uneven or self.schedule in ("1f1b", "gpipe"),
                 self.shard is None or (self.replicas > 1 and self.updates),
                 self.recompute != "state offloaded" or self.updates,
-                self.recompute != "weights offloaded" or (self.replicas == 1 and not self.is_asynchronous),
+                self.recompute != "weights offloaded" or self._may_have_weights_on_host(),
                 self.run not in ("module", "stream") or self.batch != "rank0",
                 self.run != "module" or not self.is_asynchronous,
                 self.run != "saved" or self._is_loaded_alike(num_ranks),
@@ -362,6 +362,10 @@ class Row:
     def _is_loaded_alike(self, num_ranks: int) -> bool:
         """An artifact has one program, and no model."""
         return not num_ranks and self.update != "script of the model" and self.evaluates == "nothing"
+
+    def _may_have_weights_on_host(self) -> bool:
+        """Replicas divide them."""
+        return (self.replicas == 1 or self.shard == "parameters") and not self.is_asynchronous
 
     def _may_be_asynchronous(self) -> bool:
         """Stages clip and accumulate by themselves, a tied weight has two versions, and ranks read ahead."""

@@ -30,7 +30,7 @@ from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.messages import collective_group, transport
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
 from pipec.runtime.optimizers.stage_optimizer import OffloadedState
-from pipec.runtime.stages import host_bucket, host_copies
+from pipec.runtime.stages import flat_bucket, host_bucket, host_copies
 from pipec.runtime.step.interpreter import Interpreter
 
 TensorsByUse = Mapping[str, Iterable[Tensor]]
@@ -62,6 +62,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
         mock.patch.object(Interpreter, "_execute", execute),
         mock.patch.object(host_copies, "host_memory", _uncounted(host_copies.host_memory)),
         mock.patch.object(host_bucket, "host_memory_like", _uncounted(host_bucket.host_memory_like)),
+        mock.patch.object(flat_bucket, "host_memory_like", _uncounted(flat_bucket.host_memory_like)),
         mock.patch.object(OffloadedState, "_copied", _uncounted(OffloadedState._copied)),
         contextlib.ExitStack() as stack,
     ):
@@ -93,9 +94,10 @@ def _memory_at_start(interpreter: Interpreter) -> dict[str, list[Tensor]]:
         found["buffers"] += [*stage.buffers, *(each for each in constants if isinstance(each, Tensor))]
         found["inputs"] += [frame[x] for frame in stage.frames for x in stage.inputs if x in frame]
         if own := _update_of(interpreter, index):
-            found["optimizer"] += [] if stage.on_host else _state_on_device(own)
-            found["parameters"] += [shard._own for shard in own.shards.values()]
-            found["gradients"] += [x._gradient for x in own.shards.values() if x._gradient is not None]
+            shards = [shard for shard in own.shards.values() if not shard.on_host]
+            found["optimizer"] += [] if _host_weights(interpreter, index) else _state_on_device(own)
+            found["parameters"] += [shard._own for shard in shards]
+            found["gradients"] += [x._gradient for x in shards if x._gradient is not None]
     found["received"] += _received(interpreter.transport)
     return found
 
@@ -120,10 +122,17 @@ def _host_bytes(interpreter: Interpreter, stage: int) -> int:
     saved = (x for frame in frames for x in frame.get("saved", ()))
     offloaded = (x for x in saved if isinstance(x, host_copies.OffloadedValue))
     state = own._host._hosts.values() if own and own._host else ()
-    if weights := [*interpreter.stages[stage].on_host.values()]:
-        state = [*weights, *(each.grad for each in weights if each.grad is not None)]
-        state += _state_on_device(own) if own else []
+    if weights := _host_weights(interpreter, stage):
+        state = [*weights, *(_state_on_device(own) if own else [])]
     return sum(x.untyped_storage().nbytes() for x in state) + sum(len(p) for x in offloaded for p in x.host)
+
+
+def _host_weights(interpreter: Interpreter, stage: int) -> list[Tensor]:
+    """The weights of a stage that are in host memory, whole or in shards, and their gradients."""
+    whole, own = interpreter.stages[stage].on_host.values(), _update_of(interpreter, stage)
+    shards = [x for x in own.shards.values() if x.on_host] if own else []
+    gradients = [*(each.grad for each in whole), *(each._gradient for each in shards)]
+    return [*whole, *(each._own for each in shards), *(each for each in gradients if each is not None)]
 
 
 def _op_at(interpreter: Interpreter, position: int) -> Op | None:

@@ -46,5 +46,5 @@ def facts(shard: str | None, offload: str | None = None) -> dict[str, Any]:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     levels = (None, "optimizer", "gradients", "parameters")
-    away = {"away": facts("optimizer", "optimizer")}
+    away = {"away": facts("optimizer", "optimizer"), "weights": facts("parameters", "weights")}
     print(json.dumps({str(level): facts(level) for level in levels} | away))

@@ -89,7 +89,8 @@ def make_step(
     """A chain of the stages of a schedule, and ``links`` beside it.
 
     Gradients are made in ``num_segments`` segments. Each stage with replicas has a bucket for each of these,
-    and one for what it lends; with ``weights_on_host``, so has every stage, and one that is frozen. With
+    and one for what it lends; with ``weights_on_host``, so has every stage, and one that is frozen, as have
+    replicas that share parameters. With
     ``collectives``, the last stage has three model collectives, and with ``tail`` it has a tail. In the
     ``mode`` OUTPUTS the script computes the loss.
     """
@@ -105,7 +106,7 @@ def make_step(
         made = functools.partial(Bucket, stage, on_host=on_host)
         if len(ranks) > 1 or on_host:
             buckets += [made((value(f"w_{stage}.{k}", 6),), segment=k) for k in range(num_segments)]
-        if on_host:
+        if on_host or (len(ranks) > 1 and options.get("shard") is ShardingLevel.PARAMETERS):
             buckets.append(made((value(f"frozen_{stage}", 6),), trained=False))
         if tied and tied[0] == stage and (len(ranks) > 1 or on_host):
             buckets.append(made(lent.values, is_tied=True))

@@ -55,6 +55,22 @@ def lora(make: Callable[[], Any]) -> Any:
     return own, inputs
 
 
+REPLICAS = {
+    "in turns": {"devices": 2, "replicas": 2, "schedule": "looped-bfs-v3"},
+    "pipelines": {"devices": 4, "replicas": 2, "schedule": "zb-h1", "clip_grad_norm": 0.1},
+    "one has none": {"devices": 3, "replicas": (2, 1), "schedule": "1f1b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "freezes"), [("in turns", True), ("pipelines", False), ("one has none", True)]
+)
+def test_replicas_divide_weights_and_keep_every_bit(layout: str, freezes: bool) -> None:
+    chosen = functools.partial(lora, gpt2) if freezes else gpt2
+    options = {"shard": "parameters", "recompute": "full", **REPLICAS[layout]}
+    assert equal(trained(chosen, 2, offload="weights", **options), trained(chosen, 2, **options))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:batch norms")
 @pytest.mark.parametrize(
@@ -228,9 +244,9 @@ def test_an_evaluation_loads_weights_and_stores_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"replicas": 2, "devices": 2}, "replicas"),
-        ({"stages": 1, "devices": 2}, "replicas"),
-        ({"shard": "parameters", "devices": 2}, "shard"),
+        ({"replicas": 2, "devices": 2}, "shard='parameters'"),
+        ({"stages": 1, "devices": 2, "shard": "gradients"}, "shard='parameters'"),
+        ({"shard": "parameters", "devices": 2}, "replicas"),
         ({"schedule": "pipedream", "devices": 2}, "asynchronous"),
     ],
 )

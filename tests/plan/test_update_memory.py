@@ -57,6 +57,15 @@ def test_shares_of_state_wait_on_the_host(measured: list[dict[str, dict[str, Any
         assert found["said"] == pytest.approx(found["most"], rel=0.01)
 
 
+def test_shares_of_weights_wait_on_the_host(measured: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in measured:
+        found = rank["weights"]
+        assert not any(found["first"].get(kind) for kind in ("parameters", "gradients", "optimizer"))
+        assert found["host"] == [pytest.approx(4 * P / len(measured), rel=0.02)] * 2
+        assert found["said"] == pytest.approx(found["most"], rel=0.01)
+        assert found["all"] == [each["weights"]["most"] for each in measured]
+
+
 def prepared(**options: Any) -> Pipeline:
     x = torch.ones(8, 128)
     pipe = pipec.compile(model(), 1, loss_fn=nn.functional.mse_loss, microbatches=4, **options)

@@ -114,8 +114,8 @@ class ShardedBucket(FlatBucket):
     """The slice of a bucket that this process updates, as replica ``index`` of a stage.
 
     The slice of the sums is added up from step to step. If it ``keeps_parameters``, they are views of flat
-    memory. Otherwise only the slice stays, and the parameters are empty until they are gathered. The slice
-    and its sums are where the parameters were, which may be host memory; collectives run on ``device``.
+    memory. Otherwise only the slice stays, and the parameters are empty until they are gathered. With
+    ``on_host`` the slice and its sums stay in host memory; collectives run on ``device``.
 
     Between steps, the slice follows what a script does to ``parameter.data`` and ``parameter.grad``. A
     parameter whose gradient is added up in slices has a mark in ``.grad``: NaN in its shape, in the memory of
@@ -134,17 +134,19 @@ class ShardedBucket(FlatBucket):
         gradient_dtype: str,
         keeps_parameters: bool,
         device: torch.device,
+        on_host: bool = False,
     ) -> None:
         self._parameters = {name: parameters[name] for name in sharding.names}
         first = self._parameters[sharding.names[0]]
         super().__init__(sharding, self._parameters, device, reduction_dtype(gradient_dtype, first.dtype))
-        self.keeps_parameters, self.dtype, self._home = keeps_parameters, first.dtype, first.device
+        self.keeps_parameters, self.dtype = keeps_parameters, first.dtype
+        self._home, self.on_host = first.device, on_host
         self._index, self._first = index, index * sharding.width
         self._flat: Tensor | None = None
         self._own = self._flatten()
         if not keeps_parameters:
-            is_copied = self._home.type == "cpu" and device.type == "cuda"
-            self._own = pinned_copy(self._own) if is_copied else self._own.clone()
+            is_pinned = on_host and device.type == "cuda"
+            self._own = pinned_copy(self._own) if is_pinned else self._own.clone()
             self.drop()
         self._gradient: Tensor | None = None
         self._leaving: Tensor | None = None
@@ -176,7 +178,7 @@ class ShardedBucket(FlatBucket):
         part = torch.empty(self.sharding.width, dtype=self._reduced_as, device=self._device)
         wait = group.reduce_scatter(part, flat)
         self._reducing = part, wait
-        if link.is_async and part.device != self._home:
+        if self.on_host and link.is_async:
             sums, self._leaving = host_memory_like(part, pinned=True), part
 
             def copy() -> None:
@@ -186,7 +188,9 @@ class ShardedBucket(FlatBucket):
             self._reducing = sums, link.store(copy)
 
     def _keep(self, reduced: Tensor) -> dict[str, Tensor]:
-        sums, self._leaving = reduced.to(self._home, self.dtype), None
+        if self.on_host and self._leaving is None:
+            reduced = host_memory_like(reduced, pinned=False).copy_(reduced)
+        self._leaving, sums = None, reduced.to(self.dtype)
         self.add_gradient(ShardGradient(sums, frozenset(self.sharding.names)))
         return {}
 
@@ -228,7 +232,7 @@ class ShardedBucket(FlatBucket):
         """Start to gather the parameters of all replicas. A slice in host memory is copied over ``link``."""
         if self._flat is None:
             self._flat = self._new(self.dtype)
-        if self._own.device == self._device:
+        if not self.on_host:
             self._gathering = group.all_gather(self._flat, self._own)
             return
         flat, part = self._flat, self._flat[self._first : self._first + self.sharding.width]

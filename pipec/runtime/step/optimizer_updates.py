@@ -210,14 +210,18 @@ class OptimizerUpdates:
         device: torch.device,
     ) -> ShardedBucket:
         sync_spec, bucket = plan.sync_spec, plan.sync_spec.buckets[number]
-        sizes, replicas = (
-            {name: self._like[name].numel() for name in bucket.names},
-            plan.placement[bucket.stage],
-        )
+        sizes = {name: self._like[name].numel() for name in bucket.names}
         divide = shard_evenly if self.optimizer.elementwise >= sizes.keys() else shard_whole_tensors
-        sharding, keeps = divide(sizes, len(replicas)), not sync_spec.reshards_after_use(bucket)
-        index, dtype = replicas.index(rank), sync_spec.gradient_dtype
-        return ShardedBucket(sharding, index, parameters, dtype, keeps, device)
+        replicas, keeps = plan.placement[bucket.stage], not sync_spec.reshards_after_use(bucket)
+        return ShardedBucket(
+            divide(sizes, len(replicas)),
+            replicas.index(rank),
+            parameters,
+            sync_spec.gradient_dtype,
+            keeps,
+            device,
+            sync_spec.is_in_host_memory(bucket),
+        )
 
     def _whole_on(
         self, plan: Plan, rank: int, stage: int, owner_ranks: Mapping[str, Sequence[int]]
