@@ -4,7 +4,8 @@ meanwhile.
 Weights are on the meta device: nothing runs. Each model is in bfloat16, with AdamW, one layer a stage
 (``looped-bfs-vN``) and everything recomputed. LoRA trains adapters of rank 16 of all linear layers. ``link``
 and ``host`` are the shares of a step in which the busier direction of the host link copies, and in which the
-host updates; memory is that of the rank that needs most.
+host updates; memory is that of the rank that needs most. Where replicas divide the weights, ``link`` includes
+the collectives.
 """
 
 import argparse
@@ -43,11 +44,13 @@ class Case:
     rows: int
     tokens: int = 2048
     devices: int = 1
+    replicas: int = 1
 
 
 CASES = (
     Case("7B", "rtx-4090", False, 16),
     Case("7B", "rtx-4090", False, 64, devices=4),
+    Case("7B", "rtx-4090", False, 64, devices=4, replicas=4),
     Case("7B", "h100-pcie", False, 64),
     Case("32B", "rtx-4090", True, 8),
     Case("32B", "h100-pcie", True, 32),
@@ -74,7 +77,9 @@ def planned(case: Case) -> str:
         model,
         devices=case.devices,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-5),
-        schedule=f"looped-bfs-v{layers // case.devices}",
+        replicas=case.replicas,
+        shard="parameters" if case.replicas > 1 else None,
+        schedule=f"looped-bfs-v{layers * case.replicas // case.devices}",
         microbatches=min(8 * case.devices, case.rows),
         recompute="full",
         offload="weights",
@@ -93,15 +98,20 @@ def planned(case: Case) -> str:
     flops = (4 * size + 2 * trained) * case.rows * case.tokens  # frozen weights have no gradient of their own
     return row(
         f"{case.size}, {'LoRA' if case.lora else 'full'}, {case.rows} x {case.tokens:,} tokens",
-        case.device if case.devices == 1 else f"{case.devices} x {case.device}",
+        _devices(case),
         f"{seconds:.1f}",
         f"{case.rows * case.tokens / seconds:,.0f}",
         f"{1e-12 * flops / seconds:.0f}",
-        f"{max(busy[Op.LOAD], busy[Op.STORE]) / seconds:.0%}",
+        f"{max(busy[Op.LOAD] + busy[Op.UNSHARD], busy[Op.STORE] + busy[Op.REDUCE_GRAD]) / seconds:.0%}",
         f"{busy[Op.HOST_UPDATE] / seconds:.0%}",
         format_bytes(max(need.peak_bytes for need in needs)),
         format_bytes(max(need.host_bytes for need in needs)),
     )
+
+
+def _devices(case: Case) -> str:
+    several = case.device if case.devices == 1 else f"{case.devices} x {case.device}"
+    return f"{several}, replicas" if case.replicas > 1 else several
 
 
 def main() -> None:
