@@ -211,10 +211,8 @@ def _divided(sync_spec: SyncSpec, bucket: Bucket, share: _ShardBytes, memory: St
     sums = share.own * (2 if sync_spec.reduces_every_round(bucket) else 1)
     in_transit = bucket.in_transit_bytes + sums if bucket.trained else 0.0
     if sync_spec.reshards_after_use(bucket):
-        memory, in_transit = (
-            _with_shards(sync_spec, memory, share.whole, share.own),
-            in_transit + share.padded,
-        )
+        memory = _with_shards(sync_spec, memory, share.whole, share.own)
+        in_transit += share.padded
     else:
         memory = replace(memory, weights=memory.weights + share.padded - share.whole)
     return replace(memory, in_transit=memory.in_transit + in_transit)

@@ -29,7 +29,8 @@ def require_host_memory(plan: Plan, ranks: Collection[int], present: Collection[
         own = counts[bucket.stage] * (bucket.shard_bytes or sum(sizes.values()))
         weights += own
         gradients += own * bucket.trained
-        missing += own * sum(sizes[name] for name in sizes if name not in present) / sum(sizes.values())
+        absent = sum(size for name, size in sizes.items() if name not in present)
+        missing += own * absent / max(sum(sizes.values()), 1)
     if not weights:
         return
     kept = sum(n * stage.cost.memory.host for n, stage in zip(counts, plan.stages, strict=True))
