@@ -265,7 +265,8 @@ def _kind(leaf: Any, axis: BatchAxis | None, path: str, names: Mapping[int | Non
             "pass tensors, numbers, strings and None, in tuples, lists, dicts or classes registered with "
             "torch.export.register_dataclass"
         )
-    return type(leaf), names.get(None, leaf)
+    value = repr(leaf) if isinstance(leaf, float | complex) else leaf  # 0.0 equals -0.0, and NaN not itself
+    return type(leaf), names.get(None, value)
 
 
 def _layout(tensor: Tensor, is_general: bool) -> Hashable:

@@ -77,7 +77,11 @@ class Guards:
         self.constants = {source: x for source, x in constants.items() if evaluate(source, module) == x}
         codes = {*output.traced_code}
         self.unguarded = by_name(
-            [*_of_classes(codes, entries, module), *_unguarded(entries, codes, module, _scope(built, module))]
+            [
+                *_of_classes(codes, entries, module),
+                *_unguarded(entries, codes, module, _scope(built, module)),
+                *((fqn_of(source), _written(source)) for source, x in self.constants.items() if _has_zero(x)),
+            ]
         )
 
     def hold(self, module: torch.nn.Module) -> bool:
@@ -94,6 +98,20 @@ def _is_compared_by_id(entry: Any) -> bool:
     """Whether a value must be held, so that no other object gets its id. The traced module holds modules."""
     is_compared = callable(entry.value) or "ID_MATCH" in entry.derived_guard_types
     return is_compared and not isinstance(entry.value, torch.nn.Module)
+
+
+def _has_zero(value: object) -> bool:
+    """Whether a guard on a value holds for another sign: 0.0 equals -0.0."""
+    if isinstance(value, tuple):
+        return any(map(_has_zero, value))
+    if isinstance(value, complex):
+        return not (value.real and value.imag)
+    return isinstance(value, float) and not value
+
+
+def _written(source: str) -> Read:
+    """Reads a number as text, with its sign."""
+    return lambda module: repr(evaluate(source, module))
 
 
 def _is_plain(entry: Any) -> bool:

@@ -220,6 +220,27 @@ def test_a_call_like_the_last_one_has_its_own_number() -> None:
         assert torch.equal(found.signbit(), expected.signbit()), factor
 
 
+class Signed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.sign = nn.Linear(4, 2), 0.0
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        signs = torch.stack([torch.tensor(factor), torch.tensor(self.sign)])
+        return self.layer(x) * torch.copysign(torch.ones(2), signs).prod()
+
+
+def test_zeros_of_both_signs_are_two_numbers() -> None:
+    """As an argument that is a constant and then a variable, and as an attribute."""
+    model, x = Signed(), torch.randn(ROWS, 4)
+    pipe = pipec.compile(model, 2, microbatches=len(SIZES)).eval()
+    for factor in (0.0, -0.0, 0.0, 1.0, -0.0, 2.0, 0.0, -0.0):
+        torch.testing.assert_close(pipe(x, factor), model(x, factor).detach())
+    for sign in (-0.0, 0.0):
+        model.sign = sign
+        torch.testing.assert_close(pipe(x, 2.0), model(x, 2.0).detach())
+
+
 @pytest.mark.slow
 def test_what_changes_again_and_again_takes_no_more_and_more_memory(
     collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch, said: list[str]

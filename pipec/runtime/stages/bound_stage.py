@@ -117,7 +117,7 @@ class BoundStage:
         self._buffers_after: dict[int, Tensor] = {}
         self.versions = WeightVersions(self.weights, versions_behind or 0)
         self.is_versioned = versions_behind is not None
-        self._precomputed: dict[tuple[float, ...], list[Tensor]] = {}
+        self._precomputed: dict[tuple[Any, ...], list[Tensor]] = {}
         self._buffers_found: dict[int, list[Tensor]] = {}
         self._memory: set[int] = set()
         self._precompute: Callable[..., tuple[Tensor, ...]] = getattr(code, "precompute", tuple)
@@ -152,7 +152,8 @@ class BoundStage:
         frame = self.frames[microbatch]
         frame.update(w=self.weights, buffers=self.buffers, device=self.device, **sizes)
         frame["rng"] = OperatorGenerators(self.device, key)
-        frame["constants"] = self._constants(*(sizes[name] for name in self._constants_arguments))
+        read = [sizes[name] for name in self._constants_arguments]
+        frame["constants"] = self._constants(_signs(read), *read)
         if self._precompute_arguments and not self.is_versioned:
             frame["precomputed"] = self._precomputed_of(frame)
         return frame
@@ -223,8 +224,9 @@ class BoundStage:
 
     def _precomputed_of(self, frame: Frame) -> list[Tensor]:
         """What is computed of the version of the weights with the sizes that ``precompute`` takes."""
-        sizes = (frame[name] for name in self._precompute_arguments if name not in ("w", "buffers", "device"))
-        return self._precomputed.setdefault((frame.get(VERSION, -1), *sizes), [])
+        names = (name for name in self._precompute_arguments if name not in ("w", "buffers", "device"))
+        sizes = [frame[name] for name in names]
+        return self._precomputed.setdefault((frame.get(VERSION, -1), _signs(sizes), *sizes), [])
 
     def function(self, name: str) -> Callable[..., Any]:
         """A function of the code.
@@ -337,7 +339,7 @@ class BoundStage:
         self._buffers_after.clear()
         self.gradients.forget_step()
 
-    def _evaluate_constants(self, *sizes: float) -> tuple[Any, ...]:
+    def _evaluate_constants(self, signs: str, *sizes: float) -> tuple[Any, ...]:
         constants = getattr(self.code, "constants", None)
         arguments = dict(zip(self._constants_arguments, sizes, strict=True))
         return tuple(constants(**arguments, device=self.device)) if constants else ()
@@ -348,7 +350,7 @@ class SuspendedStage:
     """The frames of a stage, what it has computed of its weights, and those that it borrows, by index."""
 
     frames: list[Frame]
-    precomputed: dict[tuple[float, ...], list[Tensor]]
+    precomputed: dict[tuple[Any, ...], list[Tensor]]
     borrowed: dict[int, Tensor]
 
 
@@ -424,6 +426,11 @@ class WeightVersions:
 
 _NOT_RECEIVED = torch.empty(0)
 """Placeholder of a borrowed parameter until the stage that owns it sends it."""
+
+
+def _signs(numbers: Iterable[float]) -> str:
+    """The zeros among numbers, for a key: 0.0 equals -0.0."""
+    return " ".join([str(each) for each in numbers if not each])
 
 
 def _names_read(code: StageCode, function: str) -> tuple[str, ...]:
