@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from pipec.capture.flex_attention import dense_attention
 from pipec.capture.graph_calls import fake_value
 from pipec.primitives import (
     INTERPOLATE,
@@ -38,7 +39,8 @@ def use_own_operators(captured: fx.GraphModule) -> None:
         if isinstance(module, fx.GraphModule):
             for node in list(module.graph.nodes):
                 if node.target in _REPLACED:
-                    _replace(node, _REPLACED[node.target])
+                    with captured.meta["fake_mode"]:
+                        _replace(node, _REPLACED[node.target])
             module.recompile()
 
 
@@ -60,8 +62,17 @@ def _replace(call: fx.Node, function: Callable[..., Any]) -> None:
             user.replace_all_uses_with(result[user.args[1]].node)
             call.graph.erase_node(user)
     for node in (call, *reversed(parts.made)):
-        if not node.users:
-            call.graph.erase_node(node)
+        _erase_unused(node)
+
+
+def _erase_unused(node: fx.Node) -> None:
+    """Erase a node that nothing reads, and the tensors that are computed for it alone."""
+    if node.users or node.op == "placeholder" or not isinstance(fake_value(node), torch.Tensor | tuple):
+        return
+    read = node.all_input_nodes
+    node.graph.erase_node(node)
+    for each in read:
+        _erase_unused(each)
 
 
 class _Parts(fx.proxy.GraphAppendingTracer):
@@ -80,7 +91,8 @@ class _Parts(fx.proxy.GraphAppendingTracer):
         node = super().create_node(kind, target, args, kwargs, own, *others)
         key = "example_value" if "example_value" in self.call.meta else "val"
         given, named = _mapped((args, kwargs), fake_value)
-        node.meta = {**self.call.meta, key: target(*given, **named)}
+        function = getattr(type(given[0]), target) if kind == "call_method" else target
+        node.meta = {**self.call.meta, key: function(*given, **named)}
         self.made.append(node)
         return node
 
@@ -143,6 +155,7 @@ _REPLACED: Mapping[Any, Callable[..., Any]] = {
         getattr(_aten, f"upsample_{mode}{dimensions}d").vec: functools.partial(_upsample, mode)
         for mode, dimensions in INTERPOLATED_DIMENSIONS.items()
     },
+    torch.ops.higher_order.flex_attention: dense_attention,
     **dict.fromkeys((torch.ctc_loss, F.ctc_loss, _aten.ctc_loss.Tensor), _ctc_loss),
 }
 """The calls that are replaced, as either front end writes them."""

@@ -20,8 +20,14 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 
 def memory_id(tensor: Tensor) -> int:
-    """Identifies the memory of a tensor, which views share. Fake tensors have one, too."""
-    return int(tensor.untyped_storage()._cdata)
+    """Identifies the memory of a tensor, which views share. Fake tensors have one, too.
+
+    The tensors that the function of a ``torch.vmap`` gets have none, and each is taken to be alone.
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return id(tensor)
 
 
 def is_differentiated(tensor: Tensor) -> bool:
