@@ -8,11 +8,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import ResNetConfig, ResNetForImageClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.graph import TrainingGraph, copy_graph
@@ -63,24 +71,58 @@ def gpt(width: int, vocabulary: int, context: int, num_layers: int = 8) -> nn.Se
     )
 
 
+def text(rows: int, context: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """``int64[rows, context]`` random tokens, and the tokens that follow them."""
+    tokens = torch.randint(vocabulary, (rows, context + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
 def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Mean cross entropy of ``f32[batch, context, vocabulary]`` logits against ``int64[batch, context]``."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def resnet50(scale: float) -> nn.Sequential:
-    """The first convolution, 16 blocks of three with batch norm, and the output layer for 1,000 classes.
-
-    ``f32[batch, 3, height, width]`` images to ``f32[batch, 1000]`` (He et al., CVPR 2016). All widths are
-    ``scale`` times those of the paper.
-    """
+    """A ResNet-50 with all widths ``scale`` times those of the paper (He et al., CVPR 2016)."""
     sizes = [int(scale * width) for width in (256, 512, 1024, 2048)]
-    config = ResNetConfig(num_labels=1000, embedding_size=int(scale * 64), hidden_sizes=sizes)
-    whole = ResNetForImageClassification(config)
+    return resnet(num_labels=1000, embedding_size=int(scale * 64), hidden_sizes=sizes)
+
+
+def resnet(**config: Any) -> nn.Sequential:
+    """``f32[batch, 3, height, width]`` images to logits, with a module for each block."""
+    whole = ResNetForImageClassification(ResNetConfig(**config))
     blocks = [block for stage in whole.resnet.encoder.stages for block in stage.layers]
     return nn.Sequential(
         whole.resnet.embedder, *blocks, nn.Sequential(whole.resnet.pooler, *whole.classifier)
     )
+
+
+def gpt2(width: int, num_layers: int, vocabulary: int, context: int) -> GPT2LMHeadModel:
+    """GPT-2 of transformers, with heads 32 wide."""
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=context,
+        n_embd=width,
+        n_layer=num_layers,
+        n_head=width // 32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def t5(width: int, num_layers: int, vocabulary: int) -> T5ForConditionalGeneration:
+    """T5 of transformers, with so many layers in its encoder and in its decoder, and heads 32 wide."""
+    config = T5Config(
+        vocab_size=vocabulary,
+        d_model=width,
+        d_kv=32,
+        d_ff=4 * width,
+        num_layers=num_layers,
+        num_heads=width // 32,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
 
 
 def table(*headings: str, numbers_from: int = 1) -> Iterator[str]:
@@ -100,34 +142,28 @@ def processor_seconds() -> float:
 
 
 def medians(
-    calls: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+    calls: Mapping[str, Callable[[], object]],
+    turns: int,
+    *,
+    in_turn: int = 1,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Median seconds of each call. They take turns, and a first round does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
-            started = clock()
-            call()
-            seconds[name].append(clock() - started)
-    return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
+    """Median seconds of each call. They take turns, of which the first ``warmup`` do not count.
 
-
-def medians_of_turns(
-    calls: Mapping[str, Callable[[], object]], turns: int, in_turn: int = 4
-) -> dict[str, float]:
-    """Median seconds of each call, of ``in_turn`` calls in a turn.
-
-    The first call of a turn does not count, for the others before it have emptied the caches, nor does the
-    first turn.
+    Of several calls in a turn the first does not count either, for the others before it have emptied the
+    caches. What runs ``before`` a call is not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns + 1):
+    for turn in range(warmup + turns):
         for name, call in calls.items():
             for number in range(in_turn):
-                started = time.perf_counter()
+                before()
+                started = clock()
                 call()
-                if turn and number:
-                    seconds[name].append(time.perf_counter() - started)
+                if turn >= warmup and (number or in_turn == 1):
+                    seconds[name].append(clock() - started)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 

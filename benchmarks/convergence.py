@@ -1,6 +1,6 @@
 """How many mini-batches training takes with a flush and without one: curves, and a table in Markdown.
 
-    python benchmarks/convergence.py --curves build/curves.json --plot docs/images/convergence.svg
+    python benchmarks/convergence.py --plot docs/images/convergence.svg
     python benchmarks/convergence.py --models gpt --seeds 1 --minibatches 20
 
 Two models of the examples train on four stages under four schedules, for each seed from the same weights and
@@ -17,18 +17,16 @@ script sees that changes its schedule and nothing else.
 
 import argparse
 import functools
-import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice, product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
-from common import row
-from common import table as heading
+from common import row, table
 from torch import Tensor, nn
 
 import pipec
@@ -64,29 +62,16 @@ class Task:
     falls: bool
     evaluate: Callable[[pipec.Pipeline], float] | None = None
 
+    def needed(self, points: Sequence[float]) -> float:
+        """The mini-batches until the target is reached; infinite if it never is."""
+        for number, value in enumerate(points, 1):
+            if value <= self.target if self.falls else value >= self.target:
+                return number * self.every
+        return math.inf
 
-@dataclass(frozen=True)
-class Curve:
-    """The points of one training."""
 
-    task: str
-    schedule: str
-    seed: int
-    points: Sequence[float]
-
-    def is_of(self, task: Task, schedule: str, seed: int) -> bool:
-        same = (self.task, self.schedule, self.seed) == (task.name, schedule, seed)
-        return same and len(self.points) == -(-task.minibatches // task.every)
-
-    def needed(self, task: Task) -> int | None:
-        """The mini-batches until the target is reached; None if it never is."""
-        reached = (
-            number
-            for number, value in enumerate(self.points, 1)
-            if (value <= task.target if task.falls else value >= task.target)
-        )
-        first = next(reached, None)
-        return first and first * task.every
+Curves = dict[str, list[list[float]]]
+"""For each schedule the points of the training from each seed."""
 
 
 def gpt_batches(generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
@@ -146,7 +131,8 @@ TASKS = (
 )
 
 
-def train(task: Task, schedule: str, seed: int) -> Curve:
+def train(task: Task, schedule: str, seed: int) -> list[float]:
+    """The points of the curve."""
     torch.manual_seed(seed)
     pipe = pipec.compile(
         task.make(),
@@ -157,53 +143,22 @@ def train(task: Task, schedule: str, seed: int) -> Curve:
         optimizer=functools.partial(torch.optim.AdamW, lr=task.learning_rate),
     )
     batches = islice(task.batches(torch.Generator().manual_seed(seed)), task.minibatches)
-    points = list[float]()
     if task.evaluate is None:
         losses = [loss.item() for loss in pipe.stream(batches)]
-        points += (statistics.mean(losses[k : k + task.every]) for k in range(0, len(losses), task.every))
-    else:
-        while losses := [loss.item() for loss in pipe.stream(islice(batches, task.every))]:
-            points.append(task.evaluate(pipe))
-    return Curve(task.name, schedule, seed, points)
+        return [statistics.mean(losses[k : k + task.every]) for k in range(0, len(losses), task.every)]
+    points = list[float]()
+    while [loss.item() for loss in pipe.stream(islice(batches, task.every))]:
+        points.append(task.evaluate(pipe))
+    return points
 
 
-def all_curves(tasks: Sequence[Task], schedules: Sequence[str], seeds: int, kept: Path | None) -> list[Curve]:
-    """One for each model, schedule and seed. What is ``kept`` there is not made again; the rest is added."""
-    curves = [Curve(**each) for each in json.loads(kept.read_text())] if kept and kept.exists() else []
-    wanted = list(product(tasks, schedules, range(seeds)))
-    for task, schedule, seed in wanted:
-        if not any(curve.is_of(task, schedule, seed) for curve in curves):
-            curves.append(train(task, schedule, seed))
-            if kept:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_text(json.dumps([asdict(curve) for curve in curves]))
-    return [next(c for c in curves if c.is_of(*each)) for each in wanted]
-
-
-def table(tasks: Sequence[Task], schedules: Sequence[str], curves: Sequence[Curve]) -> Iterator[str]:
-    headings = ("mini-batches, median", "of all seeds", "median / 1F1B")
-    yield from heading("model", "target", "schedule", *headings, numbers_from=3)
-    for task in tasks:
-        needs = {name: [c.needed(task) for c in of_schedule(curves, task, name)] for name in schedules}
-        medians = {name: median_of(found) for name, found in needs.items()}
-        for name, found in needs.items():
-            every = ", ".join(str(need or "never") for need in sorted(found, key=order))
-            ratio = medians[name] / medians["1f1b"] if "1f1b" in medians else float("nan")
-            target = f"{task.label} {'at most' if task.falls else 'at least'} {task.target:g}"
-            yield row(task.name, target, name, f"{medians[name]:g}", every, f"{ratio:.2f}")
-
-
-def order(need: int | None) -> float:
-    """Trainings that never come so far are the slowest."""
-    return math.inf if need is None else need
-
-
-def median_of(needs: Sequence[int | None]) -> float:
-    return statistics.median(map(order, needs))
-
-
-def of_schedule(curves: Sequence[Curve], task: Task, schedule: str) -> list[Curve]:
-    return [curve for curve in curves if (curve.task, curve.schedule) == (task.name, schedule)]
+def lines(task: Task, curves: Curves) -> Iterator[str]:
+    needs = {name: sorted(map(task.needed, found)) for name, found in curves.items()}
+    medians = {name: statistics.median(found) for name, found in needs.items()}
+    for name, found in needs.items():
+        ratio = f"{medians[name] / medians['1f1b']:.2f}" if "1f1b" in medians else ""
+        target = f"{task.label} {'at most' if task.falls else 'at least'} {task.target:g}"
+        yield row(task.name, target, name, f"{medians[name]:g}", ", ".join(f"{x:g}" for x in found), ratio)
 
 
 STYLES = {
@@ -215,7 +170,7 @@ STYLES = {
 """Of the lines. Those of GPipe and 1F1B lie on each other."""
 
 
-def plot(tasks: Sequence[Task], schedules: Sequence[str], curves: Sequence[Curve], path: Path) -> None:
+def plot(tasks: Sequence[Task], curves: Mapping[str, Curves], path: Path) -> None:
     """Each schedule's median over the seeds, in the band of all of them."""
     import matplotlib.pyplot as plt
 
@@ -223,8 +178,8 @@ def plot(tasks: Sequence[Task], schedules: Sequence[str], curves: Sequence[Curve
         1, len(tasks), figsize=(5.5 * len(tasks), 4), layout="constrained", squeeze=False
     )
     for task, axes in zip(tasks, panels[0], strict=True):
-        for name in schedules:
-            columns = list(zip(*(curve.points for curve in of_schedule(curves, task, name)), strict=True))
+        for name, found in curves[task.name].items():
+            columns = list(zip(*found, strict=True))
             at = range(task.every, task.every * len(columns) + 1, task.every)
             axes.plot(at, list(map(statistics.median, columns)), label=name, **STYLES[name])
             axes.fill_between(
@@ -245,7 +200,6 @@ def main() -> None:
     parser.add_argument(
         "--minibatches", type=int, help="how many a training has; default: enough for the target"
     )
-    parser.add_argument("--curves", type=Path, help="a JSON file to keep curves in, and to go on from")
     parser.add_argument("--plot", type=Path, help="where to draw the curves, such as curves.svg")
     args = parser.parse_args()
 
@@ -254,10 +208,16 @@ def main() -> None:
         for task in TASKS
         if task.name in (args.models or task.name)
     ]
-    curves = all_curves(tasks, args.schedules, args.seeds, args.curves)
-    pipec.log("\n".join(table(tasks, args.schedules, curves)))
+    headings = ("mini-batches, median", "of all seeds", "median / 1F1B")
+    pipec.log("\n".join(table("model", "target", "schedule", *headings, numbers_from=3)))
+    curves: dict[str, Curves] = {}
+    for task in tasks:
+        curves[task.name] = {
+            name: [train(task, name, seed) for seed in range(args.seeds)] for name in args.schedules
+        }
+        pipec.log("\n".join(lines(task, curves[task.name])))
     if args.plot:
-        plot(tasks, args.schedules, curves, args.plot)
+        plot(tasks, curves, args.plot)
 
 
 if __name__ == "__main__":

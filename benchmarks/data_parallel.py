@@ -11,20 +11,17 @@ which are alive, counted in one more step of each contestant alone.
 
 import argparse
 import functools
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from common import gpt, next_token_loss, row, table
+from common import gpt, medians, next_token_loss, resnet, row, table, text
 from memory_meter import TensorMemoryMeter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import ResNetConfig, ResNetForImageClassification
 
 import pipec
 
@@ -44,34 +41,13 @@ class Case:
     batch: Callable[[], tuple[Tensor, Tensor]]
 
 
-class Images(nn.Module):
-    """The last part of a ResNet: ``f32[batch, channels, 1, 1]`` to ``f32[batch, labels]``."""
-
-    def __init__(self, classifier: nn.Module) -> None:
-        super().__init__()
-        self.classifier = classifier
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(x.mean((2, 3)))
-        return logits
-
-
-def resnet() -> nn.Sequential:
-    config = ResNetConfig(hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic")
-    whole = ResNetForImageClassification(config)
-    stages = [layer for stage in whole.resnet.encoder.stages for layer in stage.layers]
-    return nn.Sequential(whole.resnet.embedder, *stages, Images(whole.classifier[1]))
-
-
-def text(rows: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(256, (rows, 129))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
+RESNET_18 = functools.partial(
+    resnet, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic"
+)
 CASES = [
-    Case("GPT, width 64", functools.partial(gpt, 64, 256, 128), functools.partial(text, 16)),
-    Case("GPT, width 256", functools.partial(gpt, 256, 256, 128), functools.partial(text, 16)),
-    Case("ResNet-18", resnet, lambda: (torch.randn(8, 3, 64, 64), torch.randint(2, (8,)))),
+    Case("GPT, width 64", functools.partial(gpt, 64, 256, 128), functools.partial(text, 16, 128, 256)),
+    Case("GPT, width 256", functools.partial(gpt, 256, 256, 128), functools.partial(text, 16, 128, 256)),
+    Case("ResNet-18", RESNET_18, lambda: (torch.randn(8, 3, 64, 64), torch.randint(2, (8,)))),
 ]
 
 
@@ -114,34 +90,29 @@ def fsdp(case: Case) -> Step:
     return torch_step(fully_shard(model, mesh=mesh), case)
 
 
-def pipec_step(case: Case, shard: str | None, stages: int = 1) -> Step:
+def pipec_step(case: Case, shards: bool) -> Step:
     model, (x, target) = case.model(), case.batch()
-    schedule = "1f1b" if stages == 1 else f"looped-bfs-v{stages}"
+    stages = len(model) if shards else 1
     pipe = pipec.compile(
         model,
         devices=["cpu"] * RANKS,
         loss_fn=loss_of,
-        schedule=schedule,
+        schedule=f"looped-bfs-v{stages}" if shards else "1f1b",
         stages=stages,
         microbatches=RANKS,
         recompute="none",
         optimizer=ADAMW,
-        shard=shard,
+        shard="parameters" if shards else None,
     )
     return lambda: pipe.step(x, target=target)
 
 
 def contestants(case: Case, shards: bool) -> dict[str, Callable[[], Step]]:
+    own = functools.partial(pipec_step, case, shards)
     if shards:
-        stages = len(case.model())
-        return {
-            "FSDP2": functools.partial(fsdp, case),
-            'pipec, shard="parameters"': functools.partial(pipec_step, case, "parameters", stages),
-            'pipec, shard="gradients"': functools.partial(pipec_step, case, "gradients"),
-            'pipec, shard="optimizer"': functools.partial(pipec_step, case, "optimizer"),
-        }
+        return {"FSDP2": functools.partial(fsdp, case), 'pipec, shard="parameters"': own}
     named = {f"DDP, buckets of {mb} MB": functools.partial(ddp, case, mb) for mb in BUCKETS_MB}
-    return {**named, "pipec, stages=1": functools.partial(pipec_step, case, None)}
+    return {**named, "pipec, stages=1": own}
 
 
 def compare(case: Case, shards: bool, num_steps: int) -> list[str]:
@@ -150,27 +121,18 @@ def compare(case: Case, shards: bool, num_steps: int) -> list[str]:
     for name, make in contestants(case, shards).items():
         torch.manual_seed(0)
         steps[name] = make()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    losses: dict[str, float] = {}
-    for number in range(WARMUP_STEPS + num_steps):
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            loss = step()
-            if number >= WARMUP_STEPS:
-                seconds[name].append(time.perf_counter() - start)
-            losses[name] = mean_over_ranks(loss)
+    taken = medians(steps, num_steps, warmup=WARMUP_STEPS, before=dist.barrier)
+    losses = {name: mean_over_ranks(step()) for name, step in steps.items()}
     peaks = {name: peak_bytes(step) for name, step in steps.items()}
     if max(losses.values()) - min(losses.values()) > 1e-3 * abs(min(losses.values())):
         raise RuntimeError(f"the contestants disagree on the loss of {case.name}: {losses}")
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    best = min((name for name in medians if not name.startswith("pipec")), key=medians.__getitem__)
+    best = min((name for name in taken if not name.startswith("pipec")), key=taken.__getitem__)
     return [
         row(
-            *(case.name, name, f"{1e3 * median:.0f}", f"{median / medians[best]:.2f}"),
+            *(case.name, name, f"{1e3 * median:.0f}", f"{median / taken[best]:.2f}"),
             *(f"{peaks[name] / 1e6:.0f}", f"{peaks[name] / peaks[best]:.2f}"),
         )
-        for name, median in medians.items()
+        for name, median in taken.items()
     ]
 
 

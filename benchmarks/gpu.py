@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from common import gpt, in_processes, next_token_loss, row, table
+from common import gpt, in_processes, next_token_loss, row, table, text
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -77,10 +77,9 @@ class Case:
         return 6.0 * sum(each.numel() for each in model.parameters()) * self.batch * self.context
 
     def tokens(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        text = torch.randint(
-            self.vocabulary, (self.batch, self.context + 1), generator=torch.Generator().manual_seed(0)
-        )
-        return text[:, :-1].contiguous().to(device), text[:, 1:].contiguous().to(device)
+        torch.manual_seed(0)
+        tokens, target = text(self.batch, self.context, self.vocabulary)
+        return tokens.to(device), target.to(device)
 
 
 def eager_step(case: Case, device: torch.device, compiles: bool = False) -> Step:
@@ -212,13 +211,10 @@ def rows(case: Case, device: torch.device, schedule: str, steps: int, compiles: 
         "pipec, 4 stages on one device": lambda: pipec_step(case, [device] * 4, schedule),
     }
     if compiles:
+        inductor = functools.partial(pipec_step, case, schedule=schedule, kernels="inductor")
         contestants["torch.compile"] = lambda: eager_step(case, device, compiles)
-    for kernels in ("inductor",) * compiles:
-        for stages in (1, 4):
-            plural = "s" * (stages > 1)
-            contestants[f"pipec, {kernels}, {stages} stage{plural} on one device"] = functools.partial(
-                pipec_step, case, [device] * stages, schedule, kernels
-            )
+        contestants["pipec, inductor, 1 stage"] = lambda: inductor([device])
+        contestants["pipec, inductor, 4 stages on one device"] = lambda: inductor([device] * 4)
     if count > 1:
         gpus = [torch.device("cuda", index) for index in range(count)]
         contestants[f"pipec, {count} GPUs of a process"] = lambda: pipec_step(case, gpus, schedule)

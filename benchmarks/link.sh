@@ -2,7 +2,7 @@
 # Run a command as the ranks of a process group on two hosts that a link of a given rate joins: one on each
 # host, or as many as RANKS_PER_HOST says.
 #
-#   sudo benchmarks/link.sh 2gbit python benchmarks/schedules.py --message-mib 2 4
+#   sudo benchmarks/link.sh 2gbit python train.py
 #
 # The hosts are network namespaces, the link is a veth pair with a token bucket at either end, and both are
 # gone when the command ends. Over the loopback device messages cost processor time, which on a machine of few

@@ -1,10 +1,9 @@
 """Peak memory of every rank, predicted and measured, for several models, schedules and numbers of stages.
 
     python benchmarks/memory.py                             # every rank in this process
-    python benchmarks/memory.py --short                     # one case alone
+    python benchmarks/memory.py --model gpt2 --stages 1     # four cases
     torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: two replicas, and sharding
-    python benchmarks/memory.py --deepest planned           # the deepest GPT within 16 GiB a rank, on meta
-    python benchmarks/memory.py --deepest run               # within 24 MiB: a step of it is run and measured
+    python benchmarks/memory.py --deepest                   # the deepest GPT within 16 GiB a rank, on meta
 
 ``pipe.memory()`` predicts and ``measure_memory(pipe, ...)`` measures; the second step is measured, when the
 state of the optimizer is there. Each cell is what was predicted over what was measured, of the rank that is
@@ -26,19 +25,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import capture_once, gpt, next_token_loss, row, table
+from common import capture_once, gpt, gpt2, next_token_loss, row, t5, table, text
 from memory_meter import measure_memory
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ResNetConfig,
-    ResNetForImageClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
 import pipec
 from pipec.errors import InfeasibleError
@@ -57,13 +47,6 @@ WAYS: dict[str, dict[str, Any]] = {
 Made = tuple[nn.Module, dict[str, Tensor]]
 
 
-def gpt2() -> Made:
-    config = GPT2Config(
-        n_layer=4, n_embd=128, n_head=4, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
-    )
-    return GPT2LMHeadModel(config), _text("input_ids", "labels")
-
-
 def llama() -> Made:
     config = LlamaConfig(
         num_hidden_layers=4,
@@ -74,20 +57,6 @@ def llama() -> Made:
         max_position_embeddings=LENGTH,
     )
     return LlamaForCausalLM(config), _text("input_ids", "labels")
-
-
-def t5() -> Made:
-    config = T5Config(
-        num_layers=2,
-        num_decoder_layers=2,
-        d_model=128,
-        d_ff=512,
-        d_kv=32,
-        num_heads=4,
-        vocab_size=WORDS,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config), _text("input_ids", "labels")
 
 
 def resnet() -> Made:
@@ -107,7 +76,12 @@ def _text(*names: str) -> dict[str, Tensor]:
     return dict.fromkeys(names, tokens)
 
 
-MODELS: dict[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "resnet": resnet}
+MODELS: dict[str, Callable[[], Made]] = {
+    "gpt2": lambda: (gpt2(128, 4, WORDS, LENGTH), _text("input_ids", "labels")),
+    "llama": llama,
+    "t5": lambda: (t5(128, 2, WORDS), _text("input_ids", "labels")),
+    "resnet": resnet,
+}
 
 
 @dataclass(frozen=True)
@@ -192,137 +166,93 @@ def furthest(ratios: Sequence[float]) -> float:
 
 # the deepest model
 
-MICROBATCHES_PER_RANK = 4
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A GPT but for its depth, the rows of a microbatch, and what a rank may hold."""
-
-    width: int
-    context: int
-    vocabulary: int
-    rows: int
-    limit: int
-    device: str
-
-    @functools.cache  # noqa: B019
-    def model(self, layers: int) -> nn.Sequential:
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            return gpt(self.width, self.vocabulary, self.context, layers)
-
-    def batch(self, num_ranks: int) -> tuple[Tensor, Tensor]:
-        rows = self.rows * MICROBATCHES_PER_RANK * num_ranks
-        with torch.device(self.device):
-            tokens = torch.randint(self.vocabulary, (rows, self.context + 1))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-PLANNED = Sizes(width=4096, context=2048, vocabulary=32000, rows=4, limit=16 << 30, device="meta")
-RUN = Sizes(width=128, context=64, vocabulary=256, rows=2, limit=24 << 20, device="cpu")
+WIDTH, CONTEXT, VOCABULARY, ROWS_OF_A_MICROBATCH, MICROBATCHES_PER_RANK = 4096, 2048, 32000, 4, 4
+LIMIT = 16 << 30
 
 
 @functools.cache
-def fitting(sizes: Sizes, layers: int, num_ranks: int, recompute: str) -> pipec.Pipeline | None:
+def deep_model(layers: int) -> nn.Sequential:
+    with torch.device("meta"):
+        return gpt(WIDTH, VOCABULARY, CONTEXT, layers)
+
+
+@functools.cache
+def fitting(layers: int, num_ranks: int, recompute: str) -> pipec.Pipeline | None:
     """The pipeline that trains so deep a model within the limit, if there is one."""
-    tokens, target = sizes.batch(num_ranks)
+    microbatches = MICROBATCHES_PER_RANK * num_ranks
+    with torch.device("meta"):
+        tokens, target = text(ROWS_OF_A_MICROBATCH * microbatches, CONTEXT, VOCABULARY)
     pipe = pipec.compile(
-        sizes.model(layers),
+        deep_model(layers),
         num_ranks,
         loss_fn=next_token_loss,
-        microbatches=MICROBATCHES_PER_RANK * num_ranks,
+        microbatches=microbatches,
         optimizer=ADAM,
         recompute=recompute,
-        memory_limit=sizes.limit,
+        memory_limit=LIMIT,
     )
-    patched = mock.patch("pipec.capture.tracer.capture", capture_once)
-    with suppress(InfeasibleError), patched:
+    with suppress(InfeasibleError), mock.patch("pipec.capture.tracer.capture", capture_once):
         return pipe.prepare(tokens, target=target)
     return None
 
 
-def deepest(sizes: Sizes, num_ranks: int, recompute: str, at_least: int) -> int:
+def deepest(num_ranks: int, recompute: str, at_least: int) -> int:
     """How many layers fit, probably ``at_least`` so many."""
-    fits = at_least if at_least and fitting(sizes, at_least, num_ranks, recompute) else 0
+    fits = at_least if at_least and fitting(at_least, num_ranks, recompute) else 0
     fails = fits + max(fits, 4)
-    while fitting(sizes, fails, num_ranks, recompute):
+    while fitting(fails, num_ranks, recompute):
         fits, fails = fails, fails + max(at_least, 4)
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        if fitting(sizes, middle, num_ranks, recompute):
+        if fitting(middle, num_ranks, recompute):
             fits = middle
         else:
             fails = middle
     return fits
 
 
-def measured_peak(sizes: Sizes, pipe: pipec.Pipeline, num_ranks: int) -> str:
-    """The peak of the rank that needs most in a real step, where there is memory to run one."""
-    if sizes.device == "meta":
-        return ""
-    tokens, target = sizes.batch(num_ranks)
-    pipe.step(tokens, target=target)
-    return format_bytes(measure_memory(pipe, tokens, target=target).peak_bytes)
-
-
-def deepest_models(sizes: Sizes, counts: Sequence[int]) -> None:
-    """Print a table of the models that fit, with and without recompute, as they are found."""
-    print(f"at most {format_bytes(sizes.limit)} a rank\n")
-    headings = ("layers", "parameters", "of one rank, none", "predicted", "measured")
-    print("\n".join(table("ranks", "recompute", *headings, numbers_from=2)), flush=True)
+def deepest_models(counts: Sequence[int]) -> Iterator[str]:
+    """The models that fit, with and without recompute."""
+    headings = ("layers", "parameters", "of one rank, none", "predicted")
+    yield from table("ranks", "recompute", *headings, numbers_from=2)
     first, known = 0, dict.fromkeys(("none", "auto"), 0)
-    for num_ranks in counts:
-        for recompute in known:
-            layers = known[recompute] = deepest(sizes, num_ranks, recompute, known[recompute])
-            pipe = fitting(sizes, layers, num_ranks, recompute)
-            assert pipe is not None, "no model fits, however shallow"
-            parameters = sum(each.numel() for each in sizes.model(layers).parameters())
-            first = first or parameters
-            cells = (
-                num_ranks,
-                recompute,
-                layers,
-                f"{parameters / 1e6:,.1f} M",
-                f"{parameters / first:.1f}",
-                format_bytes(pipe.memory().peak_bytes),
-                measured_peak(sizes, pipe, num_ranks),
-            )
-            print(row(*cells), flush=True)
+    for num_ranks, recompute in itertools.product(counts, known):
+        layers = known[recompute] = deepest(num_ranks, recompute, known[recompute])
+        pipe = fitting(layers, num_ranks, recompute)
+        assert pipe is not None, "no model fits, however shallow"
+        parameters = sum(each.numel() for each in deep_model(layers).parameters())
+        first = first or parameters
+        sizes = f"{parameters / 1e6:,.1f} M", f"{parameters / first:.1f}"
+        yield row(num_ranks, recompute, layers, *sizes, format_bytes(pipe.memory().peak_bytes))
 
 
-def main(arguments: list[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="one case, or two numbers of ranks")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, action="append", help="of these models alone")
     parser.add_argument("--stages", type=int, action="append", help="on so many stages alone")
-    parser.add_argument("--deepest", choices=["planned", "run"], help="the deepest GPT that fits, instead")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--deepest", action="store_true", help="the deepest GPT that fits, instead")
+    options = parser.parse_args()
     if options.deepest:
-        sizes = PLANNED if options.deepest == "planned" else RUN
-        deepest_models(sizes, [1, 2] if options.short else options.stages or [1, 2, 4, 8])
-        return []
+        for line in deepest_models(options.stages or [1, 2, 4, 8]):
+            print(line, flush=True)
+        return
     here, found = world(), list[float]()
     if here.is_distributed:
         dist.init_process_group("gloo")
     say = functools.partial(print, flush=True) if here.rank == 0 else lambda text: None
     counts = [here.size] if here.is_distributed else options.stages or [1, 2, 4]
-    chosen, ways = settings(options.model or list(MODELS), counts, here.is_distributed), WAYS
-    if options.short:
-        chosen, ways = iter([Case("gpt2", counts[-1], "1f1b")]), {"none": WAYS["none"]}
     headings = ("model", "ranks", "schedule", "precision", "replicas", "shard")
-    say("\n".join(table(*headings, *ways, numbers_from=len(headings))))
-    for setting in chosen:
+    say("\n".join(table(*headings, *WAYS, numbers_from=len(headings))))
+    for setting in settings(options.model or list(MODELS), counts, here.is_distributed):
         numbers = setting.replicas if isinstance(setting.replicas, tuple) else (setting.replicas,)
         how = setting.schedule, setting.precision or "", "-".join(map(str, numbers)), setting.shard or ""
         cells = [setting.model, setting.ranks, *how]
-        for way in ways.values():
+        for way in WAYS.values():
             ratios = [said / most for said, most in measured(replace(setting, **way))]
             found += ratios
             cells.append(f"{furthest(ratios):.3f}")
         say(row(*cells))
     say(f"\n{len(found)} peaks, predicted over measured from {min(found):.3f} to {max(found):.3f}")
-    return found
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import torch
-from common import medians_of_turns, row, table
+from common import medians, row, table
 from step_time import BATCH, CASES, MICROBATCHES, RANKS, Case
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def lines(name: str, schedules: Sequence[str], rounds: int, repeats: int) -> Ite
         return pipe.step(inputs, target=target)
 
     steps = {schedule: functools.partial(step, made["profile"]) for schedule, made in pipes.items()}
-    measured = medians_of_turns(steps, rounds)
+    measured = medians(steps, rounds, in_turn=4)
     columns = {
         source: {schedule: made[source].simulate().makespan for schedule, made in pipes.items()}
         for source in costs

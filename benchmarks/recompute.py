@@ -1,8 +1,7 @@
-"""What it costs to recompute and to offload: simulated on GPUs, measured here, and beside torch's budget.
+"""What it costs to recompute and to offload: simulated on GPUs, and measured beside torch's budget.
 
     python benchmarks/recompute.py simulated     # 32 layers on 8 GPUs: the step by the limit
     python benchmarks/recompute.py offload       # the same with recompute, copies to the host, and both
-    python benchmarks/recompute.py measured      # two ranks of one process: seconds and bytes of a step
     python benchmarks/recompute.py torch         # one stage, beside torch's activation_memory_budget
 
 Limits are shares of what a step needs that keeps everything. ``--short`` takes a model of two narrow layers.
@@ -12,11 +11,11 @@ import argparse
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
-from common import capture_once, gpt, medians, next_token_loss, row, table
+from common import capture_once, gpt, medians, next_token_loss, row, table, text
 from memory_meter import TensorMemoryMeter, measure_memory
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
@@ -58,25 +57,12 @@ class Sizes:
         return gpt(self.width, self.vocabulary, self.context, self.layers)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        tokens = torch.randint(self.vocabulary, (self.rows, self.context + 1))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return text(self.rows, self.context, self.vocabulary)
 
 
-MEASURED = Sizes(layers=8, width=128, context=128, vocabulary=512, rows=32, microbatches=8)
+MEASURED = Sizes(layers=8, width=128, context=128, vocabulary=512, rows=4, microbatches=1)
 SIMULATED = Sizes(layers=32, width=2048, context=2048, vocabulary=32000, rows=64, microbatches=64)
 SHORT = Sizes(layers=2, width=32, context=16, vocabulary=32, rows=8, microbatches=4)
-
-
-def prepared(sizes: Sizes, num_devices: int, **options: object) -> pipec.Pipeline:
-    tokens, target = sizes.batch()
-    pipe = pipec.compile(
-        sizes.model(),
-        num_devices,
-        loss_fn=next_token_loss,
-        microbatches=sizes.microbatches,
-        **options,  # type: ignore[arg-type]
-    )
-    return pipe.prepare(tokens, target=target)
 
 
 # simulated
@@ -157,35 +143,6 @@ def offload(sizes: Sizes, num_ranks: int, shares: Sequence[float]) -> Iterator[s
         yield row(f"{share:.0%}", *cells, format_bytes(host))
 
 
-# measured
-
-
-def measured(sizes: Sizes, rounds: int, shares: Sequence[float]) -> Iterator[str]:
-    """Two ranks of one process: all, nothing, and limits between."""
-    tokens, target = sizes.batch()
-    pipes = {each: prepared(sizes, 2, recompute=each) for each in ("none", "full")}
-    most = pipes["none"].memory().peak_bytes
-    limits = {"none": "", "full": ""}
-    for share in shares:
-        name = f"auto, {share:.0%}"
-        try:
-            pipes[name] = prepared(sizes, 2, memory_limit=int(share * most))
-        except InfeasibleError:
-            break
-        limits[name] = format_bytes(share * most)
-    for pipe in pipes.values():
-        pipe.step(tokens, target=target)
-        pipe.zero_grad()
-    peaks = {name: measure_memory(pipe, tokens, target=target).peak_bytes for name, pipe in pipes.items()}
-    steps = {name: functools.partial(pipe.step, tokens, target=target) for name, pipe in pipes.items()}
-    seconds = medians(steps, rounds)
-    yield from table("recompute", "limit", "predicted", "measured", "step ms", "of none")
-    for name, pipe in pipes.items():
-        held = (format_bytes(each) for each in (pipe.memory().peak_bytes, peaks[name]))
-        times = f"{1e3 * seconds[name]:.1f}", f"{seconds[name] / seconds['none']:.3f}"
-        yield row(name, limits[name], *held, *times)
-
-
 # against torch's own budget
 
 
@@ -232,16 +189,16 @@ def peak_of(step: Callable[[], None], parameters: Sequence[Tensor]) -> float:
 
 def against_torch(sizes: Sizes, rounds: int) -> Iterator[str]:
     """One stage and one microbatch: pipec is given what torch's choice really takes for each budget."""
-    one = replace(sizes, microbatches=1, rows=max(1, sizes.rows // sizes.microbatches))
-    tokens, target = one.batch()
+    tokens, target = sizes.batch()
     yield from table(
         "torch's budget", "torch, peak", "torch, ms", "pipec, peak", "pipec, ms", "pipec / torch"
     )
     for budget in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0):
-        step, parameters = torchs_step(one, budget)
+        step, parameters = torchs_step(sizes, budget)
         peak = peak_of(step, parameters)
         try:
-            pipe = prepared(one, 1, memory_limit=int(peak))
+            options = {"loss_fn": next_token_loss, "microbatches": 1, "memory_limit": int(peak)}
+            pipe = pipec.compile(sizes.model(), 1, **options).prepare(tokens, target=target)
         except InfeasibleError:
             yield row(budget, format_bytes(peak), "", "more", "", "")
             continue
@@ -254,7 +211,7 @@ def against_torch(sizes: Sizes, rounds: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["simulated", "offload", "measured", "torch"])
+    parser.add_argument("part", choices=["simulated", "offload", "torch"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
@@ -265,7 +222,6 @@ def main() -> None:
     parts = {
         "simulated": lambda: simulated(there, args.ranks, args.shares),
         "offload": lambda: offload(there, args.ranks, args.shares),
-        "measured": lambda: measured(here, args.rounds, args.shares),
         "torch": lambda: against_torch(here, args.rounds),
     }
     for line in parts[args.part]():

@@ -35,9 +35,7 @@ TARGET = f"{Path(__file__)}:example"
 COMMANDS = (
     "schedule 1f1b --stages 16 --replicas 625 --microbatches 10000",
     "schedule 1f1b --stages 1024 --microbatches 4096",
-    "schedule 1f1b --stages 1024 --microbatches 4096 --json",
-    "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.html",
-    "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.svg",
+    "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT",
     "plan TARGET --devices 10000 --stages 8 --microbatches 10000",
     "plan TARGET --topology CLUSTER --stages 8",
     "plan TARGET --topology CLUSTER --replicas auto",
@@ -55,8 +53,7 @@ def example() -> pipec.Example:
 def measured(command: str, folder: Path) -> str:
     """What a command takes, in a process of its own."""
     (folder / "cluster.toml").write_text(CLUSTER)
-    names = {"TARGET": TARGET, "CLUSTER": f"{folder / 'cluster.toml'}"}
-    names |= {f"OUT{suffix}": f"{folder / 'out'}{suffix}" for suffix in (".html", ".svg")}
+    names = {"TARGET": TARGET, "CLUSTER": str(folder / "cluster.toml"), "OUT": str(folder / "out.html")}
     words = [names.get(word, word) for word in command.split()]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "pipec", *words], check=True, stdout=subprocess.DEVNULL)

@@ -3,20 +3,18 @@
     python benchmarks/step_time.py --cases "width 64" --modes plain
 
 A step is the forward and backward of a mini-batch of 8 microbatches, with the zeroing of gradients and
-without the optimizer. Every contestant runs alone in fresh processes; rounds alternate between the
-contestants, so that a change in the machine's speed meets all of them. The 1F1B bound is the unsplit time
-times (m + p - 1) / (m p), for m microbatches and p ranks: perfectly balanced stages, free communication.
+without the optimizer. The 1F1B bound is the unsplit time times (m + p - 1) / (m p), for m microbatches and p
+ranks: perfectly balanced stages, free communication.
 
-Five modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
-with torch.compile; "best", where pipec chooses its schedule and the peer is its fastest schedule; "outside",
-where the script computes the loss of the outputs, which the last stage does otherwise; and "planned", where
-the peer's runtime follows the orders and the cut that `pipec plan -o order.csv` writes, beside its own
-schedules on the stages that torchtitan makes. Besides the clock, a row has the processor time of a step,
-summed over ranks and threads.
+Four modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
+with torch.compile; "outside", where the script computes the loss of the outputs, which the last stage does
+otherwise; and "planned", where the peer's runtime follows the orders and the cut that
+`pipec plan -o order.csv` writes, beside its own schedules on the stages that torchtitan makes.
 
-The contestants of "planned" take turns step by step in the same two processes, because uneven stages gain if
-other programs use a core meanwhile. Their rows have the processor time of the busiest rank, and how many
-cores other programs used.
+Each round starts fresh processes. In "planned" all contestants take turns step by step in the same two,
+because uneven stages gain if other programs use a core meanwhile; ratios are then of the steps of a turn.
+Elsewhere each contestant runs alone. Besides the clock, a row has the processor time of a step on the busiest
+rank, and how many cores other programs used.
 """
 
 import argparse
@@ -30,15 +28,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import gpt, in_processes, next_token_loss, processor_seconds, resnet50, row, table
+from common import gpt, in_processes, next_token_loss, processor_seconds, resnet50, row, table, text
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -53,22 +51,17 @@ BOUND = (MICROBATCHES + RANKS - 1) / (MICROBATCHES * RANKS)
 PEER = "torch.distributed.pipelining"
 
 Batch = tuple[Tensor, Tensor]
-Cuts = dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a mini-batch for it, and how the peer's stages are cut by hand.
-
-    ``cuts`` has for each number of stages the children of the model with which the stages after the first one
-    begin.
-    """
+    """A model, a mini-batch for it, and the child with which the peer's second stage begins."""
 
     name: str
     make_model: Callable[[], nn.Sequential]
     make_batch: Callable[[], Batch]
     loss_fn: Callable[[Tensor, Tensor], Tensor]
-    cuts: Cuts
+    second_stage: int
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(0)
@@ -79,32 +72,20 @@ class Case:
         torch.manual_seed(0)
         return self.make_batch()
 
-    def stages(self, num_stages: int) -> list[nn.Sequential]:
-        model, edges = self.model(), (0, *self.cuts[num_stages], None)
-        return [model[start:end] for start, end in itertools.pairwise(edges)]
-
-
-def text(vocabulary: int) -> Batch:
-    """``int64[batch, context]`` tokens, and the tokens that follow them."""
-    tokens = torch.randint(vocabulary, (BATCH, CONTEXT + 1))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
 
 def images() -> Batch:
     """``f32[batch, 3, 224, 224]`` images, and the number of a class for each."""
     return torch.randn(BATCH, 3, 224, 224), torch.randint(1000, (BATCH,))
 
 
-EQUAL_LAYERS: Cuts = {2: (5,), 4: (3, 5, 7)}
-TORCHTITAN: Cuts = {2: (5,), 4: (3, 6, 8)}
-"""Where torchtitan cuts by default: embedding and output layer count as a block each."""
-EQUAL_FLOPS: Cuts = {2: (8,), 4: (3, 8, 13)}
+TORCHTITAN = {2: (5,), 4: (3, 6, 8)}
+"""The children with which later stages begin there: embedding and output layer count as a block each."""
 
 
 def gpt_case(name: str, width: int, vocabulary: int) -> Case:
     """An 8-layer GPT. Its stages have equal layers, the first one the embedding, the last one the output."""
     model = partial(gpt, width, vocabulary, CONTEXT)
-    return Case(name, model, partial(text, vocabulary), next_token_loss, EQUAL_LAYERS)
+    return Case(name, model, partial(text, BATCH, CONTEXT, vocabulary), next_token_loss, second_stage=5)
 
 
 CASES = {
@@ -113,7 +94,7 @@ CASES = {
         gpt_case("width 64", 64, 256),
         gpt_case("width 256", 256, 256),
         gpt_case("32k vocabulary", 256, 32768),
-        Case("ResNet-50, half as wide", partial(resnet50, 0.5), images, F.cross_entropy, EQUAL_FLOPS),
+        Case("ResNet-50, half as wide", partial(resnet50, 0.5), images, F.cross_entropy, second_stage=8),
     )
 }
 
@@ -143,14 +124,13 @@ def pipeline(case: Case, schedule: str = "1f1b", **options: Any) -> pipec.Pipeli
     return pipec.compile(case.model(), devices=RANKS, schedule=schedule, **options)
 
 
-def module_step(case: Case, *, outside: bool = False, **options: Any) -> Step:
-    """The step of a loop that calls the model and ``loss.backward()``; it computes a loss that is outside."""
-    options = {"loss_fn": None} | options if outside else options
-    module, (inputs, target) = pipeline(case, **options).as_module(), case.batch()
+def outside_step(case: Case, **options: Any) -> Step:
+    """The step of a loop that computes the loss of the pipeline's outputs."""
+    module, (inputs, target) = pipeline(case, loss_fn=None, **options).as_module(), case.batch()
 
     def step() -> Tensor:
         module.zero_grad()
-        loss: Tensor = case.loss_fn(module(inputs), target) if outside else module(inputs, target=target)
+        loss = case.loss_fn(module(inputs), target)
         loss.backward()
         return loss.detach()
 
@@ -179,10 +159,14 @@ class PeerSchedule:
         return sum(map(len, self.stages))
 
 
-ONE_EACH = ((0,), (1,))
-ROUND_ROBIN = ((0, 2), (1, 3))
-THERE_AND_BACK = ((0, 3), (1, 2))
-ONE_F_ONE_B = PeerSchedule(pipelining.Schedule1F1B, ONE_EACH)
+ONE_F_ONE_B = PeerSchedule(pipelining.Schedule1F1B, ((0,), (1,)))
+TORCHS_SCHEDULES = {
+    "GPipe": PeerSchedule(pipelining.ScheduleGPipe, ((0,), (1,))),
+    "1F1B": ONE_F_ONE_B,
+    "interleaved 1F1B": PeerSchedule(pipelining.ScheduleInterleaved1F1B, ((0, 2), (1, 3))),
+    "interleaved zero bubble": PeerSchedule(pipelining.ScheduleInterleavedZeroBubble, ((0, 2), (1, 3))),
+    "ZBV": PeerSchedule(pipelining.ScheduleZBVZeroBubble, ((0, 3), (1, 2))),
+}
 
 
 def join_peers() -> None:
@@ -190,13 +174,17 @@ def join_peers() -> None:
         dist.init_process_group("gloo")
 
 
-def peer_step(
-    case: Case, schedule: PeerSchedule = ONE_F_ONE_B, compiled: bool = False, cuts: Cuts | None = None
-) -> Step:
+def peer_step(case: Case, compiled: bool = False) -> Step:
+    return peer_step_on(case, ONE_F_ONE_B, (case.second_stage,), compiled)
+
+
+def peer_step_on(case: Case, schedule: PeerSchedule, starts: Sequence[int], compiled: bool = False) -> Step:
+    """A step of the peer on stages that begin with the first child, and with those at ``starts``."""
     join_peers()
-    parts = replace(case, cuts=cuts or case.cuts).stages(schedule.num_stages)
+    model = case.model()
+    parts = [model[start:end] for start, end in itertools.pairwise((0, *starts, None))]
     own = {number: parts[number] for number in schedule.stages[dist.get_rank()]}
-    return _peer_step(case, schedule.make, own, schedule.num_stages, compiled)
+    return _peer_step(case, schedule.make, own, len(parts), compiled)
 
 
 def planned_peer_step(case: Case, schedule: str) -> Step:
@@ -279,28 +267,11 @@ class Contestant:
     num_processes: int = RANKS
 
 
-def peer_schedules(cuts: Cuts | None = None) -> dict[str, Contestant]:
-    """The peer's schedules, on stages of equal layers, or those that begin at ``cuts``."""
-    known = {
-        "GPipe": PeerSchedule(pipelining.ScheduleGPipe, ONE_EACH),
-        "1F1B": ONE_F_ONE_B,
-        "interleaved 1F1B": PeerSchedule(pipelining.ScheduleInterleaved1F1B, ROUND_ROBIN),
-        "interleaved zero bubble": PeerSchedule(pipelining.ScheduleInterleavedZeroBubble, ROUND_ROBIN),
-        "ZBV": PeerSchedule(pipelining.ScheduleZBVZeroBubble, THERE_AND_BACK),
-    }
-    return {
-        f"{PEER}, {name}": Contestant(partial(peer_step, schedule=each, cuts=cuts))
-        for name, each in known.items()
-    }
-
-
 UNSPLIT, COMPILED = "unsplit", "unsplit, torch.compile"
 MODES = {
     "plain": {
         UNSPLIT: Contestant(unsplit_step, 1),
-        "pipec, one process": Contestant(pipec_step, 1),
-        "pipec, torchrun": Contestant(pipec_step),
-        "pipec, as_module": Contestant(module_step),
+        "pipec": Contestant(pipec_step),
         PEER: Contestant(peer_step),
     },
     "compiled": {
@@ -309,20 +280,16 @@ MODES = {
         f"{PEER}, torch.compile": Contestant(partial(peer_step, compiled=True)),
     },
     "outside": {
-        "pipec, one process, GPipe": Contestant(partial(pipec_step, schedule="gpipe"), 1),
-        "pipec, one process, loss outside": Contestant(
-            partial(module_step, outside=True, schedule="gpipe"), 1
-        ),
-        "pipec, torchrun, GPipe": Contestant(partial(pipec_step, schedule="gpipe")),
-        "pipec, torchrun, loss outside": Contestant(partial(module_step, outside=True, schedule="gpipe")),
-    },
-    "best": {
-        UNSPLIT: Contestant(unsplit_step, 1),
-        "pipec, auto": Contestant(partial(pipec_step, schedule="auto")),
-        **peer_schedules(),
+        "pipec, loss inside": Contestant(partial(pipec_step, schedule="gpipe")),
+        "pipec, loss outside": Contestant(partial(outside_step, schedule="gpipe")),
     },
     "planned": {
-        **peer_schedules(TORCHTITAN),
+        **{
+            f"{PEER}, {name}": Contestant(
+                partial(peer_step_on, schedule=each, starts=TORCHTITAN[each.num_stages])
+            )
+            for name, each in TORCHS_SCHEDULES.items()
+        },
         **{
             f"orders and cut of pipec, {schedule}": Contestant(partial(planned_peer_step, schedule=schedule))
             for schedule in ("1f1b", "zb-v", "auto")
@@ -331,61 +298,16 @@ MODES = {
 }
 
 
-@dataclass
-class Times:
-    """Seconds of each step on rank 0, where the last backward ends, and of the processor, on all ranks."""
+class Sample(NamedTuple):
+    """Seconds of a step on one rank: by the clock, and of the processor for this process and for all."""
 
-    clock: list[float]
-    processor: list[float]
-
-    def add(self, other: "Times") -> None:
-        self.clock += other.clock
-        self.processor += other.processor
+    clock: float
+    processor: float
+    busy: float
 
 
-def measure_here(mode: str, contestant: str, case: Case, num_steps: int, folder: Path) -> None:
-    """In a process of the contestant: time the steps; leave the seconds and the first loss in ``folder``."""
-    torch.set_num_threads(1)
-    step = MODES[mode][contestant].make_step(case)
-    loss = step()
-    for _ in range(WARMUP_STEPS - 1):
-        step()
-    times = Times([], [])
-    for _ in range(num_steps):
-        start, used = time.perf_counter(), processor_seconds()
-        step()
-        times.clock.append(time.perf_counter() - start)
-        times.processor.append(processor_seconds() - used)
-    result = {**asdict(times), "loss": None if loss is None else loss.item()}
-    (folder / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def measure(mode: str, contestant: str, case: Case, num_steps: int) -> tuple[Times, float]:
-    """The times of the steps, and the first loss."""
-    num_processes = MODES[mode][contestant].num_processes
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--measure-here", mode, contestant, case.name, folder, "--steps", str(num_steps)]
-        in_processes(__file__, num_processes, arguments)
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_processes)]
-    processor = [sum(each) for each in zip(*(rank["processor"] for rank in ranks), strict=True)]
-    loss = next(rank["loss"] for rank in ranks if rank["loss"] is not None)
-    return Times(ranks[0]["clock"], processor), loss
-
-
-def compare(
-    mode: str, case: Case, contestants: list[str], num_rounds: int, num_steps: int
-) -> dict[str, Times]:
-    """Times of every timed step by contestant, over rounds that alternate; all must agree on the loss."""
-    times: dict[str, Times] = {name: Times([], []) for name in contestants}
-    losses = {}
-    for _, name in itertools.product(range(num_rounds), contestants):
-        measured, losses[name] = measure(mode, name, case, num_steps)
-        times[name].add(measured)
-    if max(losses.values()) - min(losses.values()) > 1e-4:
-        raise RuntimeError(f"the contestants disagree on the loss of {case.name}: {losses}")
-    return times
+Times = list[tuple[Sample, ...]]
+"""For each step, a sample of each rank. The clock counts on rank 0, where the last backward ends."""
 
 
 def busy_seconds() -> float:
@@ -394,103 +316,121 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def measure_turns_here(case: Case, contestants: Sequence[str], num_rounds: int, folder: Path) -> None:
-    """In one of two processes: contestants of "planned" take turns; leave their seconds in ``folder``."""
-    torch.set_num_threads(1)
-    steps = {name: MODES["planned"][name].make_step(case) for name in contestants}
-    losses = {name: step() for name, step in steps.items()}
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
-    for _, (name, step) in itertools.product(range(num_rounds), steps.items()):
+def meet() -> None:
+    if dist.is_initialized():
         dist.barrier()
+
+
+def measure_here(mode: str, case: Case, folder: Path, contestants: Sequence[str], num_steps: int) -> None:
+    """In a process of these contestants, which take turns: leave samples and first losses in ``folder``."""
+    torch.set_num_threads(1)
+    steps = {name: MODES[mode][name].make_step(case) for name in contestants}
+    losses = {name: step() for name, step in steps.items()}
+    found: dict[str, list[Sample]] = {name: [] for name in steps}
+    for _, (name, step) in itertools.product(range(WARMUP_STEPS + num_steps), steps.items()):
+        meet()
         start, used, busy = time.perf_counter(), processor_seconds(), busy_seconds()
         step()
         seconds = time.perf_counter() - start
-        dist.barrier()
-        found[name].append((seconds, processor_seconds() - used, busy_seconds() - busy))
+        meet()
+        found[name].append(Sample(seconds, processor_seconds() - used, busy_seconds() - busy))
+    timed = {name: samples[WARMUP_STEPS:] for name, samples in found.items()}
     known = {name: loss.item() for name, loss in losses.items() if loss is not None}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps([found, known]))
-    dist.destroy_process_group()
+    (folder / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps([timed, known]))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def compare_in_turns(case: Case, contestants: Sequence[str], num_rounds: int) -> Iterator[str]:
-    """A line for each contestant of "planned", compared with the fastest peer round by round."""
+def measure(
+    mode: str, case: Case, contestants: Sequence[str], num_steps: int
+) -> tuple[Any, dict[str, float]]:
+    """The times and the first loss of each of these contestants, in fresh processes."""
+    num_processes = MODES[mode][contestants[0]].num_processes
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--turns-here", case.name, folder, "--rounds", str(num_rounds)]
-        in_processes(__file__, RANKS, [*arguments, "--contestants", *contestants])
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    losses = {name: loss for _, known in ranks for name, loss in known.items()}
+        arguments = ["--here", mode, case.name, folder, *contestants, "--steps", str(num_steps)]
+        in_processes(__file__, num_processes, arguments)
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_processes)]
+    times = {
+        name: [
+            tuple(Sample(*each) for each in step) for step in zip(*(r[0][name] for r in ranks), strict=True)
+        ]
+        for name in contestants
+    }
+    return times, {name: loss for _, known in ranks for name, loss in known.items()}
+
+
+def compare(mode: str, case: Case, num_rounds: int, num_steps: int) -> dict[str, Times]:
+    """Times of every step by contestant, over rounds; all must agree on the loss."""
+    names = [*MODES[mode]]
+    together = [names] if mode == "planned" else [[name] for name in names]
+    times: dict[str, Times] = {name: [] for name in names}
+    losses: dict[str, float] = {}
+    for _, group in itertools.product(range(num_rounds), together):
+        measured, known = measure(mode, case, group, num_steps)
+        losses |= known
+        for name in group:
+            times[name] += measured[name]
     if max(losses.values()) - min(losses.values()) > 1e-4:
         raise RuntimeError(f"the contestants disagree on the loss of {case.name}: {losses}")
-    clocks, others, busiest = dict[str, list[float]](), dict[str, float](), dict[str, float]()
-    for name in contestants:
-        turns = list(zip(*(found[name] for found, _ in ranks), strict=True))
-        clocks[name] = [first[0] for first, *_ in turns]
-        others[name] = statistics.median(
-            (turn[0][2] - sum(used for _, used, _ in turn)) / turn[0][0] for turn in turns
-        )
-        by_rank = zip(*([used for _, used, _ in turn] for turn in turns), strict=True)
-        busiest[name] = max(map(statistics.median, by_rank))
-    peers = [name for name in contestants if name.startswith(PEER)]
-    medians = {name: statistics.median(seconds) for name, seconds in clocks.items()}
-    best, fewest = min(peers, key=medians.__getitem__), min(map(busiest.__getitem__, peers))
-    for name in contestants:
-        ratios = [own / peer for own, peer in zip(clocks[name], clocks[best], strict=True)]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        cells = (f"{1e3 * medians[name]:.0f}", f"{statistics.median(ratios):.2f}", spread)
-        load = (f"{1e3 * busiest[name]:.0f}", f"{busiest[name] / fewest:.2f}", f"{others[name]:.1f}")
-        yield row(case.name, name, *cells, *load)
+    return times
 
 
 def lines(case: str, mode: str, times: dict[str, Times]) -> Iterator[str]:
-    """A line of the table for each contestant, and for the bound where the unsplit model ran."""
-    times = dict(times)
-    for name in times.keys() & {UNSPLIT, COMPILED}:
-        times["1F1B bound"] = Times([BOUND * value for value in times[name].clock], times[name].processor)
-    medians = {name: statistics.median(each.clock) for name, each in times.items()}
-    peer = min((median for name, median in medians.items() if name.startswith(PEER)), default=None)
-    for name, each in times.items():
-        ratios = [
-            f"{medians[name] / other:.2f}" if other else "" for other in (peer, medians.get("1F1B bound"))
-        ]
-        spread = f"{1e3 * min(each.clock):.0f} to {1e3 * max(each.clock):.0f}"
-        processor = f"{1e3 * statistics.median(each.processor):.0f}"
-        yield row(case, mode, name, f"{1e3 * medians[name]:.0f}", spread, *ratios, processor)
+    """A line of the table for each contestant, compared with the fastest peer and with the bound."""
+    clocks = {name: [first.clock for first, *_ in steps] for name, steps in times.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in clocks.items()}
+    busiest = {
+        name: max(statistics.median(each.processor for each in rank) for rank in zip(*steps, strict=True))
+        for name, steps in times.items()
+    }
+    peer = min((name for name in times if name.startswith(PEER)), key=medians.__getitem__, default=None)
+    bound = next((BOUND * medians[name] for name in (UNSPLIT, COMPILED) if name in times), None)
+    for name, steps in times.items():
+        spread = f"{1e3 * min(clocks[name]):.0f} to {1e3 * max(clocks[name]):.0f}"
+        ratios = [medians[name] / medians[peer or name]]
+        if mode == "planned":
+            ratios = [one / other for one, other in zip(clocks[name], clocks[peer or name], strict=True)]
+        others = statistics.median(
+            (step[0].busy - sum(each.processor for each in step)) / step[0].clock for step in steps
+        )
+        yield row(
+            *(case, mode, name, f"{1e3 * medians[name]:.0f}", spread),
+            *(
+                f"{statistics.median(ratios):.2f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "",
+            ),
+            f"{medians[name] / bound:.2f}" if bound else "",
+            *(f"{1e3 * busiest[name]:.0f}", f"{others:.1f}"),
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES])
-    names = [*dict.fromkeys(name for contestants in MODES.values() for name in contestants)]
-    parser.add_argument("--contestants", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each contestant in each round")
-    parser.add_argument("--measure-here", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--turns-here", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--here", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
-    if args.turns_here:
-        case, folder = args.turns_here
-        measure_turns_here(CASES[case], args.contestants, args.rounds, Path(folder))
+    if args.here:
+        mode, name, folder, *contestants = args.here
+        measure_here(mode, CASES[name], Path(folder), contestants, args.steps)
         return
 
-    if args.measure_here:
-        mode, contestant, case, folder = args.measure_here
-        measure_here(mode, contestant, CASES[case], args.steps, Path(folder))
-        return
-
-    headings = ("median ms", "min to max", "/ peer", "/ bound", "processor ms")
+    headings = (
+        "median ms",
+        "min to max",
+        "/ peer",
+        "of steps",
+        "/ bound",
+        "busiest rank's ms",
+        "other cores",
+    )
     print("\n".join(table("model", "mode", "contestant", *headings, numbers_from=3)), flush=True)
-    for case, mode in itertools.product(args.cases, [mode for mode in args.modes if mode != "planned"]):
-        contestants = [name for name in MODES[mode] if name in args.contestants]
-        times = compare(mode, CASES[case], contestants, args.rounds, args.steps)
+    for case, mode in itertools.product(args.cases, args.modes):
+        times = compare(mode, CASES[case], args.rounds, args.steps)
         print("\n".join(lines(case, mode, times)), flush=True)
-    if "planned" in args.modes:
-        headings = ("median ms", "/ best peer", "in a round", "busiest rank's ms", "/ peer's", "other cores")
-        print("\n" + "\n".join(table("model", "contestant", *headings, numbers_from=2)), flush=True)
-        contestants = [name for name in MODES["planned"] if name in args.contestants]
-        for case in args.cases:
-            print("\n".join(compare_in_turns(CASES[case], contestants, args.rounds)), flush=True)
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     print(f"\n{machine}; {RANKS} ranks of 1 thread, {MICROBATCHES} microbatches")
 
