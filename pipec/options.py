@@ -279,8 +279,7 @@ class Options:
         | _made_by("what pipec.calibrate returns", "pipec.hardware.devices", "DeviceModel")
         | NONE,
         """Measured times to plan by: the result of ``pipec.profile`` or ``pipec.calibrate``, or the path of
-        a profile. Default: a table of devices; ``schedule="auto"`` on a CPU measures it once. See
-        docs/planner.md.""",
+        a profile. Default: a table of devices. See docs/planner.md.""",
         flag=Flag("A profile, from `pipec profile`; or calibrate, to measure this device first.", str),
         compared=False,
     )
@@ -289,7 +288,7 @@ class Options:
         instance("the path of a folder", str, Path) | NONE,
         """The folder of a transformers model's weights, as ``save_pretrained`` writes it, for a model on the
         meta device: each rank reads the weights of its own stages. Default: the model's own values. See
-        docs/memory.md.""",
+        docs/checkpoints.md.""",
     )
     group: ProcessGroup | DeviceMesh | None = option(
         None,
