@@ -12,6 +12,7 @@ Each layer of a recurrent network is then an operator of its own, so that cuts f
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,17 +40,16 @@ def use_own_operators(captured: fx.GraphModule) -> None:
         if isinstance(module, fx.GraphModule):
             for node in list(module.graph.nodes):
                 if node.target in _REPLACED:
-                    with captured.meta["fake_mode"]:
-                        _replace(node, _REPLACED[node.target])
+                    _replace(node, _REPLACED[node.target], captured.meta["fake_mode"])
             module.recompile()
 
 
-def _replace(call: fx.Node, function: Callable[..., Any]) -> None:
+def _replace(call: fx.Node, function: Callable[..., Any], fake_mode: Any) -> None:
     """Replace a call by the calls that ``function`` makes of its arguments; None leaves it as it is.
 
     A tuple replaces the items of the call, of which every reader takes one.
     """
-    parts = _Parts(call)
+    parts = _Parts(call, fake_mode)
     with call.graph.inserting_before(call):
         args, kwargs = _mapped((call.args, call.kwargs), lambda node: fx.Proxy(node, parts))
         result = function(*args, **kwargs)
@@ -78,9 +78,9 @@ def _erase_unused(node: fx.Node) -> None:
 class _Parts(fx.proxy.GraphAppendingTracer):
     """Makes the nodes that replace a call. They have its meta, and fake values of their own."""
 
-    def __init__(self, call: fx.Node) -> None:
+    def __init__(self, call: fx.Node, fake_mode: Any) -> None:
         super().__init__(call.graph)
-        self.call, self.made = call, list[fx.Node]()
+        self.call, self.fake_mode, self.made = call, fake_mode, list[fx.Node]()
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, *others: Any
@@ -92,7 +92,8 @@ class _Parts(fx.proxy.GraphAppendingTracer):
         key = "example_value" if "example_value" in self.call.meta else "val"
         given, named = _mapped((args, kwargs), fake_value)
         function = getattr(type(given[0]), target) if kind == "call_method" else target
-        node.meta = {**self.call.meta, key: function(*given, **named)}
+        with self.fake_mode if target is torch.arange else nullcontext():
+            node.meta = {**self.call.meta, key: function(*given, **named)}
         self.made.append(node)
         return node
 
