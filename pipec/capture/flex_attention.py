@@ -63,7 +63,7 @@ def dense_attention(
     indices = [_index(each, dim, place) for place, (each, dim) in enumerate(sizes)]
     scores = _inlined(call, score_mod, [scores * scale, *indices, *score_arguments])
     mask = _inlined(call, block_mask[-1], [*indices, *mask_arguments])
-    scores = torch.where(mask, scores, -math.inf)
+    scores = scores.masked_fill(mask.logical_not(), -math.inf)
     is_masked = (scores == -math.inf).all(-1, keepdim=True)  # such a query has zeros
     weights = scores.masked_fill(is_masked, 0.0).softmax(-1).masked_fill(is_masked, 0.0)
     return (torch.matmul(weights.to(own.dtype), value),)

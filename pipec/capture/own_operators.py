@@ -12,7 +12,6 @@ Each layer of a recurrent network is then an operator of its own, so that cuts f
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,16 +39,16 @@ def use_own_operators(captured: fx.GraphModule) -> None:
         if isinstance(module, fx.GraphModule):
             for node in list(module.graph.nodes):
                 if node.target in _REPLACED:
-                    _replace(node, _REPLACED[node.target], captured.meta["fake_mode"])
+                    _replace(node, _REPLACED[node.target])
             module.recompile()
 
 
-def _replace(call: fx.Node, function: Callable[..., Any], fake_mode: Any) -> None:
+def _replace(call: fx.Node, function: Callable[..., Any]) -> None:
     """Replace a call by the calls that ``function`` makes of its arguments; None leaves it as it is.
 
     A tuple replaces the items of the call, of which every reader takes one.
     """
-    parts = _Parts(call, fake_mode)
+    parts = _Parts(call)
     with call.graph.inserting_before(call):
         args, kwargs = _mapped((call.args, call.kwargs), lambda node: fx.Proxy(node, parts))
         result = function(*args, **kwargs)
@@ -78,9 +77,12 @@ def _erase_unused(node: fx.Node) -> None:
 class _Parts(fx.proxy.GraphAppendingTracer):
     """Makes the nodes that replace a call. They have its meta, and fake values of their own."""
 
-    def __init__(self, call: fx.Node, fake_mode: Any) -> None:
+    def __init__(self, call: fx.Node) -> None:
         super().__init__(call.graph)
-        self.call, self.fake_mode, self.made = call, fake_mode, list[fx.Node]()
+        self.call, self.made = call, list[fx.Node]()
+        given = map(fake_value, call.all_input_nodes)
+        first: Any = next(each for each in given if isinstance(each, torch.Tensor))
+        self.fake_mode = first.fake_mode
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, *others: Any
@@ -92,7 +94,7 @@ class _Parts(fx.proxy.GraphAppendingTracer):
         key = "example_value" if "example_value" in self.call.meta else "val"
         given, named = _mapped((args, kwargs), fake_value)
         function = getattr(type(given[0]), target) if kind == "call_method" else target
-        with self.fake_mode if target is torch.arange else nullcontext():
+        with self.fake_mode:  # numbers become tensors, too
             node.meta = {**self.call.meta, key: function(*given, **named)}
         self.made.append(node)
         return node

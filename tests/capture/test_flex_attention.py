@@ -55,6 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "masked": {"mask_mod": lambda docs, b, h, q, k: (k < q - TOKENS // 2) | (h == 1)},
     "slopes": {"score_mod": lambda own, s, b, h, q, k: s + own.slopes[h] * (k - q), "mask_mod": causal},
+    "numbers": {"score_mod": lambda own, s, b, h, q, k: torch.where(q >= k, s, -float("inf"))},
     "table": {"score_mod": lambda own, s, b, h, q, k: s + own.table[h, q, k]},
     "capped": {"score_mod": lambda own, s, b, h, q, k: torch.where(q > k, 2 * torch.tanh(s / 2), -s)},
 }
