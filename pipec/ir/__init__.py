@@ -33,6 +33,7 @@ from pipec.ir.schedule import (
     one_rank_per_stage,
     rank_of,
     replica_counts,
+    result_ranks,
     stages_on,
 )
 from pipec.ir.sharding import ParameterShard, Sharding

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Self
 
 from pipec.ir.stream import Stream
-from pipec.ir.values import Phase
+from pipec.ir.values import Link, Phase
 
 Placement = tuple[tuple[int, ...], ...]
 """The ranks of each stage, its replicas. They take the microbatches in turn."""
@@ -40,6 +40,11 @@ def replica_counts(placement: Placement) -> tuple[int, ...]:
 def stages_on(placement: Placement, rank: int) -> list[int]:
     """The stages that ``rank`` runs, ascending."""
     return [stage for stage, ranks in enumerate(placement) if rank in ranks]
+
+
+def result_ranks(link: Link, placement: Placement) -> Sequence[int]:
+    """The ranks that get the results of a link: all, or those of its target."""
+    return range(count_ranks(placement)) if link.is_broadcast else placement[link.target]
 
 
 def count_ranks(placement: Placement) -> int:

@@ -72,7 +72,7 @@ def format_dtype(dtype: str) -> str:
 def format_link(link: Link) -> str:
     """``hidden_3 (0 -> 1)``, or with its payload if it moves once per step: ``result loss (3 -> all)``."""
     kind = "" if link.payload.per_microbatch else f"{link.payload} "
-    target = "all" if link.payload.is_result else link.target
+    target = "all" if link.is_broadcast else link.target
     return f"{kind}{', '.join(value.name for value in link.values)} ({link.source} -> {target})"
 
 

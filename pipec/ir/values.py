@@ -91,7 +91,7 @@ class Payload(StrEnum):
 
     @property
     def is_result(self) -> bool:
-        """Whether it goes to every other rank, and no compute reads it."""
+        """Whether no compute reads it; ranks receive it for the script."""
         return self in (Payload.MICROBATCH_RESULT, Payload.RESULT)
 
     @property
@@ -165,8 +165,8 @@ class Link:
 
     ``WEIGHT`` links carry a tied parameter from the stage that owns it to a stage that borrows it,
     ``WEIGHT_GRADIENT`` links carry its gradient back; ``RESULT`` links carry the loss or the outputs of
-    ``source`` to every other rank, and have ``target`` -1. In an asynchronous schedule ``MICROBATCH_RESULT``
-    links do so for each microbatch.
+    ``source`` to every other rank, and have ``target`` -1, or to the other ranks of ``target``. In an
+    asynchronous schedule ``MICROBATCH_RESULT`` links carry them to every other rank for each microbatch.
     """
 
     source: int
@@ -177,6 +177,11 @@ class Link:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(value.name for value in self.values)
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether the values go to every other rank."""
+        return self.payload.is_result and self.target < 0
 
 
 @dataclass(frozen=True, slots=True)

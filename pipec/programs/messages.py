@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from pipec.ir import Link, Op, Payload, Placement, count_ranks
+from pipec.ir import Link, Op, Payload, Placement, result_ranks
 from pipec.ir.columns import InstructionColumns, Ints, concatenate_instructions, ranks_by_microbatch
 
 
@@ -32,10 +32,10 @@ def messages(links: Sequence[Link], placement: Placement, num_microbatches: int)
         if link.payload.feeds_compute:
             sent, sources, targets = every, ranks[link.source], ranks[link.target]
         elif link.payload is Payload.MICROBATCH_RESULT:
-            sent, sources, targets = _to_others(every, ranks[link.source], placement)
+            sent, sources, targets = _to_others(every, ranks[link.source], link, placement)
         elif link.payload is Payload.RESULT:
             made = np.array(placement[link.source][:num_microbatches], np.int32)
-            sent, sources, targets = _to_others(np.full_like(made, -1), made, placement)
+            sent, sources, targets = _to_others(np.full_like(made, -1), made, link, placement)
         else:
             sources, targets = np.array(_lent_to(link, placement), np.int32).reshape(-1, 2).T
             sent = np.full_like(sources, -1)
@@ -43,11 +43,11 @@ def messages(links: Sequence[Link], placement: Placement, num_microbatches: int)
     return Messages(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _to_others(sent: Ints, sources: Ints, placement: Placement) -> tuple[Ints, Ints, Ints]:
-    """Results, each from the rank that made it to every other rank."""
-    num_ranks = count_ranks(placement)
-    targets = np.tile(np.arange(num_ranks, dtype=np.int32), sources.size)
-    sent, sources = sent.repeat(num_ranks), sources.repeat(num_ranks)
+def _to_others(sent: Ints, sources: Ints, link: Link, placement: Placement) -> tuple[Ints, Ints, Ints]:
+    """Results, each from the rank that made it to the other ones that get it."""
+    readers = result_ranks(link, placement)
+    targets = np.tile(np.array(readers, np.int32), sources.size)
+    sent, sources = sent.repeat(len(readers)), sources.repeat(len(readers))
     others = sources != targets
     return sent[others], sources[others], targets[others]
 
@@ -142,8 +142,9 @@ def once_peers(link: Link, placement: Placement, num_microbatches: int, rank: in
     """The ranks to which a rank sends a link that moves once per step, and from which it receives it."""
     if link.payload is Payload.RESULT:
         made = np.array(placement[link.source][:num_microbatches], np.int32)
-        every = np.arange(count_ranks(placement), dtype=np.int32)
-        return every[every != rank] if rank in made else every[:0], made[made != rank]
+        readers = np.array(result_ranks(link, placement), np.int32)
+        targets = readers[readers != rank] if rank in made else readers[:0]
+        return targets, made[made != rank] if rank in readers else made[:0]
     pairs = np.array(_lent_to(link, placement), np.int32).reshape(-1, 2)
     return pairs[pairs[:, 0] == rank, 1], pairs[pairs[:, 1] == rank, 0]
 

@@ -14,6 +14,7 @@ from pipec.ir import (
     RankMemory,
     StageMemory,
     Value,
+    result_ranks,
     stages_on,
 )
 from pipec.ir.columns import (
@@ -163,7 +164,7 @@ class _Account:
     """
 
     def __init__(self, plan: Plan, program: Program) -> None:
-        self.plan, self.sync_spec = plan, plan.sync_spec
+        self.plan, self.sync_spec, self.rank = plan, plan.sync_spec, program.rank
         own = stages_on(plan.placement, program.rank)
         self.stages = {stage: plan.stages[stage].cost.memory for stage in own}
         whole = InstructionColumns.of(program.instructions, plan.links)
@@ -230,10 +231,15 @@ class _Account:
                 self._grow("saved", reads.max(keepdims=True), 0.0, -gradients)
 
     def _output_gradients(self) -> None:
-        """The gradients of outputs, which a script gives behind the pause, on each rank those of all rows."""
-        names = {each.name for each in self.plan.trained_outputs}
-        results = (value for link in self.plan.links if link.payload.is_result for value in link.values)
-        size = self._size([value for value in results if value.name in names], of_all=True)
+        """The gradients of outputs, which a script gives behind the pause where it has the outputs.
+
+        Each rank gets those of all rows.
+        """
+        names, rank = {each.name for each in self.plan.trained_outputs}, self.rank
+        links = (link for link in self.plan.links if link.payload.is_result)
+        here = (link for link in links if rank in result_ranks(link, self.plan.placement))
+        results = (value for link in here for value in link.values if value.name in names)
+        size = self._size(results, of_all=True)
         self._grow("results", np.flatnonzero(self.columns.ops == OP_CODE[Op.PAUSE]), 0.0, size)
 
     def _copies(self, stage: int, memory: StageMemory) -> None:

@@ -15,9 +15,9 @@ for the programs of all replicas:
 * If ranks waited for each other in a cycle, so would their representatives, because each wait is mapped to a
   wait. A rank that waits until another replica of its own kind reaches a collective is mapped to a rank that
   waits until it reaches the collective itself, which it has.
-* Each replica that makes results sends them to all other ranks. A rank receives the results of a replica of
-  its own kind as from the other representative. Nothing is computed from results, and a rank posts all these
-  receives before it sends results itself, so no cycle goes through them.
+* Each replica that makes results sends them to all other ranks, or to those of its stage. A rank receives
+  the results of a replica of its own kind as from the other representative. Nothing is computed from results,
+  and a rank posts all these receives before it sends results itself, so no cycle goes through them.
 
 Costs belong to stages and links, whichever replica runs them, so replicas of a kind also take the same time.
 So the times and the memory of a step are those of one replica of each kind, whose programs ``in_step``

@@ -90,6 +90,9 @@ def golden_steps() -> Mapping[str, Step]:
             precomputes=True,
             **outside,
         ),
+        "loss of replicas outside": make_step(
+            _replicated("1f1b", 2, 4), links=[result_link(1, 1)], **outside
+        ),
         "tied loss outside": make_step(
             make_schedule("zb-v", 2, 2), links=[result_link(3)], tied=(0, 3), updates=True, **outside
         ),

@@ -60,5 +60,5 @@ def tied_links(owner: int, borrower: int) -> tuple[Link, ...]:
     )
 
 
-def result_link(source: int) -> Link:
-    return Link(source, -1, Payload.RESULT, (Value("loss", "float32", ()),))
+def result_link(source: int, target: int = -1) -> Link:
+    return Link(source, target, Payload.RESULT, (Value("loss", "float32", ()),))

@@ -36,6 +36,7 @@ from pipec.ir import (
     Tail,
     count_ranks,
     replica_counts,
+    result_ranks,
     stages_on,
 )
 from pipec.programs.lower import chain_links, lower
@@ -430,7 +431,7 @@ class SymbolicExecution:
     def _require_route(self, link: Link, each: Instruction, source: int, target: int) -> None:
         """A message goes from the replica that makes it to the one that reads it."""
         self._require((each.microbatch >= 0) == link.payload.per_microbatch, "another number of microbatches")
-        ends = [(link.source, source)] + ([] if link.payload.is_result else [(link.target, target)])
+        ends = [(link.source, source)] + ([] if link.is_broadcast else [(link.target, target)])
         for stage, rank in ends:
             ranks = self.placement[stage]
             self._require(rank in ranks, "a message of another rank")
@@ -702,12 +703,13 @@ class SymbolicExecution:
         kept = {number for number, late in state.gathered.items() if late != {True}}
         self._require(not kept, "parameters that are gathered during the pause")
         for link in (each for each in self.plan.links if each.payload is Payload.RESULT):
-            makers = self.placement[link.source]
-            for peer in range(len(self.ranks)) if rank in makers else ():
+            makers, readers = self.placement[link.source], result_ranks(link, self.placement)
+            for peer in readers if rank in makers else ():
                 sent = [message for message, _ in self.sends[rank, peer]]
                 self._require(peer == rank or (link, -1) in sent, "a result that is sent behind the pause")
             came = {peer for message, peer in state.arrived if message == (link, -1)}
-            self._require(came >= {*makers} - {rank}, "a result that comes behind the pause")
+            is_complete = rank not in readers or came >= {*makers} - {rank}
+            self._require(is_complete, "a result that comes behind the pause")
 
     def _check_gradients(self, rank: int, stage: int, microbatches: Sequence[int]) -> None:
         """All gradients that a rank updates with are complete, each counted once."""
@@ -753,7 +755,8 @@ class SymbolicExecution:
         self._require({*state.copied.values()} <= {Op.WAIT_PREFETCH}, "values that are left on the host")
         for stage in stages_on(self.placement, rank):
             self._check_stage(rank, stage)
-        for link in (each for each in self.plan.links if each.payload.is_result):
+        results = (each for each in self.plan.links if each.payload.is_result)
+        for link in (each for each in results if rank in result_ranks(each, self.placement)):
             for microbatch in self._every_microbatch if link.payload.per_microbatch else (-1,):
                 makers = self.placement[link.source]
                 makers = [makers[microbatch % len(makers)]] if microbatch >= 0 else makers

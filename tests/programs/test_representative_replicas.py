@@ -38,8 +38,8 @@ from pipec.timeline.simulate import simulate
 Step = tuple[Schedule, RepresentativeReplicas, tuple[Link, ...], SyncSpec]
 
 
-def links_of(num_stages: int) -> tuple[Link, ...]:
-    result = Link(num_stages - 1, -1, Payload.RESULT, (Value("loss", "float32", ()),))
+def links_of(num_stages: int, target: int = -1) -> tuple[Link, ...]:
+    result = Link(num_stages - 1, target, Payload.RESULT, (Value("loss", "float32", ()),))
     tied = [
         Link(*ends, payload, (Value("tied", "float32", (2,)),))
         for ends, payload in [((0, num_stages - 1), Payload.WEIGHT)]
@@ -71,6 +71,8 @@ def steps(draw: st.DrawFn) -> Step:
     name, num_ranks, apart = draw(st.sampled_from(names)), draw(st.integers(2, 3)), draw(st.booleans())
     schedule, few, links, sync_spec = step(name, num_ranks, replicas, count, apart)
     shard = draw(st.sampled_from([None, *ShardingLevel]))
+    if draw(st.booleans()):
+        links = links_of(schedule.num_stages, schedule.num_stages - 1)
     if shard:  # a tied weight stays whole, and nothing is lent here
         links = tuple(link for link in links if link.payload is not Payload.WEIGHT)
     return schedule, few, links, replace(sync_spec, shard=shard)

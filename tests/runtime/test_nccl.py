@@ -41,7 +41,21 @@ from torch import Tensor
 from torch._C._distributed_c10d import WorkResult
 
 from pipec.errors import InputError
-from pipec.ir import Compute, InputLeaf, Link, Mode, Payload, Phase, Plan, Program, Schedule, Stage, Value
+from pipec.ir import (
+    Compute,
+    InputLeaf,
+    Instruction,
+    Link,
+    Mode,
+    Op,
+    Payload,
+    Phase,
+    Plan,
+    Program,
+    Schedule,
+    Stage,
+    Value,
+)
 from pipec.programs.lower import chain_links
 from pipec.runtime import Interpreter
 from pipec.runtime.messages import distributed_transport as transport_of_processes
@@ -704,6 +718,28 @@ def test_peers_may_get_different_results(emulated: emulated_nccl.Distributed) ->
 
     found = run_ranks(emulated, [Program(rank, []) for rank in range(4)], run)
     assert found == [[[]], [[1.0] * 3, []], [[]], [[], [3.0] * 2]]
+
+
+def test_results_that_a_stage_keeps_pass_between_its_replicas(emulated: emulated_nccl.Distributed) -> None:
+    """Ranks 2 and 3 of the other stage take no part in it."""
+    link = Link(0, 0, Payload.RESULT, (Value("loss", "float32", ("b",)),))
+    ops = Op.RECV, Op.SEND
+    programs = [
+        Program(rank, [Instruction(op, 0, -1, link, peer=1 - rank) for op in ops] if rank < 2 else [])
+        for rank in range(4)
+    ]
+
+    def run(rank: int, transport: emulated_nccl.Emulated) -> list[float]:
+        if rank > 1:
+            return []
+        receive, send = programs[rank].instructions
+        receiver, sizes = transport.receiver(receive, 0), {"b": 2}
+        receiver.post(sizes)
+        transport.sender(send, 0)([torch.full((2,), float(rank))], sizes)
+        (found,) = receiver.wait()
+        return list(found.tolist())
+
+    assert run_ranks(emulated, programs, run) == [[1.0, 1.0], [0.0, 0.0], [], []]
 
 
 @pytest.mark.parametrize(("name", "num_steps"), [("gpipe", 20), slow("1f1b", 100)])

@@ -34,7 +34,7 @@ def fits_plan(step: ProgramIndex) -> Iterator[Violation]:
             message = f"the program of rank {program.rank} repeats; expected that of a single step"
             yield Violation(None, message)
     for link in plan.links:
-        ends = (link.source,) if link.payload.is_result else (link.source, link.target)
+        ends = (link.source,) if link.is_broadcast else (link.source, link.target)
         if not all(0 <= stage < len(plan.placement) for stage in ends):
             message = f"{format_link(link)} names a stage beyond the plan's {len(plan.placement)}"
             yield Violation(None, message)

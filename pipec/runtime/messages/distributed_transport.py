@@ -169,7 +169,7 @@ class DistributedTransport:
     def sender(self, instruction: Instruction, tag: int) -> Send:
         assert instruction.link is not None
         peer, values = instruction.peer, LinkValues(instruction.link)
-        payload = instruction.link.payload
+        payload = _exchanged_as(instruction.link)
         sending = self.error_context(f"sending {_message(instruction)} to rank {peer}", peer)
 
         def send(tensors: Sequence[Tensor], sizes: Sizes) -> None:
@@ -324,7 +324,7 @@ class _Receiver:
         assert instruction.link is not None
         self._link_values, self._device = LinkValues(instruction.link), device
         self._peer, self._tag, self._error_context = instruction.peer, tag, error_context
-        self._payload = instruction.link.payload
+        self._payload = _exchanged_as(instruction.link)
         self._values: list[Tensor] = []
         self._pending: Work | None = None
 
@@ -423,10 +423,16 @@ def _message(instruction: Instruction) -> str:
     return format_link(instruction.link) + of
 
 
+def _exchanged_as(link: Link) -> Payload:
+    """The payload of a message. All ranks exchange a ``RESULT`` together; others pass between two ranks."""
+    is_between_two = link.payload is Payload.RESULT and not link.is_broadcast
+    return Payload.MICROBATCH_RESULT if is_between_two else link.payload
+
+
 def _directions(programs: Sequence[Program]) -> tuple[set[Direction], bool]:
-    """The directions in which programs send, and whether they send results, which go to all ranks."""
+    """The directions in which programs send, and whether they send results that all ranks exchange."""
     sends = {
-        (program.rank, each.peer, each.link is not None and each.link.payload is Payload.RESULT)
+        (program.rank, each.peer, each.link is not None and _exchanged_as(each.link) is Payload.RESULT)
         for program in programs
         for each in program.instructions
         if each.op is Op.SEND

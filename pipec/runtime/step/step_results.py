@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Payload, Plan, Sizes, Value
+from pipec.ir import Payload, Plan, Sizes, Value, result_ranks
 from pipec.ir.text_format import evaluate_dim, format_value, names_in
 from pipec.runtime.memory.storage import compact
 from pipec.runtime.step.batch_slice import BatchSlice
@@ -103,13 +103,15 @@ class StepResults:
         return zeros_of(value, self.batch_slice.joined_names(0), whole.device) if stays else whole
 
     def of_batch(self, device: torch.device) -> dict[str, Tensor]:
-        """The results of the batch, merged from those of all replicas.
+        """The results of the batch that this rank gets, merged from those of all replicas.
 
         If replicas pass their own parts of the batch, a result with rows has this replica's rows.
         """
         found, own = dict[str, Tensor](), self.batch_slice
-        for made in (link for link in self._plan.links if link.payload is Payload.RESULT):
-            ranks = self._plan.placement[made.source]
+        placement, links = self._plan.placement, self._plan.links
+        results = (link for link in links if link.payload is Payload.RESULT)
+        for made in (link for link in results if self._rank in result_ranks(link, placement)):
+            ranks = placement[made.source]
             for value in made.values:
                 if len(ranks) == 1 or value.name in self._of_tail:
                     found[value.name] = self._made_by(ranks[0], value.name)
