@@ -133,7 +133,10 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
     lifted = _lift_constants(module, request.mode)
     batch_counts = extract_batch_counts(graph)
     classify(graph)
+    keeps_outputs = request.mode is Mode.OUTPUTS and not request.outputs
     _copy_outer_gradients(graph, results.roles, len(traced.operators) - 1)
+    if keeps_outputs:
+        _gather_outputs(graph, results.roles, len(traced.operators) - 1)
     decided = input_branches(graph, batch_counts)
     owner = "the model" if request.loss_fn is None else "loss_fn"
     return _checked(
@@ -152,6 +155,7 @@ def training_graph(traced: TracedCall) -> TrainingGraph:
             constants={**_used(graph, batch_counts, traced.constants), **lifted},
             batch_counts=batch_counts,
             microbatches_are_batches=not request.rewrite_loss,
+            keeps_outputs=keeps_outputs,
             findings=replace(
                 traced.findings,
                 output=results.unproven,
@@ -261,9 +265,29 @@ def _copy_outer_gradients(graph: fx.Graph, roles: Sequence[ResultRole], last: in
     output.args = (tuple(results),)
 
 
-def _copy(node: fx.Node, reader: fx.Node, operator: int) -> fx.Node:
+def _gather_outputs(graph: fx.Graph, roles: Sequence[ResultRole], last: int) -> None:
+    """Let the ``last`` operator return all outputs, and hand their gradients on.
+
+    So the edges of the graph carry an output of an earlier stage to the last one, and its gradient back.
+    """
+    output, alias = graph.output_node(), _aten.alias.default
+    results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    returned = dict.fromkeys(x for role, x in zip(roles, results, strict=True) if isinstance(role, Output))
+    gathered = {node: _copy(node, output, last, alias) for node in returned}
+    output.args = (
+        tuple(gathered[x] if isinstance(role, Output) else x for role, x in zip(roles, results, strict=True)),
+    )
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["role"], OutputGradient) and node.users:
+            readers, first = [*node.users], next(x for x in graph.nodes if x in node.users)
+            own = _copy(node, first, last, alias)
+            for reader in readers:
+                reader.replace_input_with(node, own)
+
+
+def _copy(node: fx.Node, reader: fx.Node, operator: int, target: Any = _aten.clone.default) -> fx.Node:
     with reader.graph.inserting_before(reader):
-        copied = reader.graph.call_function(_aten.clone.default, (node,))
+        copied = reader.graph.call_function(target, (node,))
     copied.meta = {key: node.meta[key] for key in ("val", "phase")}
     copied.meta |= {"operator": operator, "constant": False}
     return copied

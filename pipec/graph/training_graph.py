@@ -77,6 +77,7 @@ class TrainingGraph:
     * ``paths`` names the leaves of the arguments, and ``axes`` says where the user has the rows of the leaves
       that are split. ``training`` is the mode of the model.
     * ``microbatches_are_batches`` if each is a batch of its own, whose loss the user has weighted.
+    * ``keeps_outputs`` if the ranks of the stage that returns the outputs keep them for themselves.
     """
 
     module: fx.GraphModule
@@ -109,6 +110,7 @@ class TrainingGraph:
     input_branches: InputBranches = NO_INPUT_BRANCHES
     repeated: tuple[tuple[int, int], ...] | None = None
     microbatches_are_batches: bool = False
+    keeps_outputs: bool = False
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

@@ -421,7 +421,7 @@ class CompiledExecutions(Executions):
 
     def _rows(self, notes: Sequence[RankNote]) -> tuple[int, ...]:
         """The rows of each replica. Raises InputError if there are none."""
-        rows = tuple(note.numbers[0] for note in notes[: self.num_replicas])
+        rows = tuple(int(note.numbers[0]) for note in notes[: self.num_replicas])
         if not any(rows):
             raise InputError("no replica passed any rows; leave the call out on all ranks")
         return rows

@@ -276,7 +276,7 @@ class Pipeline(ConvertedModule):
         return self._executions.output(self._executions.agree(request, CallArguments(args, kwargs)))
 
     @exclusive_call
-    def _differentiable_outputs(self, args: Any, kwargs: Any) -> Any:
+    def _differentiable_outputs(self, args: Any, kwargs: Any, on_all_ranks: bool = True) -> Any:
         """The model's output for the batch, with a graph whose backward the pipeline runs.
 
         Raises as ``step``.
@@ -286,7 +286,7 @@ class Pipeline(ConvertedModule):
                 'batch is "local", with which each replica would compute another loss; pass the whole batch '
                 'on all ranks, with batch="same", or compute the loss in the model or in loss_fn=...'
             )
-        request = CallRequest("forward", Mode.OUTPUTS, True)
+        request = CallRequest("forward", Mode.OUTPUTS, on_all_ranks)
         call = self._executions.agree(request, CallArguments(args, kwargs))
         self._stream.last_reader = None
         return self._executions.differentiable_outputs(call, self._anchor)
@@ -366,6 +366,9 @@ class Pipeline(ConvertedModule):
                 of loss and output. All ranks then receive the output of the whole batch. Otherwise the module
                 returns the loss, which is its own ``.loss``, ``["loss"]`` and ``[0]``. "differentiable": the
                 script computes the loss, even if the model returns one, which then is an output like others.
+                "last": as "differentiable", but the ranks of the last stage alone get the outputs. On other
+                ranks these have shape, dtype, device and a graph, and no values, and so has the loss until
+                its ``backward``. What reads other values there raises InputError.
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         return make_module(self, self.unsplit_model, outputs, self._executions.loss_path)
@@ -1070,7 +1073,7 @@ METHOD_ARGUMENTS = {
     "resume": FLAG | NONE,
     "stage": instance("the number of a stage", int),
     "mode": FLAG,
-    "outputs": FLAG | one_of("differentiable"),
+    "outputs": FLAG | one_of("differentiable", "last"),
     "optimizer": ArgumentRule("the optimizer that the script steps, or a list of them", _are_optimizers)
     | NONE,
     "scheduler": ArgumentRule("an LR scheduler, or a list of them", _are_schedulers) | NONE,

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from pipec.pipeline.pipeline import Pipeline
 
 
-OutputsOption = Literal[False, True, "differentiable"]
-"""What a module returns in training: its loss, the outputs beside it, or outputs with gradients."""
+OutputsOption = Literal[False, True, "differentiable", "last"]
+"""What a module returns in training: its loss, the outputs beside it, or outputs with gradients, on every
+rank or on those of the last stage."""
 
 
 class PipelineModule(AcceleratedModule, ConvertedModule):
@@ -78,7 +79,7 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
         """
         if not self.training or not torch.is_grad_enabled():
             return self._evaluated(args, kwargs, target)
-        if self._outputs == "differentiable":
+        if self._outputs in ("differentiable", "last"):
             return self._differentiable(args, kwargs, target)
         kind = len(args), *sorted(kwargs)
         if kind in self._without_loss:
@@ -98,7 +99,7 @@ class PipelineModule(AcceleratedModule, ConvertedModule):
                 "target= is for loss_fn, but the script computes the loss of the outputs that the module "
                 "returns; leave one of both out"
             )
-        return self._pipe._differentiable_outputs(args, kwargs)
+        return self._pipe._differentiable_outputs(args, kwargs, self._outputs != "last")
 
     def _trained(self, args: Any, kwargs: Any, target: Any) -> Any:
         """The loss of a step, with the outputs where they are asked for."""

@@ -344,7 +344,8 @@ class _PlanBuilder:
     def result_links(self) -> Iterator[Link]:
         """The links of a step's results to all other ranks; in a stream, one for each microbatch.
 
-        Results of the tail have a link of their own: each has the rows of all microbatches.
+        Outputs that a stage keeps go to its other ranks alone. Results of the tail have a link of their own:
+        each has the rows of all microbatches.
         """
         payload = Payload.MICROBATCH_RESULT if self.schedule.stream else Payload.RESULT
         axes = {node: role.axis or LEADING for role, node in self.graph.returned}
@@ -352,7 +353,8 @@ class _PlanBuilder:
             for functions in (stage.functions, [stage.tail] if stage.tail else []):
                 nodes = [node for function in functions for node in dict.fromkeys(function.outputs)]
                 if values := tuple(self.result(node, axes[node]) for node in nodes):
-                    yield Link(stage.index, -1, payload, values)
+                    target = stage.index if self.graph.keeps_outputs else -1
+                    yield Link(stage.index, target, payload, values)
 
     def result(self, node: fx.Node, axis: BatchAxis) -> Value:
         """A result of the graph, its rows moved to the front where they are not one block each."""

@@ -1,13 +1,19 @@
 """Makes each call of a pipeline one of all ranks: rank 0 decides what they do, or all raise one error."""
 
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from pipec.errors import InputError
-from pipec.runtime.messages.call_description import CallDescription, describe_differences
-from pipec.runtime.messages.exchange import Answer, CallRole, Decide, no_decision
+from pipec.runtime.messages.call_description import (
+    CallDescription,
+    describe_differences,
+    describe_leaf,
+    values_digest,
+)
+from pipec.runtime.messages.exchange import Answer, CallRole, Decide, RankNote, no_decision
 from pipec.runtime.processes.judge import format_ranks
 from pipec.runtime.processes.stop_signals import STOP_SIGNALS, exit_all_ranks
 from pipec.runtime.step.ranks import Ranks
@@ -28,7 +34,7 @@ class CallAgreement:
         kind: str,
         call_description: CallDescription,
         decide: Decide = no_decision,
-        numbers: Sequence[int] = (),
+        numbers: Sequence[float] = (),
         call_role: CallRole = CallRole.REQUIRED,
     ) -> Answer:
         """What rank 0 decides, once it has found that every rank makes this call with the same arguments.
@@ -46,6 +52,32 @@ class CallAgreement:
             decide,
             numbers,
             call_role,
+        )
+
+    def require_same_backward(
+        self,
+        number: int,
+        gradients: Mapping[str, Tensor | None],
+        obstacle: str,
+        readers: Sequence[int],
+        loss: Tensor | None,
+    ) -> Answer:
+        """As ``require_same_call``, of the backward of a forward whose outputs these ``readers`` have.
+
+        The gradients of outputs have values on them alone, and must be equal there. The answer's value is
+        that of the ``loss``, if ``backward`` was called on one. ``obstacle`` says why no backward can run.
+        """
+        have_all, is_reader = len(readers) == self.ranks.count, self.ranks.world.rank in readers
+        given = {f"the gradient {name}": describe_leaf(x, values=have_all) for name, x in gradients.items()}
+        given |= {"refused": obstacle} if obstacle else {}
+        given |= {} if loss is None else {"the gradient of the loss": "as backward() of one value makes it"}
+        compared = [*gradients.values()] if is_reader and len(readers) > 1 and not have_all else []
+        digests = [int(values_digest(x), 16) for x in compared if x is not None]
+        return self.require_same_call(
+            f"the backward of forward {number}",
+            given,
+            functools.partial(_value_of_readers, readers),
+            [0.0 if loss is None or not is_reader else loss.item(), *digests],
         )
 
     def report_backward(self, step: int, factor: Tensor) -> None:
@@ -92,6 +124,17 @@ class CallAgreement:
             exit_all_ranks(stops, self._steps.num_steps, self._before_stop)
 
 
+def _value_of_readers(readers: Sequence[int], notes: Sequence[RankNote]) -> float:
+    """The first number of these ranks, a loss.
+
+    Raises InputError if the others, digests of gradients, differ.
+    """
+    first, *others = (notes[rank].numbers for rank in readers)
+    if any(each[1:] != first[1:] for each in others):
+        raise InputError(f"{format_ranks(readers)} computed other losses of the same outputs\n{_LOSS_ADVICE}")
+    return first[0]
+
+
 def _mismatch_message(every: Sequence[CallDescription]) -> str:
     """How the ranks' descriptions of a call differ, by the first kind of entries that do."""
     call = every[0]["call"]
@@ -121,6 +164,12 @@ _BATCH_ADVICE = (
     "not"
 )
 
+_LOSS_ADVICE = (
+    "Every rank computes the same loss, of the same data: pass the same batches on all ranks, draw with the "
+    "same seed, and see that nothing depends on the rank. Operators of GPUs whose results differ from run to "
+    "run, as sums with atomics, need torch.use_deterministic_algorithms(True)"
+)
+
 _MISMATCHES: Sequence[tuple[Callable[[str], bool], str, str]] = (
     (
         lambda name: name == "call",
@@ -144,9 +193,7 @@ _MISMATCHES: Sequence[tuple[Callable[[str], bool], str, str]] = (
     (
         lambda name: name.startswith("the gradient "),
         "the ranks computed other losses of the same outputs, with which they came to {}",
-        "Every rank computes the same loss, of the same data: pass the same batches on all ranks, draw with "
-        "the same seed, and see that nothing depends on the rank. Operators of GPUs whose results differ "
-        "from run to run, as sums with atomics, need torch.use_deterministic_algorithms(True)",
+        _LOSS_ADVICE,
     ),
     (
         lambda name: name == "accumulates" or name.endswith(" of the optimizer"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipec.artifact.artifact import Artifact, MicrobatchGroups
 from pipec.errors import InputError
-from pipec.ir import InputLeaf, Mode, Plan, Sizes
+from pipec.ir import InputLeaf, Mode, Plan, Sizes, Value
 from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import (
     leaf_path,
@@ -25,6 +25,7 @@ from pipec.ir.batch_split import (
     variable_values,
 )
 from pipec.ir.text_format import evaluate_dim, format_value, holds, names_in
+from pipec.runtime.absent_outputs import AbsentOutput, LastOutput, absent_output
 from pipec.runtime.absent_tensors import is_absent, release_sharded
 from pipec.runtime.call_agreement import CallAgreement
 from pipec.runtime.local_gradients import GradientNorms
@@ -39,7 +40,7 @@ from pipec.runtime.step.execution import CallLeaves, Execution
 from pipec.runtime.step.microbatch_weight import MicrobatchWeight, loss_weights
 from pipec.runtime.step.non_finite import NonFinite
 from pipec.runtime.step.optimizer_updates import OptimizerUpdates
-from pipec.runtime.step.step_results import merge_slices
+from pipec.runtime.step.step_results import merge_slices, result_values, zeros_of
 from pipec.runtime.step.stream_results import BatchResult, StreamBatch
 from pipec.runtime.step_state import StepState
 from pipec.runtime.stream.call_arguments import CallArguments, GivenMicrobatches, StepArguments, in_microbatch
@@ -439,7 +440,12 @@ class Executions:
             results, suspended = execution.forward(call.leaves, batch_slice, call.seed, self.steps.recorded)
             parts.append(results)
             begun.append((execution, suspended))
-        merged = parts[0] if len(parts) == 1 else _merged(call, parts)
+        first, batch_slice = call.linked[0]
+        if first.results_are_elsewhere:
+            values = result_values(plans[0])
+            merged = {value.name: self._absent_output(value, first, batch_slice) for value in values}
+        else:
+            merged = {**_merged(call, parts)}
         changed = {fqn for plan in plans for stage in plan.stages for fqn in stage.updated_buffers}
         read = {fqn: x for fqn, x in self.tensors.here().items() if fqn not in changed and not is_absent(x)}
         read |= {
@@ -452,9 +458,16 @@ class Executions:
         self._forwards.add(waiting)
         names = [each.name for each in waiting.trained]
         outputs = [merged[name] for name in names]
+        if self.agreement.is_distributed and len(waiting.readers) < self.ranks.count:
+            outputs = [x if isinstance(x, AbsentOutput) else x.as_subclass(LastOutput) for x in outputs]
         trained = OutputsOf.apply(anchor, waiting, len(outputs), *outputs, *self.tensors.trained_here())  # type: ignore[no-untyped-call]
         results = _restored(call.first, {**merged, **dict(zip(names, trained, strict=True))})
         return _output_of(call.first, results, plans[0].outputs)
+
+    def _absent_output(self, value: Value, execution: Execution, batch_slice: BatchSlice) -> Tensor:
+        """A result of the batch without values, for a process that does not get it."""
+        memory = zeros_of(value, batch_slice.batch_names, torch.device("meta"))
+        return absent_output(memory, execution.result_ranks, next(iter(self.ranks.devices.values())))
 
     def _run_backward(self, waiting: WaitingForward, gradients: Mapping[str, Tensor | None]) -> None:
         """Run the backwards of a forward. All ranks call this alike, or all raise InputError.
@@ -466,10 +479,13 @@ class Executions:
         gradients = {name: None if x is None else x.contiguous() for name, x in gradients.items()}
         obstacle = waiting.obstacle()
         if is_distributed:
-            given = {f"the gradient {name}": describe_leaf(x) for name, x in gradients.items()}
-            given |= {"refused": obstacle} if obstacle else {}
-            answer = self.agreement.require_same_call(f"the backward of forward {waiting.number}", given)
+            loss = LastOutput.differentiated
+            answer = self.agreement.require_same_backward(
+                waiting.number, gradients, obstacle, waiting.readers, loss
+            )
             self.agreement.exit_on_signal(self.drain, answer.stops)
+            if isinstance(loss, AbsentOutput):
+                loss.value = answer.value
         if obstacle:
             raise InputError(obstacle)
         unset = [*self._without_gradient(waiting.untrained(gradients))]
@@ -518,7 +534,7 @@ class Executions:
                 update = len(parts) + 1 == len(call.linked) and not self.steps.accumulates
                 parts.append(execution.run(call.leaves, batch_slice, call.seed, recorded, update))
                 self.non_finite = execution.non_finite
-        results = parts[0] if len(parts) == 1 else _merged(call, parts)
+        results = _merged(call, parts)
         return _restored(artifact, results) if artifact.axes else results
 
     def _batch_slices(self, call: Call) -> Sequence[BatchSlice]:
@@ -666,6 +682,8 @@ def _given_slices(call: Call) -> Iterator[BatchSlice]:
 
 def _merged(call: Call, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
     """The results of a call from those of its groups."""
+    if len(parts) == 1:
+        return parts[0]
     return merge_slices(call.first.plan, parts, [batch_slice for _, batch_slice in call.linked])
 
 

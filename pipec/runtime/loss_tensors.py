@@ -22,12 +22,13 @@ FORWARD_OUTPUT = (
 )
 
 _SCALED = (
-    "GradScaler cannot scale the loss of a pipeline, whose gradients are computed before: leave the scaler "
-    'out. With precision="fp16-mixed" and optimizer=..., pipec.compile scales the loss and skips steps'
+    "GradScaler cannot scale the loss of a pipeline, because each rank has the gradients of its own stages: "
+    'leave the scaler out. With precision="fp16-mixed" and optimizer=..., pipec.compile scales the loss and '
+    "skips steps"
 )
 
 
-class _Loss(Tensor):
+class Loss(Tensor):
     """Looks like a plain tensor wherever it is printed, formatted, copied or written."""
 
     def plain(self) -> Tensor:
@@ -54,7 +55,7 @@ class _Loss(Tensor):
     __rmul__ = __mul__
 
 
-class StepLoss(_Loss):
+class StepLoss(Loss):
     """The loss of a call that has computed its gradients, or has none: ``backward`` explains that.
 
     What operations on it return are plain tensors.
@@ -74,14 +75,14 @@ class StepLoss(_Loss):
         raise InputError(getattr(self, "_explanation", STEP_LOSS))
 
 
-class ForwardOutput(_Loss):
+class ForwardOutput(Loss):
     """An output of a pipeline in training mode: ``backward`` of what is computed of it explains itself."""
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         raise InputError(FORWARD_OUTPUT)
 
 
-class ModuleLoss(_Loss):
+class ModuleLoss(Loss):
     """The loss of a module of ``as_module``; it is also its own ``.loss``, ``["loss"]`` and ``[0]``.
 
     So a loop finds it wherever the model would have put it. What is computed of it is of this class, too.

@@ -37,6 +37,8 @@ class WaitingForward:
         self.number, self._begun, self.run_backward = number, begun, run_backward
         self.trained: Sequence[TrainedOutput] = begun[0][0].artifact.plan.trained_outputs
         """The outputs that a backward starts from."""
+        self.readers = begun[0][0].result_ranks
+        """The ranks that have the values of the outputs."""
         self._read = [(name, tensor, tensor.detach(), _version(tensor)) for name, tensor in read.items()]
 
     @property

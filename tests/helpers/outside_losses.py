@@ -1,6 +1,6 @@
 """Losses that a script computes of outputs, and a training with each of them beside plain PyTorch.
 
-``outside_losses.py SCHEDULE REPLICAS STEPS [LOSS ...]`` prints by how much losses and weights are off.
+``outside_losses.py OUTPUTS SCHEDULE REPLICAS STEPS [LOSS ...]`` prints how far losses and weights are off.
 """
 
 import copy
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipec
+from pipec.pipeline.pipeline_module import OutputsOption
 
 Model = Callable[[Tensor], Any]
 Data = tuple[Tensor, Tensor, Tensor]
@@ -156,7 +157,9 @@ LOSSES: Mapping[str, Callable[[Model, Data], Tensor]] = {
 }
 
 
-def train(name: str, num_steps: int, num_ranks: int, **options: Any) -> float:
+def train(
+    name: str, num_steps: int, num_ranks: int, outputs: OutputsOption = "differentiable", **options: Any
+) -> float:
     """Train with a loss, beside plain PyTorch: the largest difference of losses, norms and weights.
 
     Each second step accumulates, and updates are clipped. All ranks call this.
@@ -164,7 +167,7 @@ def train(name: str, num_steps: int, num_ranks: int, **options: Any) -> float:
     torch.manual_seed(0)
     plain = ActorCritic().double()
     pipe = pipec.compile(copy.deepcopy(plain), devices=num_ranks, microbatches=4, timeout=240.0, **options)
-    module, loss_of, off = pipe.as_module(outputs="differentiable"), LOSSES[name], list[float]()
+    module, loss_of, off = pipe.as_module(outputs), LOSSES[name], list[float]()
     both = [
         (module, torch.optim.AdamW(module.parameters(), lr=0.02)),
         (plain, torch.optim.AdamW(plain.parameters(), lr=0.02)),
@@ -175,7 +178,7 @@ def train(name: str, num_steps: int, num_ranks: int, **options: Any) -> float:
         data = x, other, torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
         losses = [loss_of(model, data) for model, _ in both]
         for loss in losses:
-            (loss / 2).backward()
+            loss.backward(torch.tensor(0.5, dtype=torch.float64))
         off.append(abs(losses[0].item() - losses[1].item()))
         if step % 2:
             norms = pipe.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
@@ -188,7 +191,8 @@ def train(name: str, num_steps: int, num_ranks: int, **options: Any) -> float:
 
 
 if __name__ == "__main__":
-    schedule, replicas, steps, *names = sys.argv[1:]
+    outputs, schedule, replicas, steps, *names = sys.argv[1:]
     ranks = int(os.environ.get("WORLD_SIZE", 2 * int(replicas)))
     for each in names or LOSSES:
-        print(each, train(each, int(steps), ranks, schedule=schedule, replicas=int(replicas)))
+        options = {"outputs": outputs, "schedule": schedule, "replicas": int(replicas)}
+        print(each, train(each, int(steps), ranks, **options))

@@ -31,16 +31,18 @@ def test_a_training_with_any_loss_is_that_of_the_model(number: int, name: str) -
 LAYOUTS = {"2 ranks": (2, 1), "2x2 replicas": (4, 2)}
 
 
+@pytest.mark.parametrize("outputs", ["differentiable", "last"])
 @pytest.mark.parametrize(
     ("layout", "schedule", "steps"),
     [("2 ranks", "1f1b", 2), *(slow(layout, schedule, 20) for layout in LAYOUTS for schedule in SCHEDULES)],
 )
 def test_ranks_compute_the_same_loss_of_the_same_outputs(
-    layout: str, schedule: str, steps: int, tmp_path: Path
+    layout: str, schedule: str, steps: int, outputs: str, tmp_path: Path
 ) -> None:
     ranks, replicas = LAYOUTS[layout]
     names = ["preference_in_two", "one_head", "decorrelation"] if steps == 2 else [*LOSSES]
-    for printed in run_ranks(SCRIPT, ranks, tmp_path, [schedule, str(replicas), str(steps), *names]):
+    arguments = [outputs, schedule, str(replicas), str(steps), *names]
+    for printed in run_ranks(SCRIPT, ranks, tmp_path, arguments):
         off = dict(line.split() for line in printed.splitlines() if line.split()[0] in LOSSES)
         assert [*off] == names
         assert all(float(each) < 1e-9 for each in off.values()), off

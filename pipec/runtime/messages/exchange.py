@@ -57,7 +57,7 @@ class RankNote(NamedTuple):
     digest: bytes
     role: int
     stop: int
-    numbers: Sequence[int]
+    numbers: Sequence[float]
 
     @property
     def joined(self) -> bool:
@@ -95,7 +95,7 @@ class Exchange:
         call_description: CallDescription,
         mismatch_message: MismatchMessage,
         decide: Decide = no_decision,
-        numbers: Sequence[int] = (),
+        numbers: Sequence[float] = (),
         call_role: CallRole = CallRole.REQUIRED,
     ) -> Answer:
         """Rank 0's answer, once it has found that every rank has the same ``call_description``.

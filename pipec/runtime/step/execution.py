@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipec.artifact.artifact import Artifact, load_stage_module
 from pipec.errors import InputError, PipecError
-from pipec.ir import SCHEDULED_PHASES, Plan, StepPart, program_part, rank_of, stages_on
+from pipec.ir import SCHEDULED_PHASES, Plan, StepPart, program_part, rank_of, result_ranks, stages_on
 from pipec.ir.periodic_program import max_batches_ahead
 from pipec.runtime.messages.cuda import pinned_copy
 from pipec.runtime.stages.kernels import compile_functions
@@ -88,6 +88,15 @@ class Execution:
         self._read_by_gpus = set[str]().union(*on_gpus)
         self.is_stream = artifact.programs[0].period > 0
         """Whether the programs are periodic: steps overlap."""
+        returned = (result_ranks(x, plan.placement) for x in plan.links if x.payload.is_result)
+        self.result_ranks = next(returned, range(plan.num_ranks))
+        """The ranks that get the results."""
+        self._first_reader = next((k for k, x in enumerate(here) if x.number in self.result_ranks), None)
+
+    @property
+    def results_are_elsewhere(self) -> bool:
+        """Whether no rank of this process gets the results."""
+        return self._first_reader is None
 
     def _load(self, number: int) -> types.ModuleType:
         code = load_stage_module(number, self.artifact.sources[number])
@@ -211,6 +220,7 @@ class Execution:
                 self._interpreters[0].device,
             )
             for each in plan.trained_outputs
+            if not self.results_are_elsewhere
         }
         if self._updates is not None:
             self._updates.follow_script()
@@ -232,7 +242,7 @@ class Execution:
         seed: int = 0,
         resumed: Sequence[tuple[SuspendedStep, OutputGradients]] | None = None,
     ) -> Results:
-        """The results of the first rank of this process, of a part of a step that all of them run."""
+        """The results of a part of a step that all ranks of this process run, if one of them gets results."""
         devices = self._ranks.devices
         timestamps: dict[int, Timestamps] = {} if recorded is None else {rank: [] for rank in devices}
         waiting = resumed or itertools.repeat(None, len(devices))
@@ -241,7 +251,7 @@ class Execution:
             for rank, each, own in zip(devices, self._interpreters, waiting, strict=True)
         ]
         try:
-            results = jobs[0]() if self._in_process is None else self._in_process.run(jobs)[0]
+            found = [jobs[0]()] if self._in_process is None else self._in_process.run(jobs)
         except BaseException as error:
             if self._updates is not None and self.artifact.plan.sync_spec.updates:
                 self._updates.drop_gradients()
@@ -255,7 +265,7 @@ class Execution:
             sync_spec = self.artifact.plan.sync_spec
             programs = [program_part(program, sync_spec, part) for program in self.artifact.programs]
             recorded.append(RecordedStep(programs, timestamps, part))
-        return results
+        return found[self._first_reader or 0]
 
     def _partial_update_note(self) -> str | None:
         """A note on updates that had begun when the step failed. All living ranks call this."""
