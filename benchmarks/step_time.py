@@ -42,6 +42,7 @@ from torch.distributed import pipelining
 
 import pipec
 from pipec.ir import stages_on
+from pipec.pipeline.pipeline_module import OutputsOption
 from pipec.schedules import parse_orders
 
 MICROBATCHES, RANKS = 8, 2
@@ -124,9 +125,9 @@ def pipeline(case: Case, schedule: str = "1f1b", **options: Any) -> pipec.Pipeli
     return pipec.compile(case.model(), devices=RANKS, schedule=schedule, **options)
 
 
-def outside_step(case: Case, **options: Any) -> Step:
+def outside_step(case: Case, outputs: OutputsOption, **options: Any) -> Step:
     """The step of a loop that computes the loss of the pipeline's outputs."""
-    module, (inputs, target) = pipeline(case, loss_fn=None, **options).as_module(), case.batch()
+    module, (inputs, target) = pipeline(case, loss_fn=None, **options).as_module(outputs), case.batch()
 
     def step() -> Tensor:
         module.zero_grad()
@@ -281,7 +282,8 @@ MODES = {
     },
     "outside": {
         "pipec, loss inside": Contestant(partial(pipec_step, schedule="gpipe")),
-        "pipec, loss outside": Contestant(partial(outside_step, schedule="gpipe")),
+        "pipec, loss outside": Contestant(partial(outside_step, outputs="differentiable", schedule="gpipe")),
+        "pipec, loss on the last stage": Contestant(partial(outside_step, outputs="last", schedule="gpipe")),
     },
     "planned": {
         **{
