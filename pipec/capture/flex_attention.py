@@ -6,8 +6,8 @@
                                                       y = where(mask(b, h, i, j), s, -inf).softmax(-1) @ v
 
 The functions of a score or a mask are written for one pair of a query and a key. Here they run once for all
-pairs, on indices that broadcast, so each of their calls must work element by element. The blocks of a mask
-are not used: scores take memory of the square of the length.
+pairs, on indices that broadcast, so each of their calls must work element by element. The blocks that
+``create_block_mask`` makes of the function are not used: scores take memory of the square of the length.
 """
 
 import math
@@ -32,6 +32,9 @@ _ELEMENTWISE = frozenset(
     )
 )
 
+_NO_BLOCKS = 1 << 30
+"""The size of the blocks that torch makes where there is no mask: each has all."""
+
 
 def dense_attention(
     query: Any,
@@ -47,7 +50,7 @@ def dense_attention(
     """The calls that compute ``f32[batch, heads, queries, width]``, in a tuple; None if more is returned.
 
     Raises:
-        CaptureError: a function of scores or masks is not elementwise.
+        CaptureError: a function of scores or masks is not elementwise, or a mask is made of blocks alone.
     """
     call = query.tracer.call
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in call.users):
@@ -62,6 +65,11 @@ def dense_attention(
     sizes = [(query, 0), (query, 1), (query, 2), (key, 2)]
     indices = [_index(each, dim, place) for place, (each, dim) in enumerate(sizes)]
     scores = _inlined(call, score_mod, [scores * scale, *indices, *score_arguments])
+    if min(block_mask[-3:-1]) < _NO_BLOCKS and not _reads_indices(call, block_mask[-1]):
+        raise CaptureError(
+            f"the mask of flex_attention has blocks and no function, and blocks are not used{at_line(call)}\n"
+            "Pass the function, as create_block_mask does; or scaled_dot_product_attention with a mask"
+        )
     mask = _inlined(call, block_mask[-1], [*indices, *mask_arguments])
     scores = scores.masked_fill(mask.logical_not(), -math.inf)
     is_masked = (scores == -math.inf).all(-1, keepdim=True)  # such a query has zeros
@@ -76,11 +84,23 @@ def _index(tensor: fx.Proxy, dim: int, place: int) -> fx.Proxy:
     return made.view([-1 if each == place else 1 for each in range(4)])
 
 
+def _graph_of(call: fx.Node, function: fx.Proxy) -> fx.Graph:
+    module: Any = operator.attrgetter(str(function.node.target))(call.graph.owning_module)
+    graph: fx.Graph = module.graph
+    return graph
+
+
+def _reads_indices(call: fx.Node, mask: fx.Proxy) -> bool:
+    """Whether a mask is more than ones like an index, which torch puts in the place of no function."""
+    calls = [node for node in _graph_of(call, mask).nodes if node.op not in ("placeholder", "output")]
+    return [operator_name(node) for node in calls] != ["new_ones"]
+
+
 def _inlined(call: fx.Node, function: fx.Proxy, arguments: Sequence[Any]) -> Any:
     """What a function of single pairs computes of all of them."""
-    module: Any = operator.attrgetter(str(function.node.target))(call.graph.owning_module)
-    values: dict[fx.Node, Any] = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
-    for node in module.graph.nodes:
+    graph = _graph_of(call, function)
+    values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True))
+    for node in graph.nodes:
         if node.op == "placeholder":
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as library
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from unsplit_reference import relative_error
 
 import pipec
@@ -101,6 +101,27 @@ def test_functions_that_are_not_elementwise_are_refused(name: str) -> None:
     model = Attention(REFUSED[name]).eval()
     with pytest.raises(CaptureError, match=f"calls {name}, which is not known to work element by element"):
         pipec.compile(model, 2, microbatches=2)(torch.randn(ROWS, TOKENS, WIDTH), torch.zeros(ROWS, TOKENS))
+
+
+class OfBlocks(nn.Module):
+    """The first of two blocks of keys, for all queries. The kernels of GPUs skip the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.ones(1, 1, 1, dtype=torch.int32)
+        mask = BlockMask.from_kv_blocks(
+            count, torch.zeros(1, 1, 1, 2, dtype=torch.int32), BLOCK_SIZE=(128, 64)
+        )
+        heads = self.layer(x)[:, None]
+        return flex_attention(heads, heads, heads, block_mask=mask)
+
+
+def test_a_mask_of_blocks_alone_is_refused() -> None:
+    with pytest.raises(CaptureError, match="has blocks and no function"):
+        pipec.compile(OfBlocks().eval(), 2, microbatches=2)(torch.randn(ROWS, TOKENS, WIDTH))
 
 
 class Mapped(nn.Module):
