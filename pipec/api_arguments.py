@@ -306,7 +306,7 @@ def _check_offload(options: Options, policy: SchedulePolicy, topology: Topology)
 
 
 def _check_weights_on_host(options: Options, policy: SchedulePolicy) -> None:
-    """Refuse weights in host memory for stages that ranks share, or that update while they are read."""
+    """Refuse weights in host memory that each replica would hold, or that are updated while they are read."""
     offload = options.offload
     if policy.may_be_asynchronous:
         raise InputError(
