@@ -417,7 +417,13 @@ def _written(view: OpOverload) -> Callable[..., Tensor]:
     return decomposition
 
 
+def _added_product(x: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """As torch's, without the rows that torch 2.15 gives a bias."""
+    return alpha * (first @ second) + beta * x
+
+
 _DECOMPOSITIONS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("addmm", "addmv"), _added_product),
     "_trilinear": _trilinear,
     "repeat": _repeated,
     "select_scatter": _written(torch.ops.aten.select.int),
