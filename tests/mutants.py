@@ -125,8 +125,8 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 class TestMap:
     """Which fast tests enter which lines. Lines that run in other processes alone are entered by none.
 
-    A test that takes over what an earlier one of its file has captured enters no line of capture, so that
-    the rest of a file is tried after its tests that enter the lines.
+    A test that takes over what an earlier one of its file has captured enters no line of capture, so that a
+    fault that it alone would find counts as not found.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,15 +136,14 @@ class TestMap:
         self._data.read()
 
     def tests_of(self, mutant: Mutant) -> list[list[str]]:
-        """The tests to try: first a few that enter little else, then all others, then their whole files."""
+        """The tests to try: first a few that enter little else, then all others."""
         by_line = self._data.contexts_by_lineno(str(ROOT / mutant.path))
         sizes = Counter(test for tests in by_line.values() for test in {*map(_test_id, tests)})
         entering = {_test_id(context) for line in mutant.lines for context in by_line.get(line, ())}
         ordered = sorted(entering - {""}, key=lambda test: (sizes[test], test))
-        files = sorted({test.partition("::")[0] for test in ordered})
         if "" in entering:  # the line runs when its module is imported
-            files += ["tests/test_smoke.py", *_folder_of(mutant)]
-        return [tests for tests in (ordered[:FIRST], ordered[FIRST:], files) if tests]
+            ordered += ["tests/test_smoke.py", *_folder_of(mutant)]
+        return [tests for tests in (ordered[:FIRST], ordered[FIRST:]) if tests]
 
 
 def _test_id(context: str) -> str:
