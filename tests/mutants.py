@@ -1,9 +1,10 @@
 """Breaks pipec on purpose, in one place at a time, and says which faults the fast tests find.
 
-``python tests/mutants.py --count 200`` draws places at random over all packages, the same ones for a seed,
-and runs the fast tests on a copy of the repository with one of them broken: the tests of its own package
-first, then all others. It prints a line for each, and the share that was found. ``--list`` prints the places
-alone, ``--only N`` tries one of them.
+``python tests/mutants.py --count 200`` draws places at random over all packages, the same ones for a seed.
+On a copy of the repository with one of them broken it runs the tests that enter the broken lines, and prints
+a line for each fault, and the share that was found. The first run finds out which test enters which line: it
+runs all fast tests with ``pytest-cov`` and keeps the answer in ``--map``. ``--list`` prints the places alone,
+``--only N`` tries one of them.
 """
 
 import argparse
@@ -15,16 +16,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import coverage
+
 ROOT = Path(__file__).parents[1]
+
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow")
 
 TIME_LIMIT = 3600.0
 """Seconds after which a fault counts as found: it lets a test wait for ever."""
+
+FIRST = 25
+"""Tests that are tried before all others of a fault: those that enter the fewest lines of its file."""
 
 _TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     **{ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq},
@@ -37,7 +46,7 @@ class Mutant:
     """A place in a file, as the text between two offsets, and what stands there instead."""
 
     path: str
-    line: int
+    lines: range
     start: int
     stop: int
     kind: str
@@ -48,7 +57,7 @@ class Mutant:
 
     def __str__(self) -> str:
         before = (ROOT / self.path).read_bytes()[self.start : self.stop].decode()
-        return f"{self.path}:{self.line}: {self.kind}: {_brief(before)} -> {_brief(self.text)}"
+        return f"{self.path}:{self.lines.start}: {self.kind}: {_brief(before)} -> {_brief(self.text)}"
 
 
 def mutants_of(path: str) -> Iterator[Mutant]:
@@ -61,7 +70,8 @@ def mutants_of(path: str) -> Iterator[Mutant]:
         for kind, place, text in _changes(node):
             start = starts[place.lineno - 1] + place.col_offset
             stop = starts[(place.end_lineno or 0) - 1] + (place.end_col_offset or 0)
-            yield Mutant(path, place.lineno, start, stop, kind, text)
+            lines = range(place.lineno, (place.end_lineno or place.lineno) + 1)
+            yield Mutant(path, lines, start, stop, kind, text)
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
@@ -112,11 +122,55 @@ def drawn(count: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(every, min(count, len(every)))
 
 
+class TestMap:
+    """Which fast tests enter which lines. Lines that run in other processes alone are entered by none.
+
+    A test that takes over what an earlier one of its file has captured enters no line of capture, so that a
+    fault that it alone would find counts as not found.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            _find_lines_of_tests(path)
+        self._data = coverage.CoverageData(str(path))
+        self._data.read()
+
+    def tests_of(self, mutant: Mutant) -> list[list[str]]:
+        """The tests to try: first a few that enter little else, then all others."""
+        by_line = self._data.contexts_by_lineno(str(ROOT / mutant.path))
+        sizes = Counter(test for tests in by_line.values() for test in {*map(_test_id, tests)})
+        entering = {_test_id(context) for line in mutant.lines for context in by_line.get(line, ())}
+        ordered = sorted(entering - {""}, key=lambda test: (sizes[test], test))
+        if "" in entering:  # the line runs when its module is imported
+            ordered += ["tests/test_smoke.py", *_folder_of(mutant)]
+        return [tests for tests in (ordered[:FIRST], ordered[FIRST:]) if tests]
+
+
+def _test_id(context: str) -> str:
+    """``tests/test_smoke.py::test_a_step|run``, as pytest-cov writes it, without the phase."""
+    return context.rpartition("|")[0]
+
+
+def _folder_of(mutant: Mutant) -> list[str]:
+    """The folder of tests with the name of a package."""
+    folder = Path("tests", *Path(mutant.path).parts[1:-1][:1])
+    return [str(folder)] if (ROOT / folder).is_dir() and folder != Path("tests") else []
+
+
+def _find_lines_of_tests(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = Path(scratch, "coveragerc")
+        settings.write_text(f"[run]\nsource = pipec\ndata_file = {path.resolve()}\n")
+        options = ["--cov=pipec", "--cov-context=test", f"--cov-config={settings}", "--cov-report="]
+        parallel = ["--numprocesses=2", "--dist=loadfile"]
+        subprocess.run([*PYTEST, *parallel, *options, "tests"], cwd=ROOT, env=_environment(ROOT), check=True)
+
+
 class Copy:
     """A copy of the files in the repository, in which one place at a time is broken."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, test_map: TestMap) -> None:
+        self._folder, self._test_map = folder, test_map
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in listed.stdout.splitlines():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -128,22 +182,15 @@ class Copy:
         source = path.read_bytes()
         path.write_bytes(mutant.applied_to(source))
         try:
-            own = Path("tests", *Path(mutant.path).parts[1:-1][:1])
-            near = [str(own)] if (self._folder / own).is_dir() and own != Path("tests") else []
-            return self._failed_test(*near, "tests/test_smoke.py") or self._failed_test("tests")
+            return next(filter(None, map(self._failed_test, self._test_map.tests_of(mutant))), "")
         finally:
             path.write_bytes(source)
 
-    def _failed_test(self, *paths: str) -> str:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-        environment = {
-            **os.environ,
-            **{"PYTHONPATH": str(self._folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        }
+    def _failed_test(self, tests: Sequence[str]) -> str:
         run = subprocess.Popen(
-            [*command, *paths],
+            [*PYTEST, "-x", *tests],
             cwd=self._folder,
-            env=environment,
+            env=_environment(self._folder),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -154,10 +201,15 @@ class Copy:
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
             return f"no end within {TIME_LIMIT:.0f} s"
-        if run.returncode in (0, 5):  # 5: no tests in this folder
+        if run.returncode == 0:
             return ""
         named = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return named[0].split(" - ")[0] if named else f"exit status {run.returncode}"
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    own = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
+    return {**os.environ, **own}
 
 
 def _brief(text: str) -> str:
@@ -171,6 +223,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="the number of one place")
     parser.add_argument("--list", action="store_true", help="print the places alone")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--map", type=Path, default=ROOT / "build/tests_by_line.coverage")
     options = parser.parse_args()
     mutants = dict(enumerate(drawn(options.count, options.seed)))
     if options.only is not None:
@@ -178,10 +231,11 @@ def main() -> None:
     if options.list:
         print(*(f"{number} {mutant}" for number, mutant in mutants.items()), sep="\n")
         return
+    test_map = TestMap(options.map)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.workers) as workers:
         copies = SimpleQueue[Copy]()
         for number in range(options.workers):
-            copies.put(Copy(Path(scratch, str(number))))
+            copies.put(Copy(Path(scratch, str(number)), test_map))
 
         def tried(number: int) -> bool:
             copy = copies.get()
