@@ -281,7 +281,7 @@ def _batch_size(leaves: Sequence[ArgumentLeaf]) -> int:
             "batch has. Say of another argument which dimension is the batch, such as batched={'x': 1}"
         )
     undeclared = [leaf for leaf in leaves if leaf.rows is not None and leaf.axis is not None]
-    candidates = declared or undeclared
+    candidates = declared or [leaf for leaf in undeclared if leaf.value.numel()] or undeclared
     if not candidates:
         raise InputError(
             "pipec needs a batch to split: no argument is a tensor with at least one dimension. "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipec.capture.block_masks import is_mask, with_masks
 from pipec.capture.markers import LOSS_OUTSIDE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import UNKNOWN_LOSS, LossPath, find_loss, result_at
@@ -108,6 +109,7 @@ class TracedStep(nn.Module):
         self.strided, self.keyword_order, self.repeated = call.strided, call.keyword_order, call.repeated
         self.equal_dimensions = tuple(map(tuple, equal_dimensions(variables)))
         self.numbers = tuple(variable.position for variable in own_numbers(variables))
+        self.has_masks = any(map(is_mask, pytree.tree_leaves(call.tree, is_leaf=is_mask)))
         self.training = model.training
         self.replaceable_buffers = tuple(_replaceable_buffers(model))
 
@@ -115,7 +117,8 @@ class TracedStep(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         """The results, and by name the new tensors of buffers that the model replaced."""
-        leaves, structure = pytree.tree_flatten((args, kwargs, target))
+        given, structure = pytree.tree_flatten((args, kwargs, target), is_leaf=is_mask)
+        leaves = [leaf for each in given for leaf in (each.leaves if is_mask(each) else (each,))]
         if self.numbers:
             leaves = [leaf.item() if i in self.numbers else leaf for i, leaf in enumerate(leaves)]
         sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
@@ -132,7 +135,9 @@ class TracedStep(nn.Module):
             leaves[position] = restored if position in self.strided else restored.contiguous()
         for position, first in self.repeated:
             leaves[position] = leaves[first]
-        if self.numbers or self.equal_dimensions or self.moved_axes or self.repeated:
+        if self.has_masks:
+            leaves = with_masks(given, leaves)
+        if self.has_masks or self.numbers or self.equal_dimensions or self.moved_axes or self.repeated:
             args, kwargs, target = pytree.tree_unflatten(leaves, structure)
         before = [self.get_buffer(name) for name in self.replaceable_buffers]
         output = self.result(args, kwargs, target)

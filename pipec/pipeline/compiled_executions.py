@@ -29,6 +29,7 @@ from pipec.capture.batch_inputs import (
     sequence_first_spec,
     with_batch_axes,
 )
+from pipec.capture.block_masks import MaskForm, with_masks_apart
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, call_of_microbatches, refuse_input_gradients, whole_microbatch
 from pipec.capture.variable_history import VariableHistory
@@ -153,6 +154,7 @@ class CompiledExecutions(Executions):
         self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
         self._last: dict[Mode, CompiledCall] = {}
+        self._known_masks = set[MaskForm]()
         self._batch_axis_is_known = self._refuses_mixed_rows = False
         self._takes_lists: bool | None = None
         self._made: dict[int, Artifact] = {}
@@ -655,6 +657,11 @@ class CompiledExecutions(Executions):
         return [(compiled.number, sizes) for compiled, sizes in groups]
 
     def saved(self) -> dict[Mode, Artifact]:
+        if self._known_masks:
+            raise InputError(
+                "a step that gets a BlockMask cannot be saved, for the function of the mask is not in the "
+                "artifact; make the mask in forward()"
+            )
         last = {mode: self._made.get(number) for mode, number in self._last_made.items()}
         return {mode: each for mode, each in last.items() if each} | {self.artifact.plan.mode: self.artifact}
 
@@ -811,6 +818,7 @@ class CompiledExecutions(Executions):
         target: Any,
         is_given: bool = False,
     ) -> ModelCall:
+        args, kwargs, target = self._with_masks_apart((args, kwargs, target))
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
         given = ModelCall(args, kwargs, target)
@@ -826,6 +834,15 @@ class CompiledExecutions(Executions):
                 raise
         whole = self._checked_target(mode, whole_microbatch(call))
         return call_of_microbatches([whole], (1.0,))
+
+    def _with_masks_apart(self, arguments: Any) -> Any:
+        found = with_masks_apart(arguments, self._known_masks)
+        if found is not arguments and self.batch != "same":
+            raise InputError(
+                "a BlockMask has a function, which cannot be sent to other ranks: pass the same batch on "
+                'every rank, with batch="same", or make the mask in forward()'
+            )
+        return found
 
     @property
     def _is_never_split(self) -> bool:

@@ -948,14 +948,22 @@ class Pipeline(ConvertedModule):
         """
         check_arguments(METHOD_ARGUMENTS, locals())
         values = self._gather("save", self._tensors.names.unique(), all_ranks=False) if tensors else None
-        names, saved = self._tensors.names, {}
+        names, saved, refused = self._tensors.names, {}, {}
         ties = {name: first for name, first in names.canonical.items() if name != first}
         for mode, compiled in self._executions.saved().items():
             try:
                 saved[mode] = compiled.as_saved(ties, sorted(names.buffers.keys() - names.persistent))
             except NotImplementedError as error:
-                notice(f"the artifact is without the {mode} that was compiled: {error}")
-        artifact = saved.pop(Mode.TRAIN if Mode.TRAIN in saved else Mode.OUTPUTS)
+                refused[mode] = error
+        main = next(mode for mode in (Mode.TRAIN, Mode.OUTPUTS) if mode in {*saved, *refused})
+        if main in refused:
+            raise InputError(
+                "the step cannot be saved: the model returns values that are no tensors, or classes that are "
+                f"not registered with torch.export.register_dataclass ({refused[main]})"
+            )
+        for mode, reason in refused.items():
+            notice(f"the artifact is without the {mode} that was compiled: {reason}")
+        artifact = saved.pop(main)
         others = {MODE_FOLDERS[mode]: other for mode, other in saved.items()}
         write = functools.partial(write_artifact, artifact, Path(directory), values, others)
         if tensors and self.ranks.world.is_distributed:

@@ -78,7 +78,7 @@ def _config(module: torch.nn.Module) -> dict[str, Any]:
     ignored: set[Any] = torch._dynamo.config.ignore_logger_methods
     methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
     return DYNAMO_CONFIG | {
-        "ignore_logger_methods": ignored | methods,
+        "ignore_logger_methods": ignored | methods | {warnings.warn},
         "capture_scalar_outputs": bool(getattr(module, NUMBERS, ())),
     }
 

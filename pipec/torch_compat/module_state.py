@@ -220,7 +220,7 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     """Call ``module(*args)`` in eager mode on fake tensors.
 
     Objects that a model's first call creates, such as hooks, are kept. Tensors, and objects with tensors, are
-    restored.
+    restored. Functions that the model compiles are not: kernels would read the memory of fake tensors.
     """
     containers = _containers(module)
     before = [copy.copy(container) for container in containers]
@@ -232,7 +232,8 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
         fake_args = pytree.tree_map_only(
             torch.Tensor, lambda leaf: fake_tensor(leaf, leaf.device, mode), args
         )
-        with mode, silence_output(), skipped_no_op_conversions(module):
+        uncompiled = torch.compiler.set_stance("force_eager")
+        with mode, uncompiled, silence_output(), skipped_no_op_conversions(module):
             module(*fake_args)
     except Exception as raised:
         error = raised
