@@ -14,7 +14,7 @@ def requirements(name: str) -> Iterator[str]:
         if own := re.match(r"pipec\[(.*)\]", each):
             for other in own[1].split(","):
                 yield from requirements(other)
-        elif not re.match(r"torch\b", each):
+        elif not re.match(r"torch(?![\w-])", each):
             yield each
 
 
