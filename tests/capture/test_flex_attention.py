@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as library
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
+from transformers import LlamaConfig, LlamaForCausalLM
 from unsplit_reference import relative_error
 
 import pipec
@@ -279,6 +280,27 @@ def test_a_step_with_a_mask_is_not_saved(tmp_path: Path) -> None:
     pipe.step(x, mask, target=target)
     with pytest.raises(InputError, match="BlockMask cannot be saved"):
         pipe.save(tmp_path / "artifact")
+
+
+def test_a_model_of_transformers_with_padded_rows() -> None:
+    """Its ``forward`` compiles ``create_block_mask``, which cannot run on fake tensors, and warns."""
+    ids, mask = torch.randint(64, (ROWS, 24)), torch.ones(ROWS, 24, dtype=torch.long)
+    mask[1, 16:] = 0
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    models = []
+    for kind in ("flex_attention", "eager"):
+        torch.manual_seed(0)
+        models.append(LlamaForCausalLM._from_config(config, attn_implementation=kind).double())
+    model, plain = models
+    expected = plain(input_ids=ids, attention_mask=mask, labels=ids).loss
+    expected.backward()
+    pipe = pipec.compile(model, 2, microbatches=2, check="off")  # torch has no backward of it on CPUs
+    loss = pipe.step(input_ids=ids, attention_mask=mask, labels=ids)
+    torch.testing.assert_close(loss, expected.detach())
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert relative_error(one.grad, other.grad) < 1e-6  # logits are float32 in the loss
 
 
 class Mapped(nn.Module):
