@@ -172,6 +172,28 @@ def test_an_expression_of_sizes_prints_as_python(
         assert eval(code, {"b": size}) == expected(size)
 
 
+class Warned(Net):
+    """A compiled function and a warning, of which neither stops a capture."""
+
+    compiled = staticmethod(torch.compile(torch.sin))
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("a layer is deprecated", DeprecationWarning, stacklevel=2)
+        return self.compiled(self.layer(x)).sum()
+
+
+def test_dynamo_passes_over_warnings() -> None:
+    assert "sin" in capture_with_dynamo(Warned(), (torch.zeros(3, 4),), ()).module.code
+
+
+def test_a_dry_run_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[fx.GraphModule]()
+    made = torch.compile(torch.sin, backend=compiled.append)
+    monkeypatch.setattr(Warned, "compiled", staticmethod(made))
+    assert dry_run(Warned(), (torch.zeros(3, 4),)).error is None
+    assert not compiled
+
+
 def test_quiet_spares_loggers_that_the_user_turned_up() -> None:
     dynamo, other = logging.getLogger("torch._dynamo"), logging.getLogger("torch.fx")
     before = dynamo.level, other.level
