@@ -419,7 +419,8 @@ def _written(view: OpOverload) -> Callable[..., Tensor]:
 
 def _added_product(x: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """As torch's, without the rows that torch 2.15 gives a bias."""
-    return alpha * (first @ second) + beta * x
+    made: Tensor = alpha * (first @ second) + beta * x
+    return made
 
 
 _DECOMPOSITIONS: Mapping[str, Callable[..., Any]] = {
