@@ -81,9 +81,19 @@ def is_mask(value: object) -> bool:
     return isinstance(value, MaskArgument)
 
 
+@dataclass(frozen=True)
+class _Name:
+    """A key of pytree, as that of an attribute is."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f".{self.name}"
+
+
 def _with_keys(mask: MaskArgument) -> tuple[list[tuple[Any, Any]], MaskForm]:
     names = (*_NAMES, *mask.form.names)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(names, mask.leaves, strict=True)], mask.form
+    return [(_Name(name), leaf) for name, leaf in zip(names, mask.leaves, strict=True)], mask.form
 
 
 pytree.register_pytree_node(

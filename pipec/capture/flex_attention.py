@@ -58,8 +58,8 @@ def dense_attention(
     own, shared = (fake_value(each.node) for each in (query, key))
     groups = own.shape[1] // shared.shape[1]
     if groups > 1:
-        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    scores = torch.matmul(query, key.transpose(-2, -1))
+        key, value = (each.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for each in (key, value))
+    scores = _products(query, key.transpose(-2, -1))
     if own.dtype in (torch.float16, torch.bfloat16):
         scores = scores.float()
     sizes = [(query, 0), (query, 1), (query, 2), (key, 2)]
@@ -74,7 +74,14 @@ def dense_attention(
     scores = scores.masked_fill(mask.logical_not(), -math.inf)
     is_masked = (scores == -math.inf).all(-1, keepdim=True)  # such a query has zeros
     weights = scores.masked_fill(is_masked, 0.0).softmax(-1).masked_fill(is_masked, 0.0)
-    return (torch.matmul(weights.to(own.dtype), value),)
+    return (_products(weights.to(own.dtype), value),)
+
+
+def _products(first: Any, second: Any) -> Any:
+    """Products of all rows and heads. In four dimensions, torch 2.11 makes a constant of the rows."""
+    heads = fake_value(first.node).shape[1]
+    made: Any = torch.bmm(first.flatten(0, 1), second.flatten(0, 1))
+    return made.unflatten(0, (-1, heads))
 
 
 def _index(tensor: fx.Proxy, dim: int, place: int) -> fx.Proxy:

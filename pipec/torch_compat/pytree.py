@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch.utils import _pytree
-from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_flatten_with_path
 
 __all__ = [
-    "GetAttrKey",
     "TreeSpec",
     "dump_structure",
     "load_structure",

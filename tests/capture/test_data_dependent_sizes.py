@@ -141,6 +141,8 @@ def labels() -> Tensor:
 
 def step(loss_fn: Loss) -> tuple[Tensor, Tensor]:
     """What pipec and eager torch make of it."""
+    if "cross_entropy" in loss_fn.__code__.co_names and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 does not know that two selections by one mask have one size")
     torch.manual_seed(0)
     model = Between()
     unsplit = copy.deepcopy(model)
