@@ -28,7 +28,7 @@ z.index_fill(0, torch.tensor([1]), 2) | z.scatter(0, torch.tensor([0]), torch.on
 z.index_add(0, torch.tensor([0]), torch.ones(1).double())
 h.new_zeros(9).index_add(0, n, h.sum(1)) | h.new_zeros(9).index_add(0, n % 2, h.sum(1))
 h.new_zeros(9).index_put((k,), h.sum(1), accumulate=True) | h.T @ h | (h.T @ h).sum() + h.mean() | h @ h.T
-h.repeat(1, 9)[k % 2, n] | h.repeat(1, 9)[n, n]
+h.repeat(1, 9)[k % 2, n] | h.repeat(1, 9)[n, n] | h.flatten()[n]
 h.new_zeros(9).index_put((k,), h.sum(1)) | h.new_zeros(9).scatter_add(0, n, w[n])
 z.scatter_reduce(0, torch.tensor([0]), torch.ones(1).double(), 'amax') | F.pad(z, (1, 0), value=1.0)
 torch.select_scatter(t, z, 0, 0) | torch.select_scatter(t, h.sum(0), 0, 0) | torch.histc(z, 3, 0, 1)
