@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from fuzz_batch_analysis import Tally, fault_of, fuzz, fuzz_whole
+from fuzz_batch_analysis import Tally, claims_of, fault_of, fuzz, fuzz_whole
 from random_batch_programs import Program
 
 NUM_PROGRAMS, NUM_PIPELINES = 120, 6
@@ -64,3 +64,14 @@ def test_sums_and_the_number_of_rows_are_followed_or_refused(line: str) -> None:
     tally = Tally()
     assert not fault_of(Program(statements, ("z", "q", "n", "v"), 0), tally)
     assert not any("microbatches do not run" in outcome for outcome in tally.outcomes)
+
+
+PROVED = """
+w.float().view(torch.int32).double() | h.mT.unflatten(0, (2, 3))[t[:2, :3] > 0].sum(0)
+"""
+"""What stays row by row."""
+
+
+@pytest.mark.parametrize("line", re.split(r" \| |\n", PROVED.strip()))
+def test_rows_that_stay_rows_are_proved(line: str) -> None:
+    assert claims_of(Program((f"v = {line}",), ("v",), 0)).said == "proved"
