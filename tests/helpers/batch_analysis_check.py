@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from batch_comparison import scale_of, wide
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -154,7 +155,7 @@ def give_values(
 
     made = [fake(name, x) for name, x in part.items()]
     try:
-        with mode:
+        with mode, enable_python_dispatcher():
             _Values(module).run(*made)
     except Exception as error:
         raise SkippedError("cannot be traced") from error
