@@ -49,7 +49,7 @@ n.double().view(torch.int64) | w.view(torch.int32).double() | h.sum(0).view(torc
 torch.zeros(6).long().copy_(h.sum(0)).double() | h.sum(0).long().double()
 h.mean(0).bool().double() * h | (h > 0).sum(0).char().double()
 torch.select_scatter(n[:, None].expand(-1, 2).clone(), torch.zeros(n.shape[0]).long(), 1, 0).double()
-F.pad(w, (1, -1)) | F.pad(s, (0, 0, 0, 0, 1, -1)) | t @ (h.T @ h) | z * h.sum(0)
+F.pad(w, (1, -1)) | F.pad(s, (0, 0, 0, 0, 1, -1)) | t @ (h.T @ h) | z * h.sum(0) | h[m].amax(0).sum() | h[0]
 """
 """Uses of a mean ``z`` and rows ``q`` that a number of rows divides, of row numbers ``n``, and of sums."""
 
@@ -70,11 +70,11 @@ def test_sums_and_the_number_of_rows_are_followed_or_refused(line: str) -> None:
 PROVED = """
 w.float().view(torch.int32).double() | h.mT.unflatten(0, (2, 3))[t[:2, :3] > 0].sum(0)
 torch.cat([h[m], h[m]], 1).sum(0) | torch.cat([h, 2 * h]).chunk(2)[1]
-h.new_zeros(9).index_put((k,), h.sum(1), accumulate=True)
+h.new_zeros(9).index_put((k,), h.sum(1), accumulate=True) | t[0] * h.sum(0) / t[1].abs() | h.softmax(1)
 """
-"""What stays row by row."""
+"""What stays row by row, or adds up."""
 
 
 @pytest.mark.parametrize("line", re.split(r" \| |\n", PROVED.strip()))
-def test_rows_that_stay_rows_are_proved(line: str) -> None:
+def test_what_stays_rows_or_adds_up_is_proved(line: str) -> None:
     assert claims_of(Program((f"v = {line}",), ("v",), 0)).said == "proved"

@@ -250,7 +250,7 @@ def holds(value: Dependence, wanted: Tensor, parts: Sequence[Tensor], runs: Sequ
                 for part, run in zip(parts, runs, strict=True)
             ]
             return is_close(joined(value, made, runs), wanted)
-    return True
+    return False
 
 
 def scaled(part: Tensor, run: Run, degree: int) -> Tensor:
