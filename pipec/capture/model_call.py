@@ -296,7 +296,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 def whole_microbatch(call: ModelCall) -> ModelCall:
     """A microbatch, every tensor of which is whole and contiguous: the layout may differ from others'."""
     whole = replace(call, split=(None,) * len(call.leaves))
-    return whole.map(lambda leaf: leaf.contiguous() if _is_strided(leaf) else leaf)
+    return whole.map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf)
 
 
 def call_of_microbatches(microbatches: Sequence[ModelCall], weights: tuple[float, ...]) -> ModelCall:
@@ -343,7 +343,3 @@ def _described(leaf: object) -> str:
         dims = f"{leaf.ndim} dimension{'s' * (leaf.ndim != 1)}"
         return f"{str(leaf.dtype).removeprefix('torch.')} of {dims} on {leaf.device}"
     return f"the {type(leaf).__name__} {short_repr(leaf)}"
-
-
-def _is_strided(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_contiguous()

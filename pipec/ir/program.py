@@ -167,7 +167,8 @@ and the verifier looks nothing else up (``programs/lives.py``). An op that does 
 means all that belong to the fields it names: an update reads the sums of all buckets of its stage, and a
 norm, which names no stage, those of all stages of its rank. An effect such as ``forwards.close:result`` is
 one of instructions with such links, or with ``none``. A compute in segments reads before the first, makes
-after the last, and adds after each. What a move reads is of the source of its link.
+after the last, and adds after each; each segment reads weights. What a move reads is of the source of its
+link.
 
 A ``message`` is received or moved, then read; one that brings gradients of a tied weight is ``returned``, and
 accumulated. ``forwards`` are all forwards of a stage, and ``sum`` all its gradients: what reads them comes

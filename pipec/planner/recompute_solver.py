@@ -96,21 +96,13 @@ class OffloadCost:
     free_bytes: float
     seconds_per_byte: float
 
-    def seconds(self, num_bytes: float) -> float:
-        beyond = max(num_bytes - self.free_bytes, 0.0)
-        return 2 * self.seconds_per_byte * (beyond + HIDDEN * num_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSolution:
-    """The values of stage k that are ``recomputed[k]`` and ``offloaded[k]``; other needed ones are saved.
-
-    ``seconds`` is the cost for a microbatch.
-    """
+    """The values of stage k that are ``recomputed[k]`` and ``offloaded[k]``; other needed ones are saved."""
 
     recomputed: tuple[frozenset[int], ...]
     offloaded: tuple[frozenset[int], ...]
-    seconds: float
 
     def held_bytes(self, stages: Sequence[StageValues], moment: MemoryConstraint) -> float:
         """The bytes that the rank holds in the situation of a constraint."""
@@ -147,7 +139,7 @@ def minimize_seconds(
     rooms = np.array([moment.room for moment in moments])
     if not values:
         nothing = tuple(frozenset[int]() for _ in stages)
-        return RecomputeSolution(nothing, nothing, 0.0) if (rooms >= 0).all() else None
+        return RecomputeSolution(nothing, nothing) if (rooms >= 0).all() else None
     lengths = [len(stages[members[0]]) for members in alike]
     firsts, num = [0, *itertools.accumulate(lengths)], len(values)
     times = np.repeat([len(members) for members in alike], lengths)
@@ -198,7 +190,7 @@ def minimize_seconds(
         if found.x is None:
             return None
         chosen = found.x[:-1].reshape(3, num) > 0.5
-        choice = _choice(stages, alike, np.split(chosen, firsts[1:-1], axis=1), cost)
+        choice = _choice(stages, alike, np.split(chosen, firsts[1:-1], axis=1))
         over = np.array([choice.held_bytes(stages, moment) - moment.room for moment in moments])
         if not (over > 0).any():
             return choice
@@ -237,23 +229,19 @@ def _choice(
     stages: Sequence[StageValues],
     alike: Sequence[Sequence[int]],
     chosen: Sequence["np.typing.NDArray[np.bool_]"],
-    host: OffloadCost,
 ) -> RecomputeSolution:
     """The solution, without values that are recomputed or offloaded but not needed.
 
     The rows of ``chosen[k]`` say what the stages ``alike[k]`` recompute, need and offload.
     """
     recomputed, offloaded = ([frozenset[int]()] * len(stages) for _ in range(2))
-    seconds = copied = 0.0
     for members, (again, _, away) in zip(alike, chosen, strict=True):
         stage = stages[members[0]]
         own = needed_recomputes(stage, frozenset(np.flatnonzero(again).tolist()))
         moved = frozenset(np.flatnonzero(away).tolist()) & saved_values(stage, own)
         for number in members:
             recomputed[number], offloaded[number] = own, moved
-        seconds += len(members) * sum(stage[v].seconds for v in sorted(own))
-        copied += len(members) * sum(stage[v].num_bytes for v in sorted(moved))
-    return RecomputeSolution(tuple(recomputed), tuple(offloaded), seconds + host.seconds(copied))
+    return RecomputeSolution(tuple(recomputed), tuple(offloaded))
 
 
 def needed_recomputes(stage: StageValues, chosen: frozenset[int]) -> frozenset[int]:

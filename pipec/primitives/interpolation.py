@@ -33,7 +33,7 @@ def _interpolate(
     align_corners: bool,
     recompute_scale_factor: bool,
 ) -> Tensor:
-    made = F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor or None)
+    made = F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor)
     return made.contiguous(memory_format=_memory_format(x))
 
 
@@ -45,7 +45,7 @@ def _like_interpolate(
     align_corners: bool,
     recompute_scale_factor: bool,
 ) -> Tensor:
-    nearest = F.interpolate(x, size, scale_factor, recompute_scale_factor=recompute_scale_factor or None)
+    nearest = F.interpolate(x, size, scale_factor, recompute_scale_factor=recompute_scale_factor)
     return torch.empty_like(nearest, memory_format=_memory_format(x))
 
 

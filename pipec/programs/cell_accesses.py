@@ -19,6 +19,9 @@ _Keys = tuple[Ints, Ints]
 Access = tuple[int, Ints, Ints]
 """An event of a life, with the keys of the cells that have it and the instructions that cause it."""
 
+_OF_EACH_SEGMENT = ("gradients", "unadded", "gathered", "precomputed", "version", "stashed")
+"""The cells that every segment of a compute makes or reads: gradients and weights."""
+
 
 @dataclass(frozen=True)
 class RankCells:
@@ -77,7 +80,7 @@ class RankCells:
         if event not in self.life(cell).events or not self.exists(cell):
             return
         own = self._of_kind(kind, numbers) if kind else numbers
-        if event != "add" and cell not in ("gradients", "unadded"):
+        if event != "add" and cell not in _OF_EACH_SEGMENT:
             own = self._of_segments(op, event, own)
         number = self.life(cell).events.index(event)
         for keys, accessing in _KEYS[CELLS[cell][0]](self, cell, op, event, own) if own.size else ():
@@ -333,8 +336,6 @@ def _of_bucket(cells: RankCells, cell: str, op: Op, event: str, numbers: Ints) -
     moves a tied weight reads its bucket.
     """
     columns, buckets = cells.columns, cells.sync_spec.buckets
-    if cell == "gathered" and op.traits.kind is OpKind.COMPUTE:
-        numbers = columns.numbers_of(op)  # each segment reads
     stages, named = taken(columns.stages, numbers), taken(columns.buckets, numbers)
     links = taken(columns.link_numbers, numbers)
     for number, bucket in enumerate(buckets):

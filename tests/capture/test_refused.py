@@ -3,6 +3,7 @@
 import inspect
 import logging
 import random
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -240,6 +241,17 @@ class HiddenWeight(nn.Module):
         return x * self.weights[0]
 
 
+class HiddenParameter(nn.Module):
+    """It looks at the clock, so that Dynamo does not trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [nn.Parameter(torch.ones(WIDTH))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights[0] * (time.time() > 0)
+
+
 class TrainedLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -277,6 +289,7 @@ def partially_hooked() -> nn.Module:
             lambda: Between(HiddenWeight),
             r"shape \(4,\) requires a gradient but is no parameter of the model\n  at test_refused",
         ),
+        (lambda: Between(HiddenParameter), r"shape \(4,\) was not read from its module"),
         (lambda: hooked(Tensor.register_hook), "last.weight has a hook on its gradient"),
         (lambda: hooked(Tensor.register_post_accumulate_grad_hook), "last.weight has a hook on its gradient"),
     ],
@@ -285,6 +298,7 @@ def partially_hooked() -> nn.Module:
         "changed parameter",
         "changed input",
         "unregistered parameter",
+        "unregistered parameter of a model that Dynamo does not trace",
         "hook",
         "post-accumulate hook",
     ],

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pipec
+from pipec.compiler.memory_budget import _split_into_segments
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
 from pipec.plan.predictions import plan_memory
+from pipec.planner.recompute_solver import ForwardValue
 from pipec.timeline.curves import rank_memory_over_time
 
 
@@ -135,6 +137,18 @@ def test_an_asynchronous_schedule_recomputes_where_its_weights_fit() -> None:
     limit = max(peaks(streamed("full")))
     assert max(peaks(streamed("none"))) > limit
     assert max(peaks(streamed("auto", limit))) <= limit
+
+
+def test_a_segment_saves_what_the_next_one_reads() -> None:
+    """A chain of values is divided where the smallest one is read."""
+    chain = tuple(
+        ForwardValue(num_bytes, inputs=(place - 1,) if place else (), is_needed=True)
+        for place, num_bytes in enumerate((8, 8, 8, 1, 8, 8, 8, 8))
+    )
+    (_, one), (first, other) = _split_into_segments(chain, 2)
+    assert first == 4
+    assert [each.is_recomputable for each in (*one, *other)] == [True, True, True, False] + [True] * 4
+    assert [each.inputs for each in (*one, *other)] == [(), (0,), (1,), (), (), (0,), (1,), (2,)]
 
 
 class Checkpointed(nn.Module):

@@ -98,7 +98,7 @@ def golden_steps() -> Mapping[str, Step]:
         ),
         "model collectives": make_step(_replicated("gpipe", 2, 4), collectives=True),
         "stream": _stream("pipedream", 1, 1, 1, clips=True, **skipped),
-        "stream of replicas": _stream("pipedream", 2, 1, batches=6),
+        "stream of replicas": _stream("pipedream", 2, 1, batches=6, num_segments=2),
         "vertical sync": _stream("pipedream-vertical-sync", 1, 1, 1),
         "two versions": _stream("pipedream-2bw", 1, 1),
     }

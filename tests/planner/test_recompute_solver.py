@@ -1,7 +1,7 @@
 """What is recomputed, in plain numbers: as good as trying everything."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipec.planner.recompute_solver import (
     GAP,
+    HIDDEN,
     ForwardValue,
     MemoryConstraint,
     OffloadCost,
@@ -48,7 +49,20 @@ def choices(values: StageValues) -> Iterator[frozenset[int]]:
 
 
 def of(values: StageValues, recomputed: frozenset[int]) -> RecomputeSolution:
-    return RecomputeSolution((recomputed,), (frozenset(),), sum(values[v].seconds for v in recomputed))
+    return RecomputeSolution((recomputed,), (frozenset(),))
+
+
+NO_HOST = OffloadCost(0.0, 0.0)
+
+
+def seconds(stages: Sequence[StageValues], choice: RecomputeSolution, host: OffloadCost = NO_HOST) -> float:
+    """The cost of a choice for a microbatch."""
+    again, copied = (
+        sum(getattr(stage[v], figure) for stage, own in zip(stages, chosen, strict=True) for v in own)
+        for figure, chosen in (("seconds", choice.recomputed), ("num_bytes", choice.offloaded))
+    )
+    beyond = max(copied - host.free_bytes, 0.0)
+    return again + 2 * host.seconds_per_byte * (beyond + HIDDEN * copied)
 
 
 moments = st.lists(
@@ -78,7 +92,7 @@ def test_the_choice_is_as_fast_as_any_within_the_budget(
         assert found is not None
         assert found.excess_bytes((values,), limits) <= 0
         assert found in possible
-        assert found.seconds == min(each.seconds for each in fitting)
+        assert seconds((values,), found) == min(seconds((values,), each) for each in fitting)
 
 
 def test_a_cheap_value_is_replayed_before_a_dear_one() -> None:
@@ -108,16 +122,15 @@ def test_of_many_equal_stages_several_choose_alike(
         for n in range(times)
     )
     found = minimize_seconds(many, limits)
-    uniform = [RecomputeSolution((each,) * times, (frozenset(),) * times, 0.0) for each in choices(values)]
+    uniform = [RecomputeSolution((each,) * times, (frozenset(),) * times) for each in choices(values)]
     fitting = [each for each in uniform if each.excess_bytes(many, limits) <= 0]
     if found is not None:
         assert found.excess_bytes(many, limits) <= 0
-        assert found.seconds == sum(values[v].seconds for own in found.recomputed for v in own)
         assert len({*found.recomputed}) <= 4
     if fitting:
         best = min(sum(values[v].seconds for v in each.recomputed[0]) for each in fitting)
         assert found is not None
-        assert found.seconds <= times * best * (1 + 2 * GAP) + 1e-9
+        assert seconds(many, found) <= times * best * (1 + 2 * GAP) + 1e-9
 
 
 # the host
@@ -144,14 +157,12 @@ moments_away = st.lists(
 hosts = st.builds(OffloadCost, st.integers(0, 30), st.sampled_from([0.25, 1.0, 3.0]))
 
 
-def ways(values: StageValues, host: OffloadCost) -> Iterator[RecomputeSolution]:
+def ways(values: StageValues) -> Iterator[RecomputeSolution]:
     """Everything that could be recomputed or offloaded, each way once."""
     for recomputed in choices(values):
         able = [v for v in saved_values(values, recomputed) if values[v].may_offload]
         for offloaded in itertools.chain(*(itertools.combinations(able, n) for n in range(len(able) + 1))):
-            copied = host.seconds(sum(values[v].num_bytes for v in offloaded))
-            seconds = copied + sum(values[v].seconds for v in recomputed)
-            yield RecomputeSolution((recomputed,), (frozenset(offloaded),), seconds)
+            yield RecomputeSolution((recomputed,), (frozenset(offloaded),))
 
 
 @settings(max_examples=40, deadline=None)
@@ -160,18 +171,19 @@ def test_with_a_host_the_choice_is_as_fast_as_any_within_the_budget(
     values: StageValues, limits: tuple[MemoryConstraint, ...], host: OffloadCost, more: int
 ) -> None:
     found = minimize_seconds((values,), limits, host)
-    possible = list(ways(values, host))
-    fitting = [each.seconds for each in possible if each.excess_bytes((values,), limits) <= 0]
+    possible = list(ways(values))
+    fitting = [each for each in possible if each.excess_bytes((values,), limits) <= 0]
     if not fitting:
         assert found is None
         return
     assert found is not None
     assert found.excess_bytes((values,), limits) <= 0
-    assert any(found.recomputed == each.recomputed and found.offloaded == each.offloaded for each in possible)
-    assert found.seconds <= min(fitting) * (1 + 2 * GAP) + 1e-9
+    assert found in possible
+    best = min(seconds((values,), each, host) for each in fitting)
+    assert seconds((values,), found, host) <= best * (1 + 2 * GAP) + 1e-9
     roomier = minimize_seconds((values,), tuple(replace(m, room=m.room + more) for m in limits), host)
     assert roomier is not None
-    assert roomier.seconds <= found.seconds * (1 + 2 * GAP) + 1e-9
+    assert seconds((values,), roomier, host) <= seconds((values,), found, host) * (1 + 2 * GAP) + 1e-9
 
 
 def test_what_is_copied_beside_computes_is_offloaded_before_anything_is_replayed() -> None:
@@ -181,3 +193,11 @@ def test_what_is_copied_beside_computes_is_offloaded_before_anything_is_replayed
     found = [minimize_seconds((values,), limit, OffloadCost(8, 1.0)) for limit in limits]
     told = [each and (len(each.offloaded[0]), len(each.recomputed[0])) for each in found]
     assert told == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+def test_a_value_is_offloaded_if_that_is_faster_than_its_recompute() -> None:
+    """Half of four microbatches fit. There and back, the copies take 0.8 s and 1.12 s."""
+    values = (ForwardValue(8, 1.0, (), True, may_offload=True),)
+    limits = (MemoryConstraint((4,), (0,), 16, (2,)),)
+    found = [minimize_seconds((values,), limits, OffloadCost(0.0, each)) for each in (0.05, 0.07)]
+    assert [each and (len(each.offloaded[0]), len(each.recomputed[0])) for each in found] == [(1, 0), (0, 1)]

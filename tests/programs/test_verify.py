@@ -56,8 +56,8 @@ rank 0, instruction 3: forward names stage 1; expected a stage of this rank: [0]
         (("1f1b", 1, Op.SEND, 0, "peer", 1), "4: send of hidden_2 (1 -> 2) names peer 3; expected 2"),
         (("replicas", 0, Op.REDUCE_GRAD, 0, "bucket", 1), "9: reduce_grad names bucket 1; expected [0]"),
         (
-            ("stream of replicas", 1, Op.REDUCE_GRAD, 1, "microbatch", 1),
-            "38: reduce_grad names microbatch 3; expected the first of a round",
+            ("stream of replicas", 1, Op.REDUCE_GRAD, 2, "microbatch", 1),
+            "40: reduce_grad names microbatch 3; expected the first of a round",
         ),
         (("stream", 0, Op.FORWARD, 3, "version", 1), "24: forward names version 2; expected 1"),
         (("stream", 2, Op.UPDATE, 1, "version", 1), "26: update names version 3; expected 2"),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
+from pipec.ir.sharding import shard_evenly
 from pipec.runtime import InProcessTransport, Interpreter, World, resolve_devices, world
 from pipec.runtime.absent_tensors import is_absent, materialized, plain_tensors, release_elsewhere
 from pipec.runtime.messages.cuda import current_device
@@ -30,6 +31,7 @@ from pipec.runtime.processes.launch import default_num_ranks
 from pipec.runtime.processes.worker import Worker
 from pipec.runtime.random_operators import call_with_generator, dropout
 from pipec.runtime.random_seeds import OperatorGenerators, mix_seed
+from pipec.runtime.stages.flat_bucket import ShardedBucket
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.stages.input_layout import as_contiguous
 from pipec.runtime.step import interpreter
@@ -73,6 +75,23 @@ def test_absent_tensors_hold_no_memory_and_get_some_for_a_while() -> None:
     assert torch.equal(model.second.weight, torch.ones(2, 2))
     with pytest.raises(InputError, match=r"has \[2\] on cpu as first.bias; expected \[3\] with memory"):
         fill_tensors(model, {"first.bias": torch.ones(3)})
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["gathered before use", "kept"])
+def test_a_shard_has_its_elements_of_each_parameter(keeps: bool) -> None:
+    """Also of values that a script assigns, if they fit."""
+    first, last = torch.nn.Parameter(torch.arange(200.0)), torch.nn.Parameter(torch.ones(40))
+    sharding = shard_evenly({"first": 200, "last": 40}, 2)
+    bucket = ShardedBucket(sharding, 1, {"first": first, "last": last}, "", keeps, CPU)
+    for offset in (0, 7):
+        if offset:
+            first.data = torch.arange(200.0) + offset
+            assert bucket.follow_script() == keeps
+        found = {piece.name: tensor.tolist() for piece, tensor in bucket.owned().items()}
+        assert found == {"first": [offset + each for each in range(192, 200)], "last": [1.0] * 40}
+    first.data = torch.ones(3)
+    with pytest.raises(InputError, match="first have 200 elements"):
+        bucket.follow_script()
 
 
 def test_generated_code_gets_tensors_without_gaps() -> None:

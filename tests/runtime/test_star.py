@@ -168,6 +168,18 @@ def test_life_signs_go_on_whatever_a_heartbeat_finds(
                 time.sleep(0.01)
 
 
+def test_the_timeout_counts_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(star, "_LONGEST_INTERVAL", 0.01)
+    for three in connected(3):
+        heard, numbers = three[0]._judge._states[1], set[int]()
+        for activity in ("first", "second", "third"):
+            with three[1].waiting(activity, 0, limited=True):
+                while heard.wait.activity != activity:
+                    time.sleep(0.01)
+                numbers.add(heard.wait_number)
+        assert len(numbers) == 3
+
+
 def test_a_failed_rank_is_still_there_for_the_background(three: list[Star]) -> None:
     three[1].fail("broken")
     kind = PacketKind.BACKGROUND_TEXT

@@ -83,7 +83,6 @@ class DependenceTracker(TorchDispatchMode):
         self._kept: list[Any] = []
         self._sharing: dict[int, list[Tensor]] = {}
         self._twins: dict[int, Tensor] = {}
-        self._depth = 0
 
     def fact(self, tensor: Tensor) -> TensorFact:
         """The facts recorded of a tensor; one that was never recorded is a constant."""
@@ -225,16 +224,13 @@ class DependenceTracker(TorchDispatchMode):
     def _decomposed(self, call: OperatorCall) -> tuple[Dependence, ...] | None:
         """The dependence of the results by torch's decomposition of the operator; None without one."""
         decompose = _DECOMPOSITIONS.get(call.name) or decompositions().get(functional_of(call.op))
-        if decompose is None or self._depth > 3:
+        if decompose is None:
             return None
-        self._depth += 1
         try:
             with self:
                 made = decompose(*call.args, **call.kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
             return None
-        finally:
-            self._depth -= 1
         return tuple(map(self.dependence_of, tensors_in(made)))
 
     def _checked(self, call: OperatorCall, tensor: Tensor, value: Dependence) -> Dependence:

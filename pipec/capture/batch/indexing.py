@@ -164,8 +164,6 @@ def scatter(call: OperatorCall) -> Dependence:
     rows = per_row_among([target, *others])
     if any(isinstance(v, SumOverRows | SelectedRows) for v in (target, *others)) or any(map(power_of, rows)):
         return call.unproven()
-    if not rows:
-        return Whole()
     is_beside = len({(v.dim, v.outer, v.inner) for v in rows}) == 1
     if isinstance(target, Whole) and target.fill == 0 and is_beside and rows[0] == index == rows[0].at(dim):
         adds = call.name == "scatter_add" or call.arguments.get("reduce") in ("add", "sum")
@@ -181,8 +179,6 @@ def index_put(call: OperatorCall) -> Dependence:
     """``x[i, j] = values``."""
     new, at = call["values"], _Indices.of(call)
     target, value = call.dependence_of(call["self"]), call.dependence_of(new)
-    if all(isinstance(v, Whole) for v in (target, value, *at.values)):
-        return Whole()
     has_mask = any(map(_is_mask, at))
     if isinstance(target, Whole) and target.fill == 0 and call.arguments.get("accumulate") and not has_mask:
         if call.has_row_numbers:

@@ -111,15 +111,11 @@ def _dim(call: OperatorCall) -> int:
 
 def expand(call: OperatorCall) -> Dependence | tuple[Dependence, ...]:
     """``expand``: as ``move``; a whole value has rows once it is expanded to the length of the batch."""
-    value, first = call.dependence_of(call.first), call.first
-    shift = len(call.shape) - first.ndim
+    value = call.dependence_of(call.first)
     if isinstance(value, Whole) and call.symbolic:
-        made = [
-            dim
-            for dim, size in enumerate(call.shape)
-            if call.is_row_multiple(size)
-            and (dim < shift or not call.is_row_multiple(first.shape[dim - shift]))
-        ]
+        before = [1] * (len(call.shape) - call.first.ndim) + [*call.first.shape]
+        sizes = enumerate(zip(before, call.shape, strict=True))
+        made = [dim for dim, (old, new) in sizes if call.is_row_multiple(new) and new != old]
         if len(made) == 1:
             return PerRow(made[0], call.shape[made[0]] // call.rows, degree=value.degree)
     return move(call)

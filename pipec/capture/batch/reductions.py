@@ -217,14 +217,12 @@ def recurrence(call: OperatorCall) -> tuple[Dependence, ...] | Dependence:
             return call.mixed("goes over rows as if they were steps in time")
     if len({(x.outer, x.inner, x.degree) for x in rows}) > 1 or any(x.degree for x in rows):
         return call.mixed("combines each row with other rows")
-    return tuple(rows[0].at(x.ndim - 2) for x in call.result) if rows else Whole()
+    return tuple(rows[0].at(x.ndim - 2) for x in call.result)
 
 
 def histogram(call: OperatorCall) -> Dependence:
     """``histc`` and ``bincount``: counts by value, between given limits."""
     value = call.dependence_of(call.first)
-    if all(isinstance(each, Whole) for each in call.values):
-        return Whole()
     has_limits = call["minlength"] > 0 if call.name == "bincount" else call["min"] != call["max"]
     if not has_limits:
         return call.mixed("counts between limits that follow from its rows; give minlength, or min and max")
