@@ -121,7 +121,7 @@ class _Crossings:
     def receive(self, source: fx.Node, user: fx.Node) -> None:
         """Add a send and a recv. What the backward of an earlier stage reads travels with the gradients."""
         forward = is_forward(source) and stage_of(source) < stage_of(user)
-        phase = source.meta["phase"] if forward or not is_forward(source) else user.meta["phase"]
+        phase = (source if forward else user).meta["phase"]
         meta = {key: source.meta[key] for key in ("val", "operator", "cost")} | {"phase": phase}
         fx_graph = self.graph.module.graph
         with fx_graph.inserting_after(source):
