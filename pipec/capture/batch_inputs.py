@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from pipec.capture.block_masks import LENGTHS
 from pipec.capture.model_call import ModelCall
 from pipec.errors import InputError
 from pipec.ir.batch_axis import LEADING, BatchAxis
@@ -89,7 +90,8 @@ def argument_leaves(
         word = batched.get(position, batched.get(argument, UNSPECIFIED))
         for key in rest:
             word = _part(word, key)
-        yield ArgumentLeaf(path, argument, _declared_axis(word, path, value), value)
+        axis = None if keys[-1] == LENGTHS else _declared_axis(word, path, value)
+        yield ArgumentLeaf(path, argument, axis, value)
 
 
 def check_batch_size(leaves: Sequence[ArgumentLeaf], size: int) -> None:
@@ -281,7 +283,7 @@ def _batch_size(leaves: Sequence[ArgumentLeaf]) -> int:
             "batch has. Say of another argument which dimension is the batch, such as batched={'x': 1}"
         )
     undeclared = [leaf for leaf in leaves if leaf.rows is not None and leaf.axis is not None]
-    candidates = declared or [leaf for leaf in undeclared if leaf.value.numel()] or undeclared
+    candidates = declared or undeclared
     if not candidates:
         raise InputError(
             "pipec needs a batch to split: no argument is a tensor with at least one dimension. "

@@ -22,18 +22,33 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError
+from pipec.ir.batch_axis import BatchAxis
 from pipec.ir.batch_split import leaf_path
 from pipec.torch_compat import pytree
 
 _LIBRARY = "torch.nn.attention.flex_attention"
-
-_NAMES = ("lengths", "function")
 
 _NAMED = (type, types.ModuleType, types.BuiltinFunctionType)
 
 _CONSTANTS = (int, float, str, type(None), torch.dtype, torch.device, *_NAMED)
 
 _ONE_BLOCK = 1 << 30
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A key of pytree, as that of an attribute is."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f".{self.name}"
+
+
+LENGTHS = _Name("lengths")
+"""The key of a leaf that has no rows, whatever is said of its mask."""
+
+_FIRST_NAMES = (LENGTHS, _Name("function"))
 
 
 class _Place:
@@ -73,7 +88,7 @@ class MaskArgument:
 
     def __init__(self, form: MaskForm, leaves: Sequence[Any]) -> None:
         self.form, self.leaves = form, [*leaves]
-        tensors = iter(self.leaves[len(_NAMES) :])
+        tensors = iter(self.leaves[len(_FIRST_NAMES) :])
         self.function = _rebuilt(form.function, lambda x, _: next(tensors) if isinstance(x, _Place) else x)
 
 
@@ -81,19 +96,9 @@ def is_mask(value: object) -> bool:
     return isinstance(value, MaskArgument)
 
 
-@dataclass(frozen=True)
-class _Name:
-    """A key of pytree, as that of an attribute is."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return f".{self.name}"
-
-
 def _with_keys(mask: MaskArgument) -> tuple[list[tuple[Any, Any]], MaskForm]:
-    names = (*_NAMES, *mask.form.names)
-    return [(_Name(name), leaf) for name, leaf in zip(names, mask.leaves, strict=True)], mask.form
+    names = (*_FIRST_NAMES, *map(_Name, mask.form.names))
+    return [*zip(names, mask.leaves, strict=True)], mask.form
 
 
 pytree.register_pytree_node(
@@ -154,6 +159,20 @@ def with_masks_apart(tree: Any, known: set[MaskForm]) -> Any:
     if not any(map(is_mask, leaves)):
         return tree
     return tuple(pytree.tree_unflatten(leaves, structure).values())
+
+
+def refuse_moved_rows(tree: Any, axes: Sequence[BatchAxis | None], paths: Sequence[str]) -> None:
+    """Raise InputError if the function of a mask would find the rows of a tensor elsewhere than it looks."""
+    place = 0
+    for each in pytree.tree_leaves(tree, is_leaf=is_mask):
+        for number in range(place, place + len(each.leaves)) if is_mask(each) else ():
+            axis = axes[number]
+            if axis is not None and not axis.is_leading:
+                raise InputError(
+                    f"{paths[number]} has its rows in dimension {axis.dim}; expected them in dimension 0 of "
+                    "a tensor that the function of a BlockMask reads"
+                )
+        place += len(each.leaves) if is_mask(each) else 1
 
 
 def _apart(mask: Any, path: str) -> MaskArgument:

@@ -29,7 +29,7 @@ from pipec.capture.batch_inputs import (
     sequence_first_spec,
     with_batch_axes,
 )
-from pipec.capture.block_masks import MaskForm, with_masks_apart
+from pipec.capture.block_masks import MaskForm, refuse_moved_rows, with_masks_apart
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, call_of_microbatches, refuse_input_gradients, whole_microbatch
 from pipec.capture.variable_history import VariableHistory
@@ -850,7 +850,10 @@ class CompiledExecutions(Executions):
         return self.compiler.decided.recorded_options["microbatches"] == 1 and self.batch != "local"
 
     def _divided(self, call: ModelCall) -> ModelCall:
-        return with_batch_axes(call, self.batched, positional_names(self.compiler.model), self.known_splits)
+        names = positional_names(self.compiler.model)
+        divided = with_batch_axes(call, self.batched, names, self.known_splits)
+        refuse_moved_rows(divided.tree, divided.axes, divided.paths)
+        return divided
 
     def _checked_target(self, mode: Mode, call: ModelCall) -> ModelCall:
         if mode.has_loss:

@@ -266,6 +266,15 @@ def test_a_function_of_a_module_is_refused() -> None:
         pipe.step(x, block_mask(lambda b, h, q, k: q >= k * module.in_features, 16), target=target)
 
 
+def test_a_function_finds_rows_where_it_looks() -> None:
+    _, pipe = masked(microbatches=2, batched={"masks": 1})
+    x, _, target = masked_batch("causal", 16)
+    documents = torch.zeros(16, ROWS)
+    mask = block_mask(lambda b, h, q, k: documents[q, b] == documents[k, b], 16, ROWS)
+    with pytest.raises(InputError, match="expected them in dimension 0"):
+        pipe.step(x, mask, target=target)
+
+
 def test_a_mask_is_not_sent_to_other_ranks() -> None:
     _, pipe = masked(microbatches=2, batch="rank0")
     x, mask, target = masked_batch("causal", 16)
