@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow_but
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as library
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
@@ -76,7 +77,7 @@ def trains_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_validate_device", lambda *tensors: None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "causal"))
 def test_outputs_are_those_of_eager_torch(kind: str) -> None:
     model, *batch = made(kind)
     with torch.no_grad():
@@ -84,7 +85,7 @@ def test_outputs_are_those_of_eager_torch(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("trains_on_cpus")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "documents", "slopes"))
 def test_gradients_are_those_of_eager_torch(kind: str) -> None:
     (plain, *batch), (split, *_) = made(kind, torch.float64), made(kind, torch.float64)
     loss = plain(*batch).square().mean()
@@ -219,7 +220,7 @@ def expect_step(model: nn.Module, loss: Tensor, batches: list[tuple[Any, ...]]) 
 
 
 @pytest.mark.usefixtures("trains_on_cpus")
-@pytest.mark.parametrize("kind", ARGUMENTS)
+@pytest.mark.parametrize("kind", slow_but(ARGUMENTS, "lists"))
 def test_masks_may_be_arguments(kind: str, said: list[str]) -> None:
     """Their tensors differ from step to step, and their lengths."""
     model, pipe = masked(microbatches=2)
@@ -291,6 +292,7 @@ def test_a_step_with_a_mask_is_not_saved(tmp_path: Path) -> None:
         pipe.save(tmp_path / "artifact")
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_with_padded_rows() -> None:
     """Its ``forward`` compiles ``create_block_mask``, which cannot run on fake tensors, and warns."""
     ids, mask = torch.randint(64, (ROWS, 24)), torch.ones(ROWS, 24, dtype=torch.long)
