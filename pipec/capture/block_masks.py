@@ -109,7 +109,7 @@ pytree.register_pytree_node(
 )
 
 
-def with_masks(found: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+def with_block_masks(found: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
     """``leaves`` with a ``BlockMask`` in the place of those of each mask in ``found``. Dynamo can trace this.
 
     The mask has one block, for all rows and heads, so that the function alone decides.
@@ -133,10 +133,8 @@ def with_masks(found: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
     return made
 
 
-def with_masks_apart(tree: Any, known: set[MaskForm]) -> Any:
+def with_mask_arguments(tree: Any) -> Any:
     """Arguments with a ``MaskArgument`` in the place of each ``BlockMask``.
-
-    The blocks of a mask whose form is not ``known`` are compared with its function.
 
     Raises:
         InputError: a function reads what is no function, tensor, or plain value; or blocks leave out pairs of
@@ -152,10 +150,8 @@ def with_masks_apart(tree: Any, known: set[MaskForm]) -> Any:
     leaves = [leaf for _, leaf in found]
     for place, (keys, leaf) in enumerate(found):
         if isinstance(leaf, library.BlockMask):
-            leaves[place] = mask = _apart(leaf, leaf_path(keys))
-            if mask.form not in known:
-                _check_blocks(leaf, leaf_path(keys))
-                known.add(mask.form)
+            leaves[place] = _argument_of(leaf, leaf_path(keys))
+            _check_blocks(leaf, leaf_path(keys))
     if not any(map(is_mask, leaves)):
         return tree
     return tuple(pytree.tree_unflatten(leaves, structure).values())
@@ -175,7 +171,7 @@ def refuse_moved_rows(tree: Any, axes: Sequence[BatchAxis | None], paths: Sequen
         place += len(each.leaves) if is_mask(each) else 1
 
 
-def _apart(mask: Any, path: str) -> MaskArgument:
+def _argument_of(mask: Any, path: str) -> MaskArgument:
     names, tensors = list[str](), list[Tensor]()
 
     def taken(value: Any, name: str) -> Any:
@@ -193,12 +189,15 @@ def _apart(mask: Any, path: str) -> MaskArgument:
 
     function = _rebuilt(mask.mask_mod, taken, "mask_mod")
     form = MaskForm(function, tuple(names), _described(function))
-    lengths = torch.empty(0, *mask.shape[-2:], dtype=torch.bool)
+    lengths = torch.empty(0, *mask.shape[-2:], dtype=torch.bool, device=mask.kv_num_blocks.device)
     return MaskArgument(form, [lengths, form.description, *tensors])
 
 
 def _check_blocks(mask: Any, path: str) -> None:
-    """Raise InputError unless the blocks of a mask have all pairs that its function has, and no others."""
+    """Raise InputError unless a mask is its function alone: no pair is left out, and none is let through.
+
+    It costs one look at all pairs in every call, where each layer computes scores of them.
+    """
     kind = type(mask)
     made = sys.modules[_LIBRARY].create_block_mask(
         mask.mask_mod, *mask.shape, device=mask.kv_num_blocks.device, BLOCK_SIZE=mask.BLOCK_SIZE

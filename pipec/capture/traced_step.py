@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipec.capture.block_masks import is_mask, with_masks
+from pipec.capture.block_masks import is_mask, with_block_masks
 from pipec.capture.markers import LOSS_OUTSIDE
 from pipec.capture.model_call import ModelCall
 from pipec.capture.model_loss import UNKNOWN_LOSS, LossPath, find_loss, result_at
@@ -136,7 +136,7 @@ class TracedStep(nn.Module):
         for position, first in self.repeated:
             leaves[position] = leaves[first]
         if self.has_masks:
-            leaves = with_masks(given, leaves)
+            leaves = with_block_masks(given, leaves)
         if self.has_masks or self.numbers or self.equal_dimensions or self.moved_axes or self.repeated:
             args, kwargs, target = pytree.tree_unflatten(leaves, structure)
         before = [self.get_buffer(name) for name in self.replaceable_buffers]

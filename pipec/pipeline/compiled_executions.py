@@ -29,7 +29,7 @@ from pipec.capture.batch_inputs import (
     sequence_first_spec,
     with_batch_axes,
 )
-from pipec.capture.block_masks import MaskForm, refuse_moved_rows, with_masks_apart
+from pipec.capture.block_masks import refuse_moved_rows, with_mask_arguments
 from pipec.capture.foreign_code import refuse_active_mode, refuse_unusual_arguments
 from pipec.capture.model_call import ModelCall, call_of_microbatches, refuse_input_gradients, whole_microbatch
 from pipec.capture.variable_history import VariableHistory
@@ -154,7 +154,7 @@ class CompiledExecutions(Executions):
         self.variables = VariableHistory()
         self._plain_values: dict[Mode, PlainValues] = {}
         self._last: dict[Mode, CompiledCall] = {}
-        self._known_masks = set[MaskForm]()
+        self._takes_masks = False
         self._batch_axis_is_known = self._refuses_mixed_rows = False
         self._takes_lists: bool | None = None
         self._made: dict[int, Artifact] = {}
@@ -657,7 +657,7 @@ class CompiledExecutions(Executions):
         return [(compiled.number, sizes) for compiled, sizes in groups]
 
     def saved(self) -> dict[Mode, Artifact]:
-        if self._known_masks:
+        if self._takes_masks:
             raise InputError(
                 "a step that gets a BlockMask cannot be saved, for the function of the mask is not in the "
                 "artifact; make the mask in forward()"
@@ -818,7 +818,7 @@ class CompiledExecutions(Executions):
         target: Any,
         is_given: bool = False,
     ) -> ModelCall:
-        args, kwargs, target = self._with_masks_apart((args, kwargs, target))
+        args, kwargs, target = self._with_mask_arguments((args, kwargs, target))
         refuse_nested_batches((args, kwargs, target))
         refuse_unusual_arguments({"args": args, "kwargs": kwargs, "target": target})
         given = ModelCall(args, kwargs, target)
@@ -835,8 +835,9 @@ class CompiledExecutions(Executions):
         whole = self._checked_target(mode, whole_microbatch(call))
         return call_of_microbatches([whole], (1.0,))
 
-    def _with_masks_apart(self, arguments: Any) -> Any:
-        found = with_masks_apart(arguments, self._known_masks)
+    def _with_mask_arguments(self, arguments: Any) -> Any:
+        found = with_mask_arguments(arguments)
+        self._takes_masks |= found is not arguments
         if found is not arguments and self.batch != "same":
             raise InputError(
                 "a BlockMask has a function, which cannot be sent to other ranks: pass the same batch on "

@@ -220,7 +220,7 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     """Call ``module(*args)`` in eager mode on fake tensors.
 
     Objects that a model's first call creates, such as hooks, are kept. Tensors, and objects with tensors, are
-    restored. Functions that the model compiles are not: kernels would read the memory of fake tensors.
+    restored. Functions that the model compiles run uncompiled: kernels would read the memory of fake tensors.
     """
     containers = _containers(module)
     before = [copy.copy(container) for container in containers]

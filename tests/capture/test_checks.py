@@ -57,10 +57,13 @@ def test_rows_take_their_own_elements_or_the_step_fails(unrolled: bool) -> None:
     assert relative_error(found, expected.detach()) < 1e-6
     for fqn, gradient in StepResult.of(found, model).gradients.items():
         torch.testing.assert_close(gradient, unsplit.get_parameter(fqn).grad, msg=fqn)
-    said = "each is checked as if it were|the rows of each microbatch must bring along"
+    said = "each is checked as if it were" if unrolled else "the rows of each microbatch must bring along"
+    pattern = rf"test_checks\.py:(.|\n)*{said}"
+    if torch.__version__.startswith("2.11"):  # which has no such check where the batch is a number
+        pattern += "|the rows of each microbatch must bring along|off by inf"
     for replaced in (FEWER,) if not unrolled else (FEWER, UNEQUAL):
         errors = ExecutionError, InputError  # of the step, or of the check before it
-        with pytest.raises(errors, match=rf"test_checks\.py:(.|\n)*({said})|off by inf"):
+        with pytest.raises(errors, match=pattern):
             pipe.step(**inputs(replaced))
 
 

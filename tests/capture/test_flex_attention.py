@@ -259,6 +259,20 @@ def test_blocks_that_are_not_those_of_the_function_are_refused() -> None:
             pipe.step(x, mask, target=target)
 
 
+@pytest.mark.usefixtures("trains_on_cpus")
+def test_blocks_are_compared_in_every_step() -> None:
+    _, pipe = masked(microbatches=2)
+    x, _, target = masked_batch("causal", 256)
+    for number in (2, 1):
+        count = torch.full((1, 1, 2), number, dtype=torch.int32)
+        mask = BlockMask.from_kv_blocks(count, torch.arange(2, dtype=torch.int32).expand(1, 1, 2, 2))
+        if number == 2:
+            pipe.step(x, mask, target=target)
+        else:
+            with pytest.raises(InputError, match="are not those of its function"):
+                pipe.step(x, mask, target=target)
+
+
 def test_a_function_of_a_module_is_refused() -> None:
     _, pipe = masked(microbatches=2)
     x, _, target = masked_batch("causal", 16)

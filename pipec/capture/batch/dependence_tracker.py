@@ -414,7 +414,7 @@ def _written(view: OpOverload) -> Callable[..., Tensor]:
 
 
 def _added_product(x: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """As torch's, without the rows that torch 2.15 gives a bias."""
+    """``alpha * first @ second + beta * x``. Torch 2.15 expands ``x`` before, as if it had rows."""
     made: Tensor = alpha * (first @ second) + beta * x
     return made
 
