@@ -148,7 +148,7 @@ class Accesses:
                 for each, (event, _, positions) in zip(keys, parts, strict=True)
             ]
         )
-        codes.sort()
+        codes.sort(kind="stable")  # parts are mostly ascending, and this sort merges them
         return cls(codes, shift, named)
 
     @cached_property

@@ -56,16 +56,12 @@ def microbatch_bytes(order: Sequence[Compute], stages: Sequence[StageMemory]) ->
         total     4   7   7   7   7   4     with transient memory
     """
     computes = ComputeColumns.of(order)
-    starts, ends, transient = (table[computes.phases, computes.stages] for table in _tables(stages))
+    table = np.zeros((len(PHASES), len(stages), 3))
+    for stage in np.unique(computes.stages).tolist():
+        table[:, stage] = [(*stages[stage].growth(x), stages[stage].transient.get(x, 0.0)) for x in PHASES]
+    starts, ends, transient = np.moveaxis(table[computes.phases, computes.stages], -1, 0)
     while_running: Floats = np.cumsum(starts + ends) - ends + transient
     return while_running
-
-
-def _tables(stages: Sequence[StageMemory]) -> tuple[Floats, Floats, Floats]:
-    """The growth of memory as computes start and end, and the transient memory, at [phase, stage]."""
-    rows = [[(*each.growth(phase), each.transient.get(phase, 0.0)) for each in stages] for phase in PHASES]
-    table = np.array(rows, np.float64).reshape(len(PHASES), len(stages), 3)
-    return table[..., 0], table[..., 1], table[..., 2]
 
 
 def max_in_flight_of_order(order: Sequence[Compute]) -> int:
