@@ -56,12 +56,19 @@ def microbatch_bytes(order: Sequence[Compute], stages: Sequence[StageMemory]) ->
         total     4   7   7   7   7   4     with transient memory
     """
     computes = ComputeColumns.of(order)
-    table = np.zeros((len(PHASES), len(stages), 3))
-    for stage in np.unique(computes.stages).tolist():
-        table[:, stage] = [(*stages[stage].growth(x), stages[stage].transient.get(x, 0.0)) for x in PHASES]
-    starts, ends, transient = np.moveaxis(table[computes.phases, computes.stages], -1, 0)
+    starts, ends, transient = _of_computes(computes.phases, computes.stages, stages)
     while_running: Floats = np.cumsum(starts + ends) - ends + transient
     return while_running
+
+
+def _of_computes(phases: Ints, stages: Ints, memory: Sequence[StageMemory]) -> tuple[Floats, Floats, Floats]:
+    """The growth of memory as each of some computes starts and ends, and its transient memory."""
+    table = np.zeros((3, len(PHASES), len(memory)))
+    for stage in np.unique(stages).tolist():
+        own = memory[stage]
+        table[..., stage] = np.array([(*own.growth(x), own.transient.get(x, 0.0)) for x in PHASES]).T
+    starts, ends, transient = table[:, phases, stages]
+    return starts, ends, transient
 
 
 def max_in_flight_of_order(order: Sequence[Compute]) -> int:
@@ -194,7 +201,7 @@ class _Account:
         columns, computes = self.columns, np.flatnonzero(self.columns.is_compute)
         phases, stages = columns.phases[computes], columns.stages[computes]
         every = [stage.cost.memory for stage in self.plan.stages]
-        starts, ends, transient = (table[phases, stages] for table in _tables(every))
+        starts, ends, transient = _of_computes(phases, stages, every)
         for stage, memory in self.stages.items():
             for phase, segments in memory.segments.items():
                 of_phase = (phases == PHASE_CODE[phase]) & (stages == stage)
