@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipec
-from pipec.capture.batch import rules
-from pipec.capture.batch.dependence import PerRow, Whole
 from pipec.compiler.check import check as checks
 from pipec.compiler.check.draws import FixedDraws
 from pipec.errors import MixedRowsError, UnequalStepError
@@ -224,23 +221,6 @@ def test_the_check_changes_nothing() -> None:
         state = [torch.get_rng_state(), *pipe.unsplit_model.state_dict().values(), loss]
         left.append([*state, *(p.grad for p in pipe.unsplit_model.parameters())])
     assert all(map(torch.equal, *left))
-
-
-WRONG_RULES = {
-    "mean": case(lambda h, last: last(h - h.mean(0))),
-    "_softmax": case(lambda h, last: last(h.softmax(0))),
-    "cumsum": case(lambda h, last: last(h.cumsum(0))),
-    "flip": case(lambda h, last: last(h * h.flip(0))),
-    "roll": case(lambda h, last: last(h * h.roll(1, 0))),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_RULES)
-def test_a_wrong_rule_is_found(name: str) -> None:
-    """Each says that rows do not mix."""
-    wrong = {"mean": Whole()}.get(name, PerRow(0))
-    with mock.patch.dict(rules.RULES, {name: lambda call: wrong}), pytest.raises(UnequalStepError):
-        step(WRONG_RULES[name])
 
 
 DRAWS: dict[str, Callable[[], Tensor]] = {

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -423,9 +424,11 @@ def _given_for(request: CompileRequest, graph: TrainingGraph, sizes: Sequence[in
 def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
     """Rows from all over the batch, for microbatches of these sizes; all of them if there are no more.
 
-    The second microbatch ends with a row from the middle of the first: what counts or compares rows then
-    shows. (If both began with the same row, or ended with it, neighbours of rows would not show.) Where
-    tensors are not contiguous, the rows are the first ones, since a copy would have other strides.
+    Those come first of which an argument of integers, such as a class, a mask or a number of a row, says what
+    no row before says. The second microbatch repeats a row of the first, at another place: what counts or
+    compares rows then shows. (If both began with the same row, or ended with it, neighbours of rows would not
+    show.) Where tensors are not contiguous, the rows are the first ones, since a copy would have other
+    strides.
     """
     count = sum(sizes)
     if count == call.batch_size:
@@ -433,11 +436,26 @@ def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
     split = [leaf for leaf, batched in zip(call.leaves, call.batched, strict=True) if batched]
     if not all(leaf.is_contiguous() for leaf in split):
         return call.rows(0, count)
-    rows = torch.linspace(0, call.batch_size - 1, count).long()
+    repetitions = _repetitions(split, call.batch_size)
+    order = sorted(range(call.batch_size), key=repetitions.__getitem__)[: max(count, repetitions.count(0))]
+    rows = torch.tensor(order)[torch.linspace(0, len(order) - 1, count).long()].sort().values
     if len(sizes) > 1 and sizes[1] > 1:
-        rows[sizes[0] + sizes[1] - 1] = rows[(sizes[0] - 1) // 2]
+        repeated, at = (1, 0) if sizes[0] > 2 else (0, 1)
+        rows[sizes[0] + at] = rows[repeated]
     flags = iter(call.batched)
     return call.map(lambda leaf: leaf[rows.to(leaf.device)] if next(flags) else leaf)
+
+
+def _repetitions(leaves: Sequence[Tensor], num_rows: int) -> list[int]:
+    """By row, how often rows before have the same integers: their sums, added up over ``leaves``."""
+    found = [0] * num_rows
+    for leaf in leaves:
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            seen = Counter[int]()
+            for row, number in enumerate(leaf.flatten(1).sum(1).tolist() if leaf.ndim > 1 else leaf.tolist()):
+                found[row] += seen[number]
+                seen[number] += 1
+    return found
 
 
 def _rounded(values: Tensor, eps: float) -> Tensor:
