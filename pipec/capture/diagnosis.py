@@ -95,12 +95,12 @@ class SourceLine:
         return f"{PurePath(self.file).name}:{self.number}"
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.text}"
+        return f"{self.place}: {self.text}" if self.text else self.place
 
 
 def traceback_lines(text: str) -> list[SourceLine]:
     """The lines that a printed traceback names, outermost first."""
-    found = re.findall(r'File "(.*?)", line (\d+)[^\n]*(?:\n\s*([^\n]*))?', text)
+    found = re.findall(r'File "(.*?)", line (\d+)[^\n]*(?:\n {4,}([^\n]*))?', text)
     return [SourceLine(file, int(number), code.strip()) for file, number, code in found]
 
 

@@ -105,6 +105,14 @@ def test_what_cannot_be_captured_names_the_line_and_a_remedy(
     assert (capsys.readouterr(), torch_logs()) == (("", ""), [])
 
 
+def test_a_line_without_source_is_named_by_its_place_alone() -> None:
+    """As in an interactive session."""
+    typed: dict[str, Any] = {}
+    exec(compile("def loss_fn(y, t):\n    return y.sum() * t.max().item()", "<typed>", "exec"), typed)
+    with pytest.raises(CaptureError, match=r"at <typed>:2\n"):
+        step(nn.Linear(WIDTH, WIDTH), typed["loss_fn"])
+
+
 class HookedInside(nn.Module):
     """It registers a hook on its weight at every call."""
 
