@@ -189,6 +189,15 @@ def test_a_user_may_leave_the_check_out() -> None:
     assert pipe.plan.checked == ""
 
 
+def test_arguments_without_values_are_not_checked() -> None:
+    """A plan may be made of them."""
+    model = nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9))
+    pipe = pipec.compile(model, 2, loss_fn=F.cross_entropy, microbatches=4)
+    tokens = torch.empty(16, dtype=torch.int64, device="meta")
+    pipe.prepare(tokens, target=tokens)
+    assert pipe.plan.checked == "not checked: the arguments have no values"
+
+
 def test_what_is_unproven_is_a_warning_only_without_a_check(said: list[str]) -> None:
     step(UNEQUAL["a backward of weights alone"], check="off")
     assert any("nothing proves" in each for each in said)

@@ -241,6 +241,8 @@ class _Check:
         device = self.settings.device
         if self.graph.first_collective:
             return f"{self.graph.first_collective} needs the other replicas"
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in self.call.leaves):
+            return "the arguments have no values"
         if len(self.own_sizes) < 2 <= len(self.sizes) and not self.given:
             return "microbatches of other sizes have other graphs"
         tensors = named_tensors(self.step).values()
