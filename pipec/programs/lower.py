@@ -21,6 +21,7 @@ At one position stand::
 A step may have millions of instructions, so lowering works on columns of numbers, a rank or a link at a time.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -133,22 +134,29 @@ def lower(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     buffered = np.array([*(link.payload.feeds_compute for link in links), False])
     stages_of_link = holding_stages(links)
     versions = read_versions(schedule.stream, schedule.placement, schedule.num_microbatches)
+    sums_of, ops_of = defaultdict[int, list[tuple[float, SyncOp]]](list), defaultdict[int, list[SyncOp]](list)
+    for time, each in sums:
+        for rank in each.positions:
+            sums_of[rank].append((time, each))
+    for each in collectives:
+        for rank in each.positions:
+            ops_of[rank].append(each)
     programs = []
     for rank in range(schedule.num_ranks):
         copies = offload_intervals(index.computes[rank], offload)
         blocks = [
-            [_receives(traffic, order, rank, arriving[rank], depends, sums)],
-            [_sync_ops(collectives, rank, OpKind.COLLECTIVE, OpKind.COPY)],
+            [_receives(traffic, order, rank, arriving[rank], depends, sums_of[rank])],
+            [_sync_ops(ops_of[rank], rank, OpKind.COLLECTIVE, OpKind.COPY)],
             _model_collectives(index, rank, model_collectives),
-            [_sync_ops(collectives, rank, OpKind.LOCAL)],
-            [_sync_ops(collectives, rank, OpKind.STEP_COMPUTE)],
+            [_sync_ops(ops_of[rank], rank, OpKind.LOCAL)],
+            [_sync_ops(ops_of[rank], rank, OpKind.STEP_COMPUTE)],
             [_recomputes(index, rank, recompute, versions)],
             [_computes(index, rank, versions)],
             [_sends(traffic, leaving[rank])],
             [_accumulates(index, rank)],
             [_copies(copies, Op.WAIT_OFFLOAD, copies.offloads + 1)],
             _frees(index, rank),
-            [_sync_ops(collectives, rank, OpKind.RELEASE)],
+            [_sync_ops(ops_of[rank], rank, OpKind.RELEASE)],
             [_pause(num_forwards(index, rank))] if pauses else [],
             [_copies(copies, Op.PREFETCH, copies.prefetches)],
             [_copies(copies, Op.OFFLOAD, copies.offloads)],
@@ -361,8 +369,8 @@ def _receives(
 ) -> _Block:
     """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
 
-    Between them are the ``sums`` of rounds in which the rank takes part, in the order in which they begin. So
-    waiting for a later one, as a script does for results, does not delay an earlier one.
+    Between them are the rank's ``sums`` of rounds, in the order in which they begin. So waiting for a later
+    one, as a script does for results, does not delay an earlier one.
 
     A receive is posted at the position that the rank has reached when the message is sent, or one position
     before its reader if that is earlier and the message does not depend on the compute there. Only weights
@@ -385,9 +393,8 @@ def _receives(
     posts = np.minimum.accumulate((posts + channel)[::-1])[::-1] - channel  # in the order of the sends
     targets = np.array([link.target for link in traffic.links], np.int32)
     fields = OP_CODE[Op.RECV], targets[links], found.microbatches[own], links, sources
-    within = [(time, each) for time, each in sums if rank in each.positions]
-    blocks = [_sync_ops([each for _, each in within], rank), _block(posts.astype(np.int32), *fields)]
-    times = np.concatenate([np.array([time for time, _ in within], float), sent])
+    blocks = [_sync_ops([each for _, each in sums], rank), _block(posts.astype(np.int32), *fields)]
+    times = np.concatenate([np.array([time for time, _ in sums], float), sent])
     order_of_sends = np.argsort(times, kind="stable")
     positions, columns = _joined(blocks)
     return positions[order_of_sends], columns.taken(order_of_sends)
@@ -439,12 +446,11 @@ def _accumulates(index: ScheduleIndex, rank: int) -> _Block:
     return _block((own + 1).astype(np.int32), OP_CODE[Op.ACCUMULATE], *same)
 
 
-def _sync_ops(collectives: Sequence[SyncOp], rank: int, *kinds: OpKind) -> _Block:
-    """The collectives, updates or releases of a rank that are of these kinds, or all without ``kinds``.
+def _sync_ops(own: Sequence[SyncOp], rank: int, *kinds: OpKind) -> _Block:
+    """Those collectives, updates or releases of a rank that are of these kinds, or all without ``kinds``.
 
     An update in host memory stands where updates do.
     """
-    own = [each for each in collectives if rank in each.positions]
     if kinds:
         kind_of = {each.op: each.op.traits.kind for each in own} | {Op.HOST_UPDATE: OpKind.STEP_COMPUTE}
         own = [each for each in own if kind_of[each.op] in kinds]
