@@ -5,7 +5,6 @@ import functools
 import logging
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -439,8 +438,8 @@ def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
     if not all(leaf.is_contiguous() for leaf in split):
         return call.rows(0, count)
     repetitions = _repetitions(split, call.batch_size)
-    order = sorted(range(call.batch_size), key=repetitions.__getitem__)[: max(count, repetitions.count(0))]
-    rows = torch.tensor(order)[torch.linspace(0, len(order) - 1, count).long()].sort().values
+    order = repetitions.argsort(stable=True)[: max(count, int((repetitions == 0).sum()))]
+    rows = order[torch.linspace(0, len(order) - 1, count).long()].sort().values
     if len(sizes) > 1 and sizes[1] > 1:
         repeated, at = (1, 0) if sizes[0] > 2 else (0, 1)
         rows[sizes[0] + at] = rows[repeated]
@@ -448,15 +447,14 @@ def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
     return call.map(lambda leaf: leaf[rows.to(leaf.device)] if next(flags) else leaf)
 
 
-def _repetitions(leaves: Sequence[Tensor], num_rows: int) -> list[int]:
+def _repetitions(leaves: Sequence[Tensor], num_rows: int) -> Tensor:
     """By row, how often rows before have the same integers: their sums, added up over ``leaves``."""
-    found = [0] * num_rows
+    found = torch.zeros(num_rows, dtype=torch.int64)
     for leaf in leaves:
         if not leaf.is_floating_point() and not leaf.is_complex():
-            seen = Counter[int]()
-            for row, number in enumerate(leaf.flatten(1).sum(1).tolist() if leaf.ndim > 1 else leaf.tolist()):
-                found[row] += seen[number]
-                seen[number] += 1
+            sums = leaf[:, None].flatten(1).sum(1).cpu().long()
+            groups, order = sums.sort(stable=True)
+            found[order] += torch.arange(num_rows) - torch.searchsorted(groups, groups)
     return found
 
 
