@@ -48,7 +48,7 @@ class CallAgreement:
         return self.ranks.exchange.require_same_call(
             f"calling {call}",
             {"call": call, **backwards, **call_description},
-            _mismatch_message,
+            mismatch_message,
             decide,
             numbers,
             call_role,
@@ -135,7 +135,7 @@ def _value_of_readers(readers: Sequence[int], notes: Sequence[RankNote]) -> floa
     return first[0]
 
 
-def _mismatch_message(every: Sequence[CallDescription]) -> str:
+def mismatch_message(every: Sequence[CallDescription]) -> str:
     """How the ranks' descriptions of a call differ, by the first kind of entries that do."""
     call = every[0]["call"]
     method, failed = call.partition(",")[0], [rank for rank, each in enumerate(every) if "refused" in each]

@@ -21,6 +21,7 @@ from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage,
 from pipec.ir.sharding import shard_evenly
 from pipec.runtime import InProcessTransport, Interpreter, World, resolve_devices, world
 from pipec.runtime.absent_tensors import is_absent, materialized, plain_tensors, release_elsewhere
+from pipec.runtime.call_agreement import mismatch_message
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.distributed_transport import require_own_gpus
 from pipec.runtime.model_tensors import (
@@ -498,3 +499,28 @@ def test_a_gpu_is_current_only_while_its_instructions_run(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: asked.append(f"set {d}"))
     with current_device(torch.device("cuda", 1)), current_device(CPU):
         assert asked == [torch.device("cuda", 1), "set cuda:1"]
+
+
+KINDS_OF_DIFFERENCES = {
+    "batches": "streams",
+    "backward of step 3": "backward alike",
+    "the gradient of the loss": "other losses",
+    "accumulates": "optimizers",
+    "lr of the optimizer": "optimizers",
+    "frozen parameters": "freeze",
+    "args[0]": "different batches to step",
+}
+
+
+@pytest.mark.parametrize("name", KINDS_OF_DIFFERENCES)
+def test_what_differs_between_ranks_is_named_by_its_kind(name: str) -> None:
+    same = {"call": "step, train", "args[1]": "int64[8]"}
+    first, *differences = mismatch_message([{**same, name: "1"}, {**same, name: "2"}]).splitlines()
+    assert KINDS_OF_DIFFERENCES[name] in first
+    assert differences[0] == f"  {name}: 1 on rank 0; 2 on rank 1"
+
+
+def test_ranks_that_make_other_calls_are_told_so_first() -> None:
+    message = mismatch_message([{"call": "step, train", "x": "1"}, {"call": "eval_step, eval", "x": "2"}])
+    assert "same calls" in message.splitlines()[0]
+    assert "x: " not in message
