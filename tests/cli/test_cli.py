@@ -210,7 +210,7 @@ def test_schedule_searches_within_a_memory_limit() -> None:
 
 
 def test_schedule_of_a_file_of_compute_orders(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
+    path = tmp_path / "model:mine.csv"
     path.write_text("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
     facts = pipec_json("schedule", path, "--stages", 2, "--microbatches", 2)
     assert (facts["makespan"], facts["bubble_rate"]) == (7.0, 1 - 6 / 7)
