@@ -506,6 +506,9 @@ ROW_WISE: dict[str, BatchCase] = {
     "softmax of features": quick(flat(lambda h: h.softmax(-1))),
     "quantile of features": flat(lambda h: torch.quantile(h, 0.3, dim=1)),
     "features by index": quick(flat(lambda h: h[:, torch.tensor([2, 0, 1, 3, 5, 4])])),
+    "features copied into two places": quick(
+        flat(lambda h, a: a(h.new_zeros(2, len(h)).copy_(h[:, 0]).T), lambda: nn.Linear(2, WIDTH))
+    ),
     "features by index_select": flat(lambda h: h.index_select(1, torch.tensor([2, 0, 0]))),
     "the last of two places of each row": sequential(
         lambda h, m: h[m, :].view(h.size(0), -1, WIDTH)[:, -1], others=(two_places,)
