@@ -32,6 +32,7 @@ add                 mixing: scaled by the sum
 arange              mixing: sorted experts, other rows
 cat                 loss: stacked
 convolution         mixing: convolution over rows and features
+cumsum              mixing: cumulative sums of rows
 div                 loss that mixes: mean by own weights
 flip                output that mixes: reversed
 gather              mixing: rows by gather
@@ -123,7 +124,7 @@ def deaf(call: OperatorCall, rule: Rule) -> Values:
 BROKEN: Mapping[Callable[[OperatorCall, Rule], Values], str] = {widened: WIDENED, turned: TURNED, deaf: DEAF}
 
 
-QUICK = ("_softmax", "flip", "index", "mean", "sum")
+QUICK = ("_softmax", "cumsum", "flip", "index", "mean", "roll", "sum")
 
 
 @pytest.mark.parametrize(

@@ -637,6 +637,7 @@ MIXING: dict[str, BatchCase] = {
     "centred, kept dimension": flat(lambda h: h - h.mean(0, keepdim=True).detach()),
     "scaled by the sum": flat(lambda h: h / (h.sum() + 9)),
     "whitened": flat(lambda h: h @ torch.linalg.inv(h.T @ h + torch.eye(WIDTH, dtype=h.dtype))),
+    "cumulative sums of rows": flat(lambda h: h.cumsum(0)),
     "softmax without dim": quick(sequential(lambda h: F.softmax(h))),
     "sorted rows": quick(flat(lambda h: h.sort(0).values)),
     "gradient of rows": flat(lambda h: torch.gradient(h, dim=0)[0]),

@@ -151,6 +151,8 @@ def gather(call: OperatorCall) -> Dependence:
     one = source if isinstance(source, PerRow) else index
     if isinstance(one, PerRow) and len(rows) == 1 and (all(fills) or one.dim == dim):
         return replace(one, degree=power_of(source))
+    if len({dim for dim, *_ in rows}) > 1:
+        return call.mixed("looks up in each row by numbers of other rows")
     return call.unproven("looks up in rows by numbers that stand in another order")
 
 

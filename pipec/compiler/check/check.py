@@ -425,11 +425,10 @@ def _given_for(request: CompileRequest, graph: TrainingGraph, sizes: Sequence[in
 def _some_rows(call: ModelCall, sizes: Sequence[int]) -> ModelCall:
     """Rows from all over the batch, for microbatches of these sizes; all of them if there are no more.
 
-    Those come first of which an argument of integers, such as a class, a mask or a number of a row, says what
-    no row before says. The second microbatch repeats a row of the first, at another place: what counts or
-    compares rows then shows. (If both began with the same row, or ended with it, neighbours of rows would not
-    show.) Where tensors are not contiguous, the rows are the first ones, since a copy would have other
-    strides.
+    Rows come first that differ from all before them in an argument of integers, such as a class or a mask.
+    The second microbatch repeats a row of the first, at another place: what counts or compares rows then
+    shows. (If both began with the same row, or ended with it, neighbours of rows would not show.) Where
+    tensors are not contiguous, the rows are the first ones, since a copy would have other strides.
     """
     count = sum(sizes)
     if count == call.batch_size:
