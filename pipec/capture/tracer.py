@@ -87,6 +87,7 @@ from pipec.torch_compat.operator_patches import (
     skip_distribution_validation,
     traced_otherwise,
 )
+from pipec.torch_compat.symbolic_numbers import forget_tensors
 
 log = logging.getLogger("pipec")
 
@@ -147,7 +148,9 @@ def capture(request: CaptureRequest) -> TrainingGraph:
             graph.batch_size,
             error_summary(failures[0]),
         )
-    return replace(graph, reads=tracer.reads(), repeated=call.repeated)
+    found = replace(graph, reads=tracer.reads(), repeated=call.repeated)
+    forget_tensors(captured.module.meta["fake_mode"].shape_env)
+    return found
 
 
 def capture_with_variables(

@@ -353,22 +353,8 @@ def insert_instructions(
     columns: InstructionColumns, places: Sequence[int] | Ints, inserted: InstructionColumns
 ) -> InstructionColumns:
     """A program with more instructions, each before the instruction at its place."""
-    if not len(inserted):
-        return columns
-
-    order = np.argsort(places, kind="stable")
-    at = np.asarray(places)[order] + np.arange(order.size)
-    is_own = np.ones(len(columns) + order.size, bool)
-    is_own[at] = False
-
-    def column(own: Ints, added: Ints) -> Ints:
-        if is_constant(own) and is_constant(added) and len(columns) and own[0] == added[0]:
-            return constant(own[0], is_own.size)
-        joined = np.empty(is_own.size, np.int32)
-        joined[is_own], joined[at] = own, added[order]
-        return joined
-
-    return InstructionColumns(map(column, columns.columns, inserted.columns), columns.links)
+    order = np.argsort(np.concatenate([places, np.arange(len(columns))]), kind="stable")
+    return concatenate_instructions([inserted, columns]).taken(order)
 
 
 def with_shared_links(programs: Sequence[Program]) -> list[InstructionColumns]:

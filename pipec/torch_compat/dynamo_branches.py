@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pipec.torch_compat import pytree
 from pipec.torch_compat.foreign_classes import is_fake
-from pipec.torch_compat.lost_effects import refuse_lost_call
+from pipec.torch_compat.lost_effects import MEMORY, refuse_lost_attribute
 from pipec.torch_compat.run_time import TorchDispatchMode, schema
 from pipec.torch_compat.symbolic_numbers import formula
 
@@ -113,9 +113,17 @@ def decide_branches(
 
         return handle
 
+    def reading(handler: Handler) -> Handler:
+        def handle(tx: Any, instruction: Any) -> None:
+            if MEMORY.fullmatch(instruction.argval) and isinstance(tx.stack[-1].realize(), TensorVariable):
+                refuse_lost_attribute(instruction.argval, False, tx.f_code.co_filename, tx.lineno)
+            handler(tx, instruction)
+
+        return handle
+
     def watched_call(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         is_leaf = getattr(self, "source", None) is not None
-        refuse_lost_call(name, is_leaf, tx.f_code.co_filename, tx.lineno)
+        refuse_lost_attribute(name, is_leaf, tx.f_code.co_filename, tx.lineno)
         value = None
         if name == "item":
             is_check = self.as_proxy().node.target == CHECK_METHOD and tx.output.current_tracer.parent is None
@@ -130,7 +138,7 @@ def decide_branches(
         for name, code in dis.opmap.items()
         if name.startswith(TRUTH_OPCODES) and "NONE" not in name
     }
-    wrappers[dis.opmap["STORE_ATTR"]] = setting_flag
+    wrappers |= {dis.opmap["LOAD_ATTR"]: reading, dis.opmap["STORE_ATTR"]: setting_flag}
     TensorVariable.call_method = watched_call  # type: ignore[method-assign]
     try:
         for translator, table in tables:

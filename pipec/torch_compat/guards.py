@@ -83,6 +83,7 @@ class Guards:
                 *((fqn_of(source), _written(source)) for source, x in self.constants.items() if _has_zero(x)),
             ]
         )
+        vars(built).clear()  # torch refers to it as long as what it guards exists
 
     def hold(self, module: torch.nn.Module) -> bool:
         """Whether Dynamo's guards hold."""

@@ -1,6 +1,7 @@
 """Watches a forward that runs on fake tensors, and refuses what a graph of operators would lose."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -37,13 +38,12 @@ _DATA, _SET_DATA = _properties.data.__get__, _properties.data.__set__
 
 _GRAD_FN = _properties.grad_fn.__get__
 
-_MEMORY = (
-    *(Tensor.storage_offset, Tensor.data_ptr, Tensor.is_pinned, Tensor.is_shared, Tensor.is_set_to),
-    Tensor.untyped_storage,
-)
-"""Methods of tensors that tell of their memory, which is another in stages."""
+_HOOK_NAMES = {each.__name__ for each in _HOOKS}
 
-_HOOK_NAMES, _MEMORY_NAMES = ({each.__name__ for each in methods} for methods in (_HOOKS, _MEMORY))
+MEMORY = re.compile(
+    "storage_offset|data_ptr|is_pinned|is_shared|is_set_to|untyped_storage|_base|_is_view|_version"
+)
+"""The attributes of tensors that tell of their memory, which is another in stages."""
 
 _TORCH, _PIPEC = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
@@ -56,18 +56,16 @@ class OwnBackwardError(Exception):
     """The backward of a model is more than that of its operators: it must be traced, too."""
 
 
-def refuse_lost_call(name: str, is_leaf: bool, file: str, line: int) -> None:
-    """Raise LostEffectError for a method of a tensor, called on a line, that a graph would lose.
+def refuse_lost_attribute(name: str, is_leaf: bool, file: str, line: int) -> None:
+    """Raise LostEffectError for an attribute of a tensor, read on a line, that a graph would lose.
 
     Dynamo would register a hook on a leaf after the graph, and make a constant of a place in memory. The
     check of the first step does not see that: its rows are copies.
     """
     if is_leaf and name in _HOOK_NAMES:
         raise LostEffectError(LOST_HOOK)
-    if name in _MEMORY_NAMES and not file.startswith((_TORCH, _PIPEC)):
-        raise LostEffectError(
-            f"forward() calls {name}() at {Path(file).name}:{line}, which differs in stages"
-        )
+    if MEMORY.fullmatch(name) and not file.startswith((_TORCH, _PIPEC)):
+        raise LostEffectError(f"forward() reads {name} at {Path(file).name}:{line}, which differs in stages")
 
 
 class ForwardWatch(TorchFunctionMode):
@@ -109,7 +107,7 @@ class ForwardWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
-            refuse_lost_call(func.__name__, args[0].is_leaf, "", 0)
+            refuse_lost_attribute(func.__name__, args[0].is_leaf, "", 0)
             self._require_plain_backward(True)
         elif func in _FLAGS:
             value = args[1] if len(args) > 1 else True
@@ -123,9 +121,9 @@ class ForwardWatch(TorchFunctionMode):
                 raise LostEffectError(LOST_PARAMETER)
         elif func == _DATA:
             return args[0].detach()  # the same values, by an operator that a tracer sees
-        elif func in _MEMORY:
+        elif MEMORY.fullmatch(name := _name(func)):
             caller = _caller()
-            refuse_lost_call(func.__name__, False, caller.f_code.co_filename, caller.f_lineno)
+            refuse_lost_attribute(name, False, caller.f_code.co_filename, caller.f_lineno)
         else:
             self._require_plain_backward(self._takes_gradients(func))
         return func(*args, **(kwargs or {}))
@@ -136,6 +134,12 @@ class ForwardWatch(TorchFunctionMode):
             return True
         modes = len(_get_current_dispatch_mode_stack()) > self._num_modes
         return modes or active_saved_tensors_hooks() or torch.is_inference_mode_enabled()
+
+
+def _name(func: Any) -> str:
+    """The name of a function or, of a getter, that of the property."""
+    name: str = getattr(func, "__name__", "")
+    return func.__self__.__name__ if name == "__get__" else name
 
 
 def _is_custom(node: Any) -> bool:

@@ -4,12 +4,27 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 
 def formula(number: Any) -> Any:
     """The sympy expression of a symbolic number; any other value as it is."""
     return number.node.expr if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) else number
+
+
+def forget_tensors(shapes: ShapeEnv | None) -> None:
+    """Let symbols forget the tensors whose sizes they are, which nothing would free otherwise.
+
+    Such tensors refer to their symbols in C++, where Python's garbage collector finds no cycle; and caches of
+    torch keep the symbols of some hundred captures.
+    """
+    if shapes is not None:
+        shapes.tracked_fakes = None
+        shapes.fake_tensor_cache.clear()
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
 
 
 class _Printer(PythonPrinter):
