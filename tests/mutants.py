@@ -11,6 +11,7 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -123,7 +124,7 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 
 
 class TestMap:
-    """Which fast tests enter which lines. Lines that run in other processes alone are entered by none.
+    """Which fast tests enter which lines, in their own process or in those that they start.
 
     A test that takes over what an earlier one of its file has captured enters no line of capture, so that a
     fault that it alone would find counts as not found.
@@ -147,8 +148,8 @@ class TestMap:
 
 
 def _test_id(context: str) -> str:
-    """``tests/test_smoke.py::test_a_step|run``, as pytest-cov writes it, without the phase."""
-    return context.rpartition("|")[0]
+    """``tests/test_smoke.py::test_a_step|run``, or with `` (call)`` of a process, without the phase."""
+    return re.sub(r"\|\w+$| \(\w+\)$", "", context)
 
 
 def _folder_of(mutant: Mutant) -> list[str]:
@@ -160,10 +161,21 @@ def _folder_of(mutant: Mutant) -> list[str]:
 def _find_lines_of_tests(path: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         settings = Path(scratch, "coveragerc")
-        settings.write_text(f"[run]\nsource = pipec\ndata_file = {path.resolve()}\n")
+        settings.write_text(_SETTINGS.format(file=path.resolve()))
         options = ["--cov=pipec", "--cov-context=test", f"--cov-config={settings}", "--cov-report="]
         parallel = ["--numprocesses=2", "--dist=loadfile"]
-        subprocess.run([*PYTEST, *parallel, *options, "tests"], cwd=ROOT, env=_environment(ROOT), check=True)
+        environment = _environment(ROOT) | {"COVERAGE_PROCESS_START": str(settings)}
+        subprocess.run([*PYTEST, *parallel, *options, "tests"], cwd=ROOT, env=environment, check=True)
+
+
+_SETTINGS = """[run]
+source = pipec
+data_file = {file}
+context = ${{PYTEST_CURRENT_TEST-}}
+parallel = true
+patch = _exit
+"""
+"""A process is measured as part of the test that has started it."""
 
 
 class Copy:

@@ -14,6 +14,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import coverage
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -152,9 +153,10 @@ def read_outcome(scratch: Path, num_ranks: int, replicated: bool = False) -> Ste
 
 def _environment(rank: int, num_ranks: int, port: int | None) -> dict[str, str]:
     """What ``torchrun`` tells a process, if there is a store; it is held by whoever started the process."""
+    own = {name: os.environ[name] for name in _OF_TEST if name in os.environ}
     if port is None:
-        return {}
-    return {
+        return own
+    return own | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -165,8 +167,14 @@ def _environment(rank: int, num_ranks: int, port: int | None) -> dict[str, str]:
     }
 
 
+_OF_TEST = ("PYTEST_CURRENT_TEST", "COVERAGE_PROCESS_START")
+"""What a fork must be told of the test that started it, so that ``mutants.py`` knows which lines it runs."""
+
+
 def _run(environment: Mapping[str, str], error: Path, task: Callable[..., None], *arguments: Any) -> None:
     os.environ.update(environment)
+    if _OF_TEST[1] in os.environ:
+        coverage.process_startup(force=True)
     torch.set_num_threads(1)
     raised = ""
     try:
