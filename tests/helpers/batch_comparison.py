@@ -102,8 +102,11 @@ class BatchCase:
 
 @dataclass(frozen=True)
 class ComparisonResult:
+    """``is_proved`` is set if rules alone have shown that microbatches make up the batch, without a tail."""
+
     verdict: ComparisonStatus
     message: str = ""
+    is_proved: bool = False
 
     def allowed(self, case: BatchCase) -> bool:
         return self.verdict in ALLOWED[case.expect]
@@ -121,7 +124,9 @@ def compare_with_eager(case: BatchCase) -> ComparisonResult:
         raise BrokenCase(f"{case.name}: {error!r}") from error
     with logged_batch_warnings() as told:
         try:
-            differences = [*_differences(case, _made(case), expected)]
+            model, options = _made(case), {"microbatches": case.microbatches, **case.options}
+            pipe = pipec.compile(model, 2, loss_fn=case.loss_fn, **options)
+            differences = [*_differences(case, model, pipe, expected)]
         except PipecError as error:
             return ComparisonResult(
                 ComparisonStatus.RAW if _is_raw(error) else ComparisonStatus.REFUSED, _brief(error)
@@ -129,16 +134,19 @@ def compare_with_eager(case: BatchCase) -> ComparisonResult:
         except Exception as error:
             return ComparisonResult(ComparisonStatus.RAW, _brief(error))
     message = "; ".join([*differences[:2], *told])
+    findings = [each.graph.findings for each in pipe._executions.compiler.cache.staged_graphs]
+    is_proved = all(each.is_proved and not each.tail for each in findings)
     if told:
-        return ComparisonResult(
-            ComparisonStatus.WARNED_WRONG if differences else ComparisonStatus.WARNED, message
-        )
-    wrong = differences or (case.random and case.expect is not Expect.RIGHT)
-    return ComparisonResult(ComparisonStatus.SILENT if wrong else ComparisonStatus.RIGHT, message)
+        verdict = ComparisonStatus.WARNED_WRONG if differences else ComparisonStatus.WARNED
+    else:
+        wrong = differences or (case.random and case.expect is not Expect.RIGHT)
+        verdict = ComparisonStatus.SILENT if wrong else ComparisonStatus.RIGHT
+    return ComparisonResult(verdict, message, is_proved)
 
 
-def _differences(case: BatchCase, model: nn.Module, expected: list[dict[str, Tensor]]) -> Iterator[str]:
-    pipe = pipec.compile(model, 2, loss_fn=case.loss_fn, microbatches=case.microbatches, **case.options)
+def _differences(
+    case: BatchCase, model: nn.Module, pipe: pipec.Pipeline, expected: list[dict[str, Tensor]]
+) -> Iterator[str]:
     for rows, wanted in zip(case.rows, expected, strict=True):
         args, target = _batch(case, rows)
         if case.loss_fn is None:
