@@ -65,7 +65,10 @@ def refuse_lost_attribute(name: str, is_leaf: bool, file: str, line: int) -> Non
     if is_leaf and name in _HOOK_NAMES:
         raise LostEffectError(LOST_HOOK)
     if MEMORY.fullmatch(name) and not file.startswith((_TORCH, _PIPEC)):
-        raise LostEffectError(f"forward() reads {name} at {Path(file).name}:{line}, which differs in stages")
+        raise LostEffectError(
+            f"forward() reads {name} at {Path(file).name}:{line}, which differs in stages; pass what depends "
+            "on it as an argument"
+        )
 
 
 class ForwardWatch(TorchFunctionMode):

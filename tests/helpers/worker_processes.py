@@ -14,7 +14,6 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import coverage
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -174,6 +173,8 @@ _OF_TEST = ("PYTEST_CURRENT_TEST", "COVERAGE_PROCESS_START")
 def _run(environment: Mapping[str, str], error: Path, task: Callable[..., None], *arguments: Any) -> None:
     os.environ.update(environment)
     if _OF_TEST[1] in os.environ:
+        import coverage
+
         coverage.process_startup(force=True)
     torch.set_num_threads(1)
     raised = ""
