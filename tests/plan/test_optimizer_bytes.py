@@ -28,19 +28,14 @@ def test_bytes_of_state_are_those_of_a_plain_update(factory: Factory, dtype: tor
     }
 
 
-def test_frozen_parameters_have_no_state() -> None:
-    parameters = model()
-    parameters["b.bias"].requires_grad_(False)
-    assert state_bytes(optim.AdamW, parameters)["b.bias"] == 0  # type: ignore[index]
-    parameters = {"frozen": nn.Parameter(torch.ones(4), False), "trained": nn.Parameter(torch.ones(4))}
-    assert state_bytes(partial(optim.SGD, momentum=0.9), parameters) == {"frozen": 0, "trained": 16}
-
-
-def test_groups_may_keep_different_state() -> None:
+def test_frozen_parameters_and_groups_may_keep_no_state() -> None:
     def make(named: Named) -> optim.Optimizer:
         return optim.SGD([{"params": named[:1], "momentum": 0.9}, {"params": named[1:]}])
 
-    parameters = {"x": nn.Parameter(torch.ones(4)), "y": nn.Parameter(torch.ones(4))}
+    parameters = {name: nn.Parameter(torch.ones(4), name != "frozen") for name in ("frozen", "x", "y")}
+    assert state_bytes(partial(optim.SGD, momentum=0.9), parameters) == {"frozen": 0, "x": 16, "y": 16}
+    assert state_bytes(optim.AdamW, parameters)["frozen"] == 0  # type: ignore[index]
+    del parameters["frozen"]
     assert state_bytes(make, parameters) == {"x": 16, "y": 0}
 
 

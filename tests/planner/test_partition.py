@@ -1,5 +1,6 @@
-"""Chains on devices that are alike, one stage each: equal to trying every cut, ties broken by rule."""
+"""Cuts and placements: equal to trying every plan, ties broken by rule, bad problems refused."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -7,10 +8,11 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_problems import PlanningProblem, problems
 
-from pipec.errors import PlanError
+from pipec.errors import InfeasibleError, PlanError
 from pipec.hardware.devices import LinkModel
-from pipec.hardware.topology import Device, Level, Topology, equal_devices
+from pipec.hardware.topology import Device, Level, Topology, equal_devices, uniform_topology
 from pipec.planner.chain import CostModel, OperatorChain, Transfer
 from pipec.planner.partition import TOLERANCE, PartitionStage, partition_chain
 
@@ -61,11 +63,6 @@ def cuts_of(stages: Sequence[PartitionStage]) -> tuple[int, ...]:
 
 def slowest(stages: Sequence[PartitionStage]) -> float:
     return max(stage.seconds for stage in stages)
-
-
-def chain(seconds: Sequence[float], size: float = 0) -> Line:
-    """Each operator reads the one before; one byte takes one second."""
-    return Line(seconds, [Transfer(k, k + 1, size, 0) for k in range(len(seconds) - 1)])
 
 
 @st.composite
@@ -135,21 +132,108 @@ def test_equal_layers_tie_in_spite_of_rounding(
     seconds: float, num_layers: int, num_stages: int, cuts: tuple[int, ...]
 ) -> None:
     """Added in floating point, two of these layers may take longer than two others."""
-    assert cuts_of(chain([seconds] * num_layers).cut(num_stages)) == cuts
+    line = Line([seconds] * num_layers, [Transfer(k, k + 1, 0, 0) for k in range(num_layers - 1)])
+    assert cuts_of(line.cut(num_stages)) == cuts
 
 
-def test_a_link_that_is_slower_between_groups_is_crossed_where_little_does() -> None:
-    """Devices alike, but not their links: the stages still visit them in order."""
-    line = Line([4.0] * 4, [Transfer(k, k + 1, size, 0) for k, size in enumerate((8, 2, 8))])
-    topology = Topology((Device(),) * 4, (Level(2, 2.0), Level(2, 0.5)))
-    found = partition_chain(line.chain, topology, CostModel(), replicas=1)
-    assert [stage.devices for stage in found] == [(0,), (1,), (2,), (3,)]
-    assert [stage.seconds for stage in found] == [4, 4, 4, 4]
+def test_no_operators_are_refused() -> None:
+    with pytest.raises(PlanError, match="no operators"):
+        Line([], []).cut(4)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "message"), [([1, 1, 1], "3 operators .* 4 devices"), ([], "no operators")]
-)
-def test_too_few_operators_are_refused(seconds: Sequence[float], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        chain(seconds).cut(4)
+# replicas, groups of devices, and limits of memory
+
+FLAT = st.sampled_from([(4,), (3,), (2,), (1,)])
+NESTED = st.sampled_from([(2, 2), (1, 4), (3, 1), (2, 1), (3, 2), (2, 2, 2)])
+MOST_BLOCKS = 12
+
+
+def planned(problem: PlanningProblem, tolerance: float = 0.0) -> tuple[PartitionStage, ...]:
+    return partition_chain(problem.chain, problem.topology, problem.model, problem.max_replicas, tolerance)
+
+
+def seconds(problem: PlanningProblem) -> float:
+    """Infinite if nothing fits in memory, or blocks are too few."""
+    try:
+        return slowest(planned(problem))
+    except PlanError:
+        return math.inf
+
+
+def chain(num_blocks: int, size: float = 1.0) -> OperatorChain:
+    """Equal operators of a second and a byte of parameters, each reading the one before."""
+    one, none = [1.0] * num_blocks, [0.0] * num_blocks
+    names = [f"op{k}" for k in range(num_blocks)]
+    transfers = [Transfer(k, k + 1, size, 0) for k in range(num_blocks - 1)]
+    return OperatorChain(names, one, one, none, none, transfers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [FLAT, NESTED], ids=["one level", "several levels"])
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_plan_is_as_fast_as_the_best_of_all(
+    sizes: st.SearchStrategy[tuple[int, ...]], data: st.DataObject
+) -> None:
+    problem = data.draw(problems(MOST_BLOCKS, sizes))
+    assert seconds(problem) == pytest.approx(problem.best_seconds(), rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(MOST_BLOCKS, FLAT | NESTED))
+def test_every_block_and_every_device_is_used_once(problem: PlanningProblem) -> None:
+    try:
+        stages = planned(problem, tolerance=0.01)
+    except PlanError:
+        return
+    assert [block for stage in stages for block in stage.blocks] == [*range(len(problem.chain.names))]
+    devices = [device for stage in stages for device in stage.devices]
+    assert sorted(devices) == [*range(len(problem.devices))]
+    for stage in stages:
+        assert stage.memory_bytes <= min(problem.devices[device].memory_bytes for device in stage.devices)
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(MOST_BLOCKS, FLAT | NESTED))
+def test_a_chain_with_too_many_places_to_cut_gets_a_plan_that_is_not_better(problem: PlanningProblem) -> None:
+    best = seconds(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_FEW_POSITIONS", "MOST_POSITIONS"):
+            patch.setattr(f"pipec.planner.partition.{name}", 6)
+        found = seconds(problem)
+    assert best <= found * (1 + 1e-9)
+
+
+def test_a_long_chain_of_equal_layers_is_cut_between_layers() -> None:
+    """Layers of 10 blocks; inside a layer, ten times as much crosses."""
+    sizes = [0.1 if k % 10 == 9 else 1.0 for k in range(3200)]
+    transfers = [Transfer(k, k + 1, size, 0) for k, size in enumerate(sizes[:-1])]
+    long = replace(chain(3200), transfers=transfers)
+    for most in (1, 16):
+        stages = partition_chain(long, uniform_topology([16], [1.0]), CostModel(), most)
+        assert [(stage.blocks, stage.replicas) for stage in stages] == [
+            (range(first, first + 200), 1) for first in range(0, 3200, 200)
+        ]
+
+
+def test_a_group_that_is_replicated_holds_one_pipeline() -> None:
+    """Devices of a host hold different weights: neither has memory for both."""
+    topology = Topology((Device(memory_bytes=3.0),) * 4, (Level(2, 100.0), Level(2, 1.0)))
+    model = replace(chain(2, size=10.0), resident_bytes=[2.0, 2.0])
+    stages = partition_chain(model, topology, CostModel(step_microbatches=100), 2)
+    assert [(stage.blocks, stage.devices) for stage in stages] == [(range(1), (0, 2)), (range(1, 2), (1, 3))]
+
+
+def test_a_plan_that_may_be_missed_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages of unequal devices fit in memory only if they are cut where the search does not look."""
+    for name in ("_FEW_POSITIONS", "MOST_POSITIONS"):
+        monkeypatch.setattr(f"pipec.planner.partition.{name}", 3)
+    sizes = [9.0, 1.0, 1.0, 1.0, 9.0]
+    heavy = replace(
+        chain(6),
+        resident_bytes=[1.0] * 6,
+        transfers=[Transfer(k, k + 1, size, 0) for k, size in enumerate(sizes)],
+    )
+    topology = Topology((Device(memory_bytes=1.0), Device(memory_bytes=5.0)), (Level(2, 1.0),))
+    with pytest.raises(InfeasibleError, match="of the plans that could be searched, none fits in the memory"):
+        partition_chain(heavy, topology, CostModel(), replicas=1)

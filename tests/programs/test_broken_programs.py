@@ -3,15 +3,19 @@
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from broken_programs import Edit, edits, golden_steps, verdict
 from hypothesis import given, settings
-from symbolic_steps import Step, Wrong, check_meaning, check_on_gpus, steps
+from hypothesis import strategies as st
+from symbolic_steps import Step, Wrong, check_meaning, check_on_gpus, make_step, schedules, steps
 
 from pipec.errors import VerifyError
-from pipec.ir import Op, StepPart, plan_part, program_part
+from pipec.ir import Op, Schedule, StepPart, plan_part, program_part
+from pipec.programs.tail_order import with_forwards_first
 from pipec.programs.verify import verify_step
+from pipec.schedules import make_schedule
 
 NUM_SAMPLES = 60
 ONCE = ("drop", "double")
@@ -64,6 +68,24 @@ def test_programs_of_any_step_mean_what_it_asks_for(step: Step) -> None:
     step.verify(programs)
     check_meaning(step, programs)
     check_on_gpus(step, programs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules(), st.booleans())
+def test_every_schedule_has_a_tail_behind_its_forwards(schedule: Schedule, has_gradients: bool) -> None:
+    """And before its backwards, where it makes gradients. Else the schedule keeps its order."""
+    step = make_step(with_forwards_first(schedule) if has_gradients else schedule, tail=True)
+    if not has_gradients:
+        *others, last = step.plan.stages
+        last = replace(last, tail=replace(last.tail, gradients=()))
+        step = replace(step, plan=replace(step.plan, stages=(*others, last)))
+    step.verify(step.programs())
+    check_meaning(step, step.programs())
+
+
+def test_a_schedule_that_does_not_wait_for_the_tail_cannot_be_lowered() -> None:
+    with pytest.raises(VerifyError, match="wait for each other"):
+        make_step(make_schedule("1f1b", 3, 6), tail=True).programs()
 
 
 @pytest.mark.parametrize("name", golden_steps())

@@ -1,21 +1,22 @@
 """Lowering: programs as text, and whatever the schedule and the links, they verify and need few buffers."""
 
+import functools
 from collections.abc import Callable, Sequence
-from unittest.mock import patch
+from dataclasses import replace
 
-import numpy as np
 import pytest
-from bare_programs import lower, verify_programs
+from bare_programs import lower, uniform_costs, verify_programs
 from broken_programs import golden_steps
-from example_schedules import result_link, skip_links, tied_links, v_gpipe
+from example_schedules import result_link, skip_links, tied_links, v_gpipe, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipec.ir import Link, Op, Payload, Program, Schedule
+from pipec.ir import Link, ModelCollective, Op, Payload, Phase, Program, Schedule
 from pipec.ir.text_format import format_program, parse_program
-from pipec.programs.dependence import Dependence
 from pipec.programs.lower import chain_links
 from pipec.schedules import SCHEDULES, dualpipe_v, forward_only, interleaved_1f1b, make_schedule
+from pipec.schedules.replicated import replicate_schedule
+from pipec.timeline.simulate import simulate
 
 
 @pytest.mark.parametrize("name", golden_steps())
@@ -55,20 +56,14 @@ def linked_schedules(draw: st.DrawFn) -> tuple[Schedule, tuple[Link, ...], list[
     return schedule, tuple(draw(st.permutations(links))), recompute
 
 
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None)
-@given(linked_schedules())
-def test_any_schedule_with_any_links_verifies(case: tuple[Schedule, tuple[Link, ...], list[int]]) -> None:
-    schedule, links, recompute = case
-    checked(schedule, links, recompute)
-    forward = tuple(link for link in links if link.payload in (Payload.ACTIVATION, Payload.WEIGHT))
-    checked(forward_only(schedule), forward)
-
-
 @settings(max_examples=20, deadline=None)
 @given(linked_schedules())
-def test_buffers_are_as_few_as_can_be(case: tuple[Schedule, tuple[Link, ...], list[int]]) -> None:
-    for program in lower(*case):
+def test_any_schedule_with_any_links_verifies_and_needs_few_buffers(
+    case: tuple[Schedule, tuple[Link, ...], list[int]],
+) -> None:
+    schedule, links, _ = case
+    checked(forward_only(schedule), [x for x in links if x.payload in (Payload.ACTIVATION, Payload.WEIGHT)])
+    for program in checked(*case):
         live: dict[Link, set[int]] = {}
         peak: dict[Link, int] = {}
         slots: dict[Link, set[int]] = {}
@@ -84,15 +79,49 @@ def test_buffers_are_as_few_as_can_be(case: tuple[Schedule, tuple[Link, ...], li
         assert {link: set(range(count)) for link, count in peak.items()} == slots
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "v-min"])
-def test_messages_of_neighbours_need_no_search_where_a_pipeline_turns_round(name: str) -> None:
-    schedule = make_schedule(name, 6, 12)
-    links = chain_links(schedule.num_stages)
-    with patch.object(Dependence, "_are_near", lambda _, others, __: np.zeros(others.size, bool)):
-        searched = lower(schedule, links)
-    assert lower(schedule, links) == searched
-
-
 def test_a_step_of_many_instructions_is_lowered_and_verified() -> None:
     programs = checked(make_schedule("1f1b", 100, 300), chain_links(100))
     assert sum(len(program.instructions) for program in programs) == 10 * 100 * 300 - 6 * 300
+
+
+# model collectives run between segments
+
+
+def test_a_segment_begins_when_the_last_replica_has_reached_its_collective() -> None:
+    """Stage 1 waits for three collectives of each of its two microbatches a rank; stage 0 has none."""
+    step = golden_steps()["model collectives"]
+    segments = {key: [1 / count] * count for key, count in step.plan.segments.items()}
+    costs = replace(uniform_costs(2), segments=segments)
+    without = simulate(step.programs(), costs).makespan
+    times = {(1, number): 5.0 for number in range(3)}
+    timeline = simulate(step.programs(), replace(costs, model_collectives=times))
+    assert timeline.makespan == pytest.approx(without + 2 * 3 * 5.0)
+    for event in timeline.computes:
+        if event.instruction.segment > 0:
+            ends = [each.end for each in timeline.overlapped if each.rank == event.rank]
+            assert any(end == pytest.approx(event.start) for end in ends)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_has_one_order_of_collectives_where_every_stage_has_some(
+    name: str, replicas: int
+) -> None:
+    """Also where a rank has several stages, with the same ranks as replicas."""
+    schedule = replicate_schedule(functools.partial(SCHEDULES[name], 2), 4 * replicas, replicas)
+    phases = {Phase(op) for order in schedule.orders for op in {cell.phase for cell in order}}
+    backward = Phase.BACKWARD if Phase.BACKWARD in phases else Phase.BACKWARD_INPUT
+    kinds = (Op.ALL_GATHER, Phase.FORWARD), (Op.ALL_REDUCE, Phase.FORWARD), (Op.REDUCE_SCATTER, backward)
+    of_each = tuple(ModelCollective(op, phase, 1, value(f"{op}_1", "b", 8)) for op, phase in kinds)
+    stages, links = range(schedule.num_stages), chain_links(schedule.num_stages)
+    parts = {(stage, phase): 2 for stage in stages for phase in (Phase.FORWARD, backward)}
+    step = {"segments": parts, "model_collectives": dict.fromkeys(stages, of_each), "recompute": stages}
+    programs = lower(schedule, links, **step)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, **step)
+    costs = replace(
+        uniform_costs(schedule.num_stages, links=links, message=0.5),
+        segments=dict.fromkeys(parts, (0.5, 0.5)),
+        model_collectives={(stage, number): 0.25 for stage in stages for number in range(len(of_each))},
+    )
+    found = [event for event in simulate(programs, costs).columns if event.instruction.model_collective >= 0]
+    assert len(found) == len(of_each) * schedule.num_stages * schedule.num_microbatches

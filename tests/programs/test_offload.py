@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bare_programs import lower, uniform_costs, verify_programs
-from compile_variants import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
+from compile_variants import Captured, TrainingRun, captured, cut_evenly, save_with_tensors
 from huggingface_models import Factory, perceptron
 from memory_meter import measure_memory
 from torch import Tensor, nn
@@ -20,15 +20,11 @@ from worker_processes import read_outcome, train
 
 import pipec
 from pipec.artifact.artifact import Artifact
-from pipec.compiler.staged_graph import StagedGraph
 from pipec.errors import InfeasibleError, InputError
 from pipec.hardware.devices import DEVICES
-from pipec.hardware.topology import equal_devices
 from pipec.ir import HostCost, Op, Program, Schedule
 from pipec.ir.batch_split import split_sizes
 from pipec.ir.columns import OP_CODE, InstructionColumns
-from pipec.passes.assign_stages import AssignStages
-from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links
@@ -36,6 +32,7 @@ from pipec.programs.offload_intervals import num_offloaded
 from pipec.schedules import make_schedule
 from pipec.schedules.replicated import replicate_schedule
 from pipec.timeline.attribution import attribute_waits
+from pipec.timeline.curves import rank_memory_over_time
 from pipec.timeline.rank_times import rank_times
 from pipec.timeline.simulate import simulate
 from pipec.viz import timeline_text
@@ -108,14 +105,11 @@ def test_copies_that_are_no_longer_than_computes_take_no_time() -> None:
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        block = lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 8))  # noqa: E731
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-        self.norm = nn.BatchNorm1d(8)
+        block = nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 8)
+        self.layers = nn.Sequential(*(copy.deepcopy(layer) for layer in block * 4), nn.BatchNorm1d(8))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return nn.functional.mse_loss(self.norm(x), y)
+        return nn.functional.mse_loss(self.layers(x), y)
 
 
 def blocks() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -124,17 +118,9 @@ def blocks() -> tuple[nn.Module, dict[str, Tensor]]:
         return Blocks(), {"x": torch.randn(ROWS, 8), "y": torch.randn(ROWS, 8)}
 
 
-def staged(schedule: Schedule, factory: Factory = blocks) -> StagedGraph:
-    graph, link = captured(factory).graph, OPTIONS.device_model.link
-    options = replace(OPTIONS, topology=equal_devices(schedule.num_ranks, link))
-    return StagedGraph(
-        graph, AssignStages(CutStages(equal_devices(schedule.num_stages, link), graph.batch_size)), options
-    )
-
-
 def offloading(schedule: Schedule, replays: bool = False, factory: Factory = blocks) -> Artifact:
     """All that is saved and may wait on the host does so; activations are recomputed if it ``replays``."""
-    cut = staged(schedule, factory)
+    cut = cut_evenly(captured(factory), schedule.num_stages, recompute=False)
     names = [name for values in cut.forward_values(3) for name in values]
     recomputed = frozenset(name for name in names if replays and name.startswith("gelu"))
     marks = MarkRecompute(recomputed), MarkOffload(frozenset(names) - recomputed)
@@ -151,7 +137,8 @@ def outcome(artifact: Artifact, model: Captured) -> StepResult:
 def test_every_bit_stays(name: str) -> None:
     """Dropout is on, and BatchNorm changes buffers. Microbatches have two sizes."""
     schedule, model = SCHEDULES[name], captured(blocks)
-    expected = outcome(staged(schedule).evaluate(schedule, 3).artifact(), model)
+    kept = cut_evenly(model, schedule.num_stages, recompute=False)
+    expected = outcome(kept.evaluate(schedule, 3).artifact(), model)
     for replays in (False, True):
         artifact = offloading(schedule, replays)
         assert artifact.plan.offloading_stages
@@ -203,6 +190,8 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
         assert all(map(torch.equal, step(pipe), expected))
         pipe.zero_grad()
         predicted, measured = pipe.memory(), measure_memory(pipe, x, target=y)
+        curves = rank_memory_over_time(pipe.plan, pipe.programs, pipe.simulate())
+        assert [max(curve.host) for curve in curves] == [each.host_bytes for each in measured]
         assert predicted.peak_bytes <= limit
         assert pipe.simulate().makespan < 1.02 * free.simulate().makespan
         for mine, theirs in zip(predicted, measured, strict=True):
@@ -217,47 +206,36 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
     ("options", "message"),
     [
         ({}, "moves no more than memory asks for; pass the bytes"),
-        ({"memory_limit": "1GB", "recompute": "full"}, "saves nothing that could be offloaded"),
-        (
-            {"memory_limit": "1GB", "schedule": "pipedream", "optimizer": torch.optim.SGD},
-            "under an asynchronous schedule saved values stay on the device",
-        ),
-        (
-            {"memory_limit": "1GB", "offload": "state"},
-            "offload is 'state'; expected",
-        ),
+        ({"recompute": "full"}, "saves nothing that could be offloaded"),
+        ({"schedule": "pipedream", "optimizer": torch.optim.SGD}, "under an asynchronous schedule"),
+        ({"offload": "state"}, "offload is 'state'; expected"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(options: dict[str, Any], message: str) -> None:
+    limit = {"memory_limit": "1GB"} if options else {}
     with pytest.raises(InputError, match=message):
-        pipec.compile(nn.Linear(2, 2), 2, **{"offload": "activations", **options})
+        pipec.compile(nn.Linear(2, 2), 2, **{"offload": "activations", **limit, **options})
 
 
 # the optimizer's state
 
 
-def trained(steps: int = 3, **options: Any) -> tuple[pipec.Pipeline, list[Tensor]]:
-    adam = functools.partial(torch.optim.AdamW, lr=1e-2)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
-    options = {"loss_fn": nn.functional.mse_loss, "microbatches": 4, **options}
-    pipe = pipec.compile(model, 2, optimizer=adam, clip_grad_norm=0.5, **options)
-    torch.manual_seed(1)
-    batches = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(steps)]
-    losses = [pipe.step(x, target=y) for x, y in batches]
-    return pipe, [*losses, *(parameter.detach().clone() for parameter in pipe.parameters())]
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_state_on_the_host_leaves_every_bit(replicas: int) -> None:
-    plain, expected = trained(replicas=replicas)
-    pipe, found = trained(replicas=replicas, offload="optimizer")
-    assert all(map(torch.equal, found, expected))
+def test_state_on_the_host_is_as_it_would_be_and_predicted(replicas: int) -> None:
+    def trained(**options: Any) -> pipec.Pipeline:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+        given = {"optimizer": functools.partial(torch.optim.AdamW, lr=1e-2), "replicas": replicas, **options}
+        pipe = pipec.compile(model, 2, loss_fn=nn.functional.mse_loss, microbatches=4, **given)
+        pipe.step(x, target=x)
+        return pipe
+
+    x = torch.ones(16, 8)
+    plain, pipe = trained(), trained(offload="optimizer")
     mine, theirs = pipe.optimizer.state_dict(), plain.optimizer.state_dict()
     assert mine["param_groups"] == theirs["param_groups"]
     for number, entries in theirs["state"].items():
         assert all(torch.equal(mine["state"][number][key], value) for key, value in entries.items())
-    x = torch.randn(16, 8)
     predicted, measured = pipe.memory(), measure_memory(pipe, x, target=x)
     for one, other, before in zip(predicted, measured, plain.memory(), strict=True):
         assert one.bytes_by_category["optimizer"] == other.bytes_by_category.get("optimizer", 0) == 0

@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from bare_programs import lower, uniform_costs, verify_programs
+from bare_programs import lower, uniform_costs
 from cli_models import mlp
+from example_schedules import result_link, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipec
 from pipec.ir import (
     Compute,
-    Instruction,
     Link,
     Op,
     Payload,
@@ -23,34 +23,32 @@ from pipec.ir import (
     RepresentativeRanks,
     Schedule,
     ShardingLevel,
-    SyncSpec,
-    Value,
 )
-from pipec.ir.columns import InstructionColumns
-from pipec.plan.predictions import plan_memory, simulate_plan
 from pipec.programs.lower import chain_links
-from pipec.programs.representative_replicas import RepresentativeReplicas, representative_replicas
+from pipec.programs.representative_replicas import representative_replicas
 from pipec.schedules import make_schedule, remap_ranks
 from pipec.schedules.chain_simulation import chain_sync_spec
 from pipec.schedules.replicated import adjacent_pipelines, adjacent_replicas, replicate_schedule, round_robin
 from pipec.timeline.simulate import simulate
 
-Step = tuple[Schedule, RepresentativeReplicas, tuple[Link, ...], SyncSpec]
 
-
-def links_of(num_stages: int, target: int = -1) -> tuple[Link, ...]:
-    result = Link(num_stages - 1, target, Payload.RESULT, (Value("loss", "float32", ()),))
-    tied = [
-        Link(*ends, payload, (Value("tied", "float32", (2,)),))
-        for ends, payload in [((0, num_stages - 1), Payload.WEIGHT)]
-    ]
-    return (*chain_links(num_stages), *tied, result)
-
-
-def step(name: str, num_ranks: int, replicas: int, microbatches: int, apart: bool) -> Step:
-    """A step with its few replicas, the ranks of a pipeline next to each other or ``apart``."""
-    make = functools.partial(make_schedule, name, num_ranks)
-    schedule = replicate_schedule(make, microbatches, replicas)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-v", "looped-bfs"]),
+    st.integers(2, 3),
+    st.integers(5, 7),
+    st.floats(1, 4, exclude_max=True),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, *ShardingLevel]),
+)
+def test_a_few_replicas_do_what_all_do(
+    name: str, num_ranks: int, replicas: int, rounds: float, apart: bool, told: bool, shard: ShardingLevel
+) -> None:
+    """The ranks of a pipeline are next to each other or ``apart``; all are ``told`` the loss, or the last."""
+    schedule = replicate_schedule(
+        functools.partial(make_schedule, name, num_ranks), int(rounds * replicas), replicas
+    )
     if not apart:
         members = zip(
             adjacent_replicas(num_ranks, replicas), adjacent_pipelines(num_ranks, replicas), strict=True
@@ -59,33 +57,11 @@ def step(name: str, num_ranks: int, replicas: int, microbatches: int, apart: boo
         schedule = remap_ranks(schedule, [ranks[rank] for rank in range(num_ranks * replicas)])
     few = representative_replicas(schedule, most_ranks=0)
     assert few is not None
-    sync_spec = replace(chain_sync_spec(schedule.placement, 0.5), updates=True, clips=True)
-    return schedule, few, links_of(schedule.num_stages), sync_spec
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> Step:
-    replicas = draw(st.integers(5, 7))
-    count = draw(st.integers(1, 3)) * replicas + draw(st.integers(0, replicas - 1))
-    names = ["gpipe", "1f1b", "zb-h1", "zb-v", "looped-bfs"]
-    name, num_ranks, apart = draw(st.sampled_from(names)), draw(st.integers(2, 3)), draw(st.booleans())
-    schedule, few, links, sync_spec = step(name, num_ranks, replicas, count, apart)
-    shard = draw(st.sampled_from([None, *ShardingLevel]))
-    if draw(st.booleans()):
-        links = links_of(schedule.num_stages, schedule.num_stages - 1)
-    if shard:  # a tied weight stays whole, and nothing is lent here
-        links = tuple(link for link in links if link.payload is not Payload.WEIGHT)
-    return schedule, few, links, replace(sync_spec, shard=shard)
-
-
-def is_result(instruction: Instruction) -> bool:
-    return bool(instruction.link and instruction.link.payload is Payload.RESULT)
-
-
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(steps())
-def test_a_few_replicas_do_what_all_do(each: Step) -> None:
-    schedule, few, links, sync_spec = each
+    sync_spec = replace(chain_sync_spec(schedule.placement, 0.5), updates=True, clips=True, shard=shard)
+    last = schedule.num_stages - 1
+    links = (*chain_links(schedule.num_stages), result_link(last, -1 if told else last))
+    if not shard:  # a tied weight stays whole, and nothing is lent here
+        links = (*links, Link(0, last, Payload.WEIGHT, (value("tied", 2),)))
     whole = lower(schedule, links, sync_spec=sync_spec)
     made = lower(few.schedule, links, sync_spec=sync_spec)
     shown = few.in_step(made)
@@ -113,76 +89,45 @@ def test_a_few_replicas_do_what_all_do(each: Step) -> None:
 
 
 def test_what_is_not_alike_is_not_taken_together() -> None:
+    def is_alike(schedule: Schedule, most_ranks: int = 0) -> bool:
+        return representative_replicas(schedule, most_ranks=most_ranks) is not None
+
     schedule = replicate_schedule(functools.partial(make_schedule, "1f1b", 2), 12, 6)
-    assert representative_replicas(schedule, most_ranks=11) is not None
-    assert representative_replicas(schedule, most_ranks=12) is None
+    assert is_alike(schedule, most_ranks=11)
+    assert not is_alike(schedule, most_ranks=12)
     orders = list(schedule.orders)
     orders[3] = (*orders[3][1:], orders[3][0])
-    assert representative_replicas(replace(schedule, orders=tuple(orders)), most_ranks=0) is None
+    assert not is_alike(replace(schedule, orders=tuple(orders)))
     other = Compute(Phase.FORWARD, 0, 1)
     orders[3] = tuple(other if each == orders[3][0] else each for each in orders[3])
-    assert representative_replicas(replace(schedule, orders=tuple(orders)), most_ranks=0) is None
-    assert representative_replicas(round_robin(12, (3, 2, 1)), most_ranks=0) is None
-    assert representative_replicas(make_schedule("1f1b", 4, 4), most_ranks=0) is None
-    assert (
-        representative_replicas(
-            replicate_schedule(functools.partial(make_schedule, "1f1b", 2), 4, 2), most_ranks=0
-        )
-        is None
-    )
+    assert not is_alike(replace(schedule, orders=tuple(orders)))
+    assert not is_alike(round_robin(12, (3, 2, 1)))
+    assert not is_alike(make_schedule("1f1b", 4, 4))
+    assert not is_alike(replicate_schedule(functools.partial(make_schedule, "1f1b", 2), 4, 2))
 
 
-@pytest.fixture(scope="module")
-def pipe() -> pipec.Pipeline:
+def prepared() -> pipec.Pipeline:
     example = mlp()
-    pipe = pipec.compile(
-        example.model,
-        devices=10,
-        stages=2,
-        microbatches=7,
-        loss_fn=example.loss_fn,
-        optimizer=functools.partial(torch.optim.Adam, lr=1e-3),
-        shard="optimizer",
-    )
+    options = {"optimizer": functools.partial(torch.optim.Adam, lr=1e-3), "shard": "optimizer"}
+    pipe = pipec.compile(example.model, 10, stages=2, microbatches=7, loss_fn=example.loss_fn, **options)
     return pipe.prepare(torch.ones(70, 16), target=torch.zeros(70, 4))
 
 
-@pytest.mark.slow
-def test_every_rank_of_a_plan_holds_what_its_stand_in_holds(pipe: pipec.Pipeline) -> None:
-    plan = pipe.plan
-    orders = tuple(InstructionColumns.of(each.instructions, plan.links).computes for each in pipe.programs)
-    few = representative_replicas(Schedule("1f1b", 7, plan.placement, orders), most_ranks=0)
-    assert few is not None
-    small = few.plan(plan)
-    played = lower(few.schedule, plan.links, (), plan.sync_spec, plan.segments, plan.model_collectives)
-    verify_programs(
-        played,
-        small.placement,
-        plan.links,
-        small.num_microbatches,
-        sync_spec=plan.sync_spec,
-        segments=plan.segments,
-    )
-    programs = few.in_step(played)
-    assert [list(each.instructions) for each in programs] == [
-        list(pipe.programs[each.rank].instructions) for each in programs
-    ]
-    for found, expected in zip(plan_memory(plan, programs), plan_memory(plan, pipe.programs), strict=True):
+def test_programs_of_all_ranks_are_made_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every rank holds what its stand-in holds, for the same time."""
+    whole = prepared()
+    monkeypatch.setattr("pipec.programs.representative_replicas.MAX_RANKS_WITHOUT_REPRESENTATIVES", 4)
+    pipe = prepared()
+    assert pipe.simulate().representatives is not None
+    assert whole.simulate().representatives is None
+    assert pipe.simulate().makespan == whole.simulate().makespan
+    for found, expected in zip(pipe.memory(), whole.memory(), strict=True):
         assert found.rank == expected.rank
         assert found.bytes_by_category == expected.bytes_by_category
-    assert simulate_plan(plan, programs).makespan == simulate_plan(plan, pipe.programs).makespan
-
-
-def test_programs_of_all_ranks_are_made_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.programs.representative_replicas.MAX_RANKS_WITHOUT_REPRESENTATIVES", 4)
-    example = mlp()
-    pipe = pipec.compile(example.model, devices=10, stages=2, microbatches=5, loss_fn=example.loss_fn)
-    pipe.prepare(torch.ones(70, 16), target=torch.zeros(70, 4))
     artifact = pipe._artifact
-    assert [each.rank for each in artifact.representative_programs] == [0, 5]
-    assert [each.rank for each in artifact.programs] == list(range(10))
-    assert list(artifact.representative_programs[1].instructions) == list(artifact.programs[5].instructions)
+    assert {each.rank for each in artifact.representative_programs} < {*range(10)}
+    for each in artifact.representative_programs:
+        assert list(each.instructions) == list(whole.programs[each.rank].instructions)
+    assert artifact.programs == whole.programs
     sent = pickle.loads(pickle.dumps(artifact))
     assert (list(sent.representative_programs), sent.programs) == (list(artifact.programs), artifact.programs)
-    assert [each.rank for each in pipe.memory()] == list(range(10))
-    assert pipe.simulate().representatives is not None

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -37,14 +37,17 @@ from pipec.timeline.simulate import simulate
 from pipec.timeline.steady_state import SteadyState, steady_state
 
 
-def rounds_of(name: str, *replicas: int, per_batch: int = 0) -> tuple[Schedule, tuple[Program, ...]]:
-    per_batch = per_batch or ASYNCHRONOUS_SCHEDULES[name].min_microbatches(replicas)
-    count = (
-        num_microbatches_to_lower(Stream(ASYNCHRONOUS_SCHEDULES[name].versions, per_batch), replicas)
-        // per_batch
-    )
-    schedule = ASYNCHRONOUS_SCHEDULES[name].for_batches(replicas, per_batch, count)
+def rounds_of(name: str, *replicas: int) -> tuple[Schedule, tuple[Program, ...]]:
+    schedule = schedule_of(name, replicas)
     return schedule, lower_periodic(schedule, chain_links(len(replicas)), (), ending_of(schedule))
+
+
+def schedule_of(name: str, replicas: Sequence[int], more: int = 0) -> Schedule:
+    """As many mini-batches as are lowered, of ``more`` microbatches than the fewest."""
+    how = ASYNCHRONOUS_SCHEDULES[name]
+    per_batch = how.min_microbatches(replicas) + more
+    count = num_microbatches_to_lower(Stream(how.versions, per_batch), replicas) // per_batch
+    return how.for_batches(replicas, per_batch, count)
 
 
 def stream_links(num_stages: int) -> tuple[Link, ...]:
@@ -64,54 +67,35 @@ def test_a_round_reads_as_the_program_of_a_step(golden: Callable[[str, str], Non
         assert parse_program(format_program(program), chain_links(4)) == program
 
 
-@settings(max_examples=12)
-@given(st.sampled_from(sorted(ASYNCHRONOUS_SCHEDULES)), st.integers(1, 6), st.integers(0, 4))
-def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: int, more: int) -> None:
-    """The verifier's own argument, of two windows, is tried on streams that are longer."""
-    replicas = (1,) * num_ranks
-    per_batch = ASYNCHRONOUS_SCHEDULES[name].min_microbatches(replicas) + (
-        more if name == "pipedream-2bw" else 0
-    )
-    schedule, programs = rounds_of(name, *replicas, per_batch=per_batch)
-    links, sync_spec = chain_links(num_ranks), ending_of(schedule)
-    verify_periodic(programs, schedule.placement, links, (), sync_spec)
-    for count in (7, 8 + 3 * num_ranks):
-        written = [unroll(program, count * per_batch) for program in programs]
-        verify_programs(written, schedule.placement, links, count * per_batch, sync_spec=sync_spec)
-        assert [peak_in_flight(x) for x in written] == [
-            min(num_ranks - rank, count * per_batch) for rank in range(num_ranks)
-        ]
-
-
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[Schedule, tuple[Link, ...], SyncSpec]:
     """Mini-batches of any asynchronous schedule, whose losses all ranks get, or none."""
     name = draw(st.sampled_from(sorted(ASYNCHRONOUS_SCHEDULES)))
     most = 2 if name == "pipedream" else 1
-    replicas = draw(st.lists(st.integers(1, most), min_size=1, max_size=3))
-    how = ASYNCHRONOUS_SCHEDULES[name]
-    per_batch = how.min_microbatches(replicas)
-    count = num_microbatches_to_lower(Stream(how.versions, per_batch), replicas) // per_batch
-    schedule = how.for_batches(replicas, per_batch, count)
-    loss = Link(len(replicas) - 1, -1, Payload.MICROBATCH_RESULT, (Value("loss", "float32", ()),))
-    links = (*chain_links(len(replicas)), *((loss,) if draw(st.booleans()) else ()))
-    sync_spec = replace(
-        chain_sync_spec(schedule.placement, 0.5),
-        updates=True,
-        stream=schedule.stream,
-        clips=draw(st.booleans()),
-        on_nan=draw(st.sampled_from([None, *NonFiniteAction])),
-    )
-    return schedule, links, sync_spec
+    replicas = draw(st.lists(st.integers(1, most), min_size=1, max_size=4))
+    schedule = schedule_of(name, replicas, draw(st.integers(0, 4)) if name == "pipedream-2bw" else 0)
+    links = draw(st.sampled_from([chain_links, stream_links]))(len(replicas))
+    options = {"clips": draw(st.booleans()), "on_nan": draw(st.sampled_from([None, *NonFiniteAction]))}
+    return schedule, links, replace(ending_of(schedule), **options)
 
 
 @settings(max_examples=12, deadline=None)
 @given(streams())
-def test_streams_of_every_kind_are_right(stream: tuple[Schedule, tuple[Link, ...], SyncSpec]) -> None:
-    """Also where results come in another order than mini-batches."""
+def test_streams_are_right_for_any_number_of_mini_batches(
+    stream: tuple[Schedule, tuple[Link, ...], SyncSpec],
+) -> None:
+    """The verifier's own argument, of two windows, is tried on streams that are longer."""
     schedule, links, sync_spec = stream
     programs = lower_periodic(schedule, links, (), sync_spec)
     verify_periodic(programs, schedule.placement, links, (), sync_spec)
+    num_ranks, num_stages = len(programs), len(schedule.placement)
+    for batches in (7, 8 + 3 * num_ranks):
+        count = batches * schedule.stream.microbatches
+        written = [unroll(program, count) for program in programs]
+        verify_programs(written, schedule.placement, links, count, sync_spec=sync_spec)
+        if num_ranks == num_stages:
+            peaks = [min(num_ranks - rank, count) for rank in range(num_ranks)]
+            assert [*map(peak_in_flight, written)] == peaks
 
 
 @pytest.mark.parametrize("reader", [5, 6])
@@ -123,26 +107,9 @@ def test_a_value_that_skips_stages_is_received_in_every_round(reader: int) -> No
     verify_periodic(lower_periodic(schedule, links, (), sync_spec), schedule.placement, links, (), sync_spec)
 
 
-@pytest.mark.parametrize("name", ASYNCHRONOUS_SCHEDULES)
-def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
-    schedule, programs = rounds_of(name, 1, 1, 1, 1)
-    costs = uniform_costs(4, links=chain_links(4))
-    played = steady_excerpt(programs, schedule.stream, schedule.placement)
-    steady = steady_state(replace(simulate(played, costs), sync_spec=ending_of(schedule)))
-    assert steady is not None
-    assert steady.batch_interval == pytest.approx(
-        3 * ASYNCHRONOUS_SCHEDULES[name].min_microbatches((1, 1, 1, 1))
-    )
-    assert steady.bubble_rate == pytest.approx(0)
-    assert steady_state(simulate(lower(make_schedule("1f1b", 4, 8), chain_links(4)), costs)) is None
-
-
-REPLICAS = [(2, 1), (3, 2, 1), (1, 3, 1), (2, 3), (2, 2), (15, 1)]
-
-
-def steady_with(replicas: tuple[int, ...], links: tuple[Link, ...]) -> SteadyState:
+def steady_with(name: str, replicas: tuple[int, ...], links: tuple[Link, ...]) -> SteadyState:
     """The steady state where stages with r replicas take r times as long. Any length is proved."""
-    schedule = rounds_of("pipedream", *replicas)[0]
+    schedule = schedule_of(name, replicas)
     sync_spec = ending_of(schedule)
     programs = lower_periodic(schedule, links, (), sync_spec)
     if sum(replicas) < 16:  # 15-1 takes seconds
@@ -154,19 +121,25 @@ def steady_with(replicas: tuple[int, ...], links: tuple[Link, ...]) -> SteadySta
     return steady
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
-def test_no_replica_is_idle_in_the_steady_state(replicas: tuple[int, ...]) -> None:
-    steady = steady_with(replicas, chain_links(len(replicas)))
-    assert steady.batch_interval == pytest.approx(3)
+@pytest.mark.parametrize("name", ASYNCHRONOUS_SCHEDULES)
+def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
+    links, least = chain_links(4), ASYNCHRONOUS_SCHEDULES[name].min_microbatches((1, 1, 1, 1))
+    steady = steady_with(name, (1, 1, 1, 1), links)
+    assert steady.batch_interval == pytest.approx(3 * least)
     assert steady.bubble_rate == pytest.approx(0)
+    flushed = simulate(lower(make_schedule("1f1b", 4, 8), links), uniform_costs(4, links=links))
+    assert steady_state(flushed) is None
 
 
 @pytest.mark.parametrize(
-    ("replicas", "interval"), [*zip(REPLICAS, [3, 3, 10 / 3, 5, 4, 14 / 3], strict=True)]
+    ("replicas", "interval"),
+    [((2, 1), 3), ((3, 2, 1), 3), ((1, 3, 1), 10 / 3), ((2, 3), 5), ((2, 2), 4), ((15, 1), 14 / 3)],
 )
 def test_scripts_that_want_each_loss_make_replicas_idle(replicas: tuple[int, ...], interval: float) -> None:
     """A rank pauses until its script has the losses before. Another replica may be making one of these."""
-    steady = steady_with(replicas, stream_links(len(replicas)))
+    steady = steady_with("pipedream", replicas, chain_links(len(replicas)))
+    assert (steady.batch_interval, steady.bubble_rate) == (pytest.approx(3), pytest.approx(0))
+    steady = steady_with("pipedream", replicas, stream_links(len(replicas)))
     assert steady.batch_interval == pytest.approx(interval)
     assert (steady.bubble_rate > 0.01) == (interval > 3)
 
@@ -179,21 +152,6 @@ def test_the_window_of_replicas() -> None:
     assert [versions.version(each, 0, (3, 2, 1)) for each in range(8, 17)] == [0] * 4 + [1] * 3 + [2] * 2
     assert [versions.version(each, 1, (3, 2, 1)) for each in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert [versions.version(each, 2, (3, 2, 1)) for each in range(4)] == [0, 1, 2, 3]
-
-
-@given(st.data(), st.sampled_from(VersionPolicy), st.lists(st.integers(1, 5), min_size=1, max_size=5))
-def test_a_stage_holds_no_more_versions_than_it_may(
-    data: st.DataObject, policy: VersionPolicy, replicas: list[int]
-) -> None:
-    """When gradients are made: from the version that they are of to the latest that can be made before."""
-    if policy is not VersionPolicy.STASHED:
-        replicas = [1 if policy is VersionPolicy.VERTICAL else replicas[0]] * len(replicas)
-    fewest = len(replicas) * replicas[0] if policy is VersionPolicy.DOUBLE else 1
-    stream = Stream(policy, fewest * data.draw(st.integers(1, 3)) if fewest > 1 else 1)
-    stage, microbatch = data.draw(st.integers(0, len(replicas) - 1)), data.draw(st.integers(0, 200))
-    made = microbatch // stream.microbatches_per_update(stage, replicas)
-    live = made - stream.version(microbatch, stage, replicas) + 1
-    assert live <= stream.max_live_versions(stage, replicas)
 
 
 def test_what_has_no_rule_of_versions_is_refused() -> None:
@@ -209,24 +167,13 @@ def test_what_has_no_rule_of_versions_is_refused() -> None:
         verify_programs(
             lower(flat, sharing, sync_spec=sync_spec), flat.placement, sharing, 3, sync_spec=sync_spec
         )
+    unequal = pipedream.for_batches((2, 1), 1, 3)
     refused = {
-        "3 microbatches are no whole number of mini-batches of 2": (flat, Stream(VersionPolicy.DOUBLE, 2)),
-        "versions are stashed runs a mini-batch as one microbatch": (
-            flat,
-            Stream(VersionPolicy.STASHED, 3),
-        ),
-        "double needs a mini-batch of 2 microbatches or more": (
-            flat,
-            Stream(VersionPolicy.DOUBLE, 1),
-        ),
-        "versions are vertical uses one version on all stages": (
-            pipedream.for_batches((2, 1), 1, 3),
-            Stream(VersionPolicy.VERTICAL),
-        ),
-        "versions are double needs the same number of replicas for every stage": (
-            pipedream.for_batches((2, 1), 1, 3),
-            Stream(VersionPolicy.DOUBLE, 3),
-        ),
+        "3 microbatches are no whole number": (flat, Stream(VersionPolicy.DOUBLE, 2)),
+        "stashed runs a mini-batch as one microbatch": (flat, Stream(VersionPolicy.STASHED, 3)),
+        "double needs a mini-batch of 2 microbatches": (flat, Stream(VersionPolicy.DOUBLE, 1)),
+        "vertical uses one version on all stages": (unequal, Stream(VersionPolicy.VERTICAL)),
+        "double needs the same number of replicas": (unequal, Stream(VersionPolicy.DOUBLE, 3)),
     }
     for told, (made, stream) in refused.items():
         other = replace(ending_of(made), stream=stream)

@@ -1,4 +1,7 @@
-"""Searched schedules against published bubble rates and proven optima."""
+"""Searched schedules: published bubble rates, proven optima, and each stage's own times and memory."""
+
+import math
+from dataclasses import replace
 
 import pytest
 from bare_programs import lower, verify_programs
@@ -6,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import InfeasibleError, InputError
-from pipec.ir import Schedule
+from pipec.ir import Phase, Schedule, StageMemory
 from pipec.programs.lower import chain_links
 from pipec.schedules import Workload, make_schedule
+from pipec.schedules.chain_simulation import simulate_schedule
 from pipec.schedules.search import Tasks, time_orders
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import simulate
@@ -69,9 +73,6 @@ def test_the_search_finds_the_proven_optimum_on_a_straight_placement(limit: int,
     assert max(work.peak_memory(schedule)) <= limit
 
 
-costs = st.tuples(*[st.integers(1, 5)] * 3, st.integers(0, 2))
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["zb-h1", "zb-h2"]),
@@ -93,14 +94,6 @@ def test_the_search_plays_orders_as_the_simulator_plays_programs(
     assert tasks.schedule(name, tasks.orders(schedule)) == schedule
 
 
-def test_a_limit_below_one_microbatch_is_refused() -> None:
-    work = Workload.uniform(2, memory_backward=3, memory_limit=2)
-    with pytest.raises(
-        InfeasibleError, match=r"'zb-1p' has a memory limit of 2, but one microbatch holds 3;"
-    ):
-        make_schedule("zb-1p", 2, 4, work)
-
-
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
@@ -112,3 +105,53 @@ def test_a_limit_below_one_microbatch_is_refused() -> None:
 def test_costs_that_cannot_be_are_refused(costs: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Workload.uniform(2, **costs)
+
+
+# stages that differ, and limits for each rank
+
+UNIT = StageMemory(saved=1, weight_gradient_saved=1)
+
+
+def uneven(
+    *seconds: float, memory: StageMemory = UNIT, limit: float | tuple[float, ...] = math.inf
+) -> Workload:
+    """Stages that take ``seconds`` for each phase."""
+    nothing = (0.0,) * len(seconds)
+    return Workload(seconds, seconds, seconds, nothing, nothing[1:], (memory,) * len(seconds), limit)
+
+
+def test_every_rank_stays_within_its_own_limit() -> None:
+    """Ranks 0 and 2 hold as much as they like; rank 1 has room for two microbatches."""
+    work = uneven(1, 1, 1, limit=(math.inf, 2.0, math.inf))
+    tight, roomy = (
+        make_schedule("zb-2p", 3, 8, each) for each in (work, replace(work, memory_limit=math.inf))
+    )
+    assert work.peak_memory(tight)[1] == 2
+    assert work.peak_memory(roomy)[1] > 2
+    tight_span, roomy_span = (simulate_schedule(each, work)[0].makespan for each in (tight, roomy))
+    assert tight_span >= roomy_span
+    assert work.fits_memory(tight)
+    assert not work.fits_memory(roomy)
+    with pytest.raises(InfeasibleError, match=r"holds up to \d on a rank, but the memory limit is 2"):
+        work.check_memory(roomy)
+
+
+def test_weights_gradients_and_the_running_phase_count_against_the_limit() -> None:
+    memory = StageMemory(
+        weights=10, gradients=10, saved=2, weight_gradient_saved=1, transient=dict.fromkeys(Phase, 5.0)
+    )
+    schedule = make_schedule("1f1b", 2, 4)
+    work = uneven(1, 1, memory=memory, limit=29)
+    assert work.peak_memory(schedule) == (20 + 2 * 2 + 5, 20 + 2 + 5)
+    assert work.available_memory(schedule.placement) == (4, 4)
+    assert work.fits_memory(schedule)
+    assert not replace(work, memory_limit=(28.0, 29.0)).fits_memory(schedule)
+    assert replace(work, memory_limit=24.0).available_memory(schedule.placement) == (0, 0)
+    with pytest.raises(InfeasibleError, match="limit of 1, but one microbatch holds 2"):
+        make_schedule("zb-1p", 2, 4, replace(work, memory_limit=26.0))
+
+
+def test_a_stage_that_recomputes_takes_longer_backwards() -> None:
+    work = replace(uneven(1, 1), recompute=(0.5, 0.0))
+    assert [work.seconds(phase, 0) for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)] == [2.5, 1.5]
+    assert work.seconds(Phase.BACKWARD_WEIGHT, 0) == 1

@@ -57,31 +57,6 @@ timelines = endings | st.builds(
 )
 
 
-def test_a_rank_waits_for_the_message_that_arrives_last() -> None:
-    timeline = played(make_schedule("gpipe", 2, 1), message=0.5)
-    found = attribute_waits(timeline)
-    told = [
-        (
-            named(timeline, k),
-            found.idle[k],
-            named(timeline, found.awaited[k]),
-            named(timeline, found.previous[k]),
-        )
-        for k in range(len(timeline.events))
-    ]
-    assert told == [
-        ("forward 0.0", 0.0, "nothing", "nothing"),
-        ("send 0.0", 0.0, "nothing", "forward 0.0"),
-        ("backward 0.0", 4.0, "send 1.0", "forward 0.0"),
-        ("forward 1.0", 1.5, "send 0.0", "nothing"),
-        ("backward 1.0", 0.0, "nothing", "forward 1.0"),
-        ("send 1.0", 0.0, "nothing", "backward 1.0"),
-    ]
-    path = [named(timeline, k) for k in critical_path(timeline, found)]
-    forwards = ["forward 0.0", "send 0.0", "forward 1.0"]
-    assert path == [*forwards, "backward 1.0", "send 1.0", "backward 0.0"]
-
-
 def recorded(*waits: tuple[int, int, float, float]) -> Timeline:
     """Two microbatches, as recorded: messages last until they are awaited, and rank 1 is busy until 3."""
     link = Link(0, 1, Payload.ACTIVATION, ())
@@ -103,21 +78,17 @@ def waits_of(events: Sequence[Event], *waits: tuple[int, int, float, float]) -> 
     return Waits(ranks, awaited, following, starts, ends)
 
 
-def test_idle_time_without_a_wait_is_the_rank_s_own() -> None:
-    """The wait found the message there: what the rank did from 3 to 3.4 is unknown."""
-    timeline = recorded((1, 4, 0.0, 1.2), (3, 5, 3.4, 3.4))
-    found = attribute_waits(timeline)
-    assert (found.idle[-1], found.awaited[-1]) == (pytest.approx(0.4), -1)
-    assert named(timeline, found.blocking_event[-1]) == "forward 1.0"
-    assert rank_times(timeline, found)[1].unattributed_idle == pytest.approx(0.4)
-
-
 def test_a_recorded_wait_tells_its_time_and_what_it_was_for() -> None:
-    timeline = recorded((1, 4, 0.0, 1.2), (3, 5, 3.1, 3.4))
-    found = attribute_waits(timeline)
-    assert (found.idle[-1], named(timeline, found.blocking_event[-1])) == (pytest.approx(0.4), "send 0.1")
-    (wait,), own = rank_times(timeline, found)[1].waits, rank_times(timeline, found)[1].unattributed_idle
-    assert (wait.rank, wait.time, own) == (0, pytest.approx(1.5), pytest.approx(0.1))
+    """One that found its message there does not: what the rank did from 3 to 3.4 is its own."""
+    for begin, own, blocking in ((3.4, 0.4, "forward 1.0"), (3.1, 0.1, "send 0.1")):
+        timeline = recorded((1, 4, 0.0, 1.2), (3, 5, begin, 3.4))
+        found = attribute_waits(timeline)
+        assert found.idle[-1] == pytest.approx(0.4)
+        assert bool(found.awaited[-1] < 0) is (begin == 3.4)
+        assert named(timeline, found.blocking_event[-1]) == blocking
+        times = rank_times(timeline, found)[1]
+        assert times.unattributed_idle == pytest.approx(own)
+        assert [wait.time for wait in times.waits] == [pytest.approx(1.6 - own)]
 
 
 def test_of_two_waits_the_one_that_held_the_rank_last_is_blamed() -> None:

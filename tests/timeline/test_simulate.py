@@ -123,14 +123,6 @@ def test_a_weight_that_arrives_late_delays_the_first_forward_and_a_late_gradient
     assert timeline.unit == "s"
 
 
-def test_recomputing_is_busy_for_the_bubble_but_lost_for_the_overhead() -> None:
-    schedule, links = make_schedule("1f1b", 2, 4), chain_links(2)
-    timeline = simulate(lower(schedule, links, [0, 1]), uniform_costs(2))
-    assert timeline.span == 4 * 4 + 3  # the first replay on rank 0 fits into its bubble
-    assert timeline.bubble_rate == pytest.approx(1 - 16 / 19)
-    assert timeline.overhead_rate == pytest.approx(1 - 12 / 19)
-
-
 def test_a_missing_cost_is_named() -> None:
     costs = SimulationCosts({(0, Phase.FORWARD): 1.0})
     with pytest.raises(InputError, match="no cost is given for backward of stage 0"):

@@ -1,5 +1,6 @@
 """A headless Chromium, and pages opened in it from files."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from pipec.viz import DrawnPipeline, DrawnStep, page_html
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    if CHROMIUM is None and "PIPEC_REQUIRE_CHROMIUM" not in os.environ:  # with that they fail
+        pytest.skip("no `chromium`: `make setup` fetches one for Linux on x86-64")
     assert CHROMIUM, "there is no Chromium: `make setup` could not install one"
     with sync_playwright() as playwright:
         # Without its sandbox Chromium also runs as root, as in a container.
