@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from pprint import pformat
 from typing import Any
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from killed_saves import killed_in_call
 from resumable_training import LAYOUTS, Net, Run, decayed, start
-from slow_params import slow
 from torch import nn, optim
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -53,25 +52,6 @@ def test_a_training_goes_on_in_any_layout(stopped: Stopped, resumed: str) -> Non
         if saved == resumed:
             assert losses == expected
         assert losses == pytest.approx(expected[: last - STOP], rel=SAME)
-
-
-@pytest.mark.parametrize("layout", ["2 replicas, shard=optimizer", slow("2 stages, own optimizer")])
-def test_a_new_run_goes_on_with_the_same_bits(stopped: Stopped, layout: str) -> None:
-    _, path, _ = stopped[layout]
-    never_stopped = start(layout).train(0, END)
-    run = start(layout, seed=7)
-    run.load(path)
-    assert run.train(STOP, END) == never_stopped[STOP:]
-
-
-def test_the_random_state_goes_on(stopped: Stopped) -> None:
-    run, path, _ = stopped["1 stage"]
-    run.load(path)
-    run.pipe.step(torch.arange(8))
-    expected = torch.rand(3)
-    run.load(path)
-    run.pipe.step(torch.arange(8))
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_gradients_are_dropped_when_loading(stopped: Stopped) -> None:
@@ -124,50 +104,40 @@ class Momentum(optim.Optimizer):
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     if not state:
-                        state |= {
-                            "sum": torch.zeros_like(parameter, dtype=torch.float32),
-                            "n": 0,
-                            "none": None,
-                        }
+                        zeros = torch.zeros_like(parameter, dtype=torch.float32)
+                        state |= {"sum": zeros, "n": 0, "none": None}
                     state["n"] += 1
                     state["sum"].mul_(0.9).add_(parameter.grad.float() / 3)
                     parameter.sub_((group["lr"] * state["sum"]).to(parameter.dtype))
 
 
+def on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+sgd = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
+
+
 class TestWhatDoesNotFit:
     """Each is refused before anything changes: the run then goes on as if nobody had tried."""
 
-    REFUSED: Mapping[str, tuple[Callable[[], Run], str]] = {
-        "sizes": (
-            lambda: start("1 stage", model=lambda: Net(width=8)),
-            "words.weight is float64[11, 10] in the file",
-        ),
-        "more": (
-            lambda: start(
-                "1 stage",
-                model=lambda: nn.Sequential(Net()),
-                factory=functools.partial(optim.SGD, lr=0.1, momentum=0.9),
-            ),
-            "it has no 0.words.weight",
-        ),
-        "untied": (lambda: start("1 stage", model=lambda: Net(tied=False)), "head.weight is tied"),
-        "optimizer": (
-            lambda: start("1 stage", factory=functools.partial(optim.SGD, lr=0.1, momentum=0.9)),
-            "the optimizer to load it is SGD (8 parameters)",
-        ),
+    REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
+        "sizes": ({"model": lambda: Net(width=8)}, "words.weight is float64[11, 10] in the file"),
+        "more": ({"model": lambda: nn.Sequential(Net()), "factory": sgd}, "it has no 0.words.weight"),
+        "untied": ({"model": lambda: Net(tied=False)}, "head.weight is tied"),
+        "optimizer": ({"factory": sgd}, "the optimizer to load it is SGD (8 parameters)"),
         "groups": (
-            lambda: start(
-                "1 stage", factory=functools.partial(decayed, chosen=lambda name, _: "weight" in name)
-            ),
+            {"factory": functools.partial(decayed, chosen=lambda name, _: "weight" in name)},
             "body.4.weight is in group 0 of the optimizer",
         ),
-        "meta": (lambda: start("1 stage", model=on_meta), "call to_empty(device=...)"),
+        "meta": ({"model": on_meta}, "call to_empty(device=...)"),
     }
 
     @pytest.mark.parametrize("what", REFUSED)
     def test_is_refused(self, stopped: Stopped, what: str) -> None:
-        make, said = self.REFUSED[what]
-        run = make()
+        options, said = self.REFUSED[what]
+        run = start("1 stage", **options)
         before = everything(run)
         with pytest.raises(pipec.PipecError) as caught:
             run.load(stopped["1 stage"][1])
@@ -177,14 +147,12 @@ class TestWhatDoesNotFit:
     def test_companions(self, stopped: Stopped, tmp_path: Path) -> None:
         run, path, _ = stopped["2 stages, own optimizer"]
         before = everything(run)
+        foreign = optim.SGD([nn.Parameter(torch.ones(1))])
         for passed, said in (
             ({}, "has the state of AdamW; pass that as optimizer=..."),
             ({"optimizer": run.optimizer}, "has the state of OneCycleLR, and scheduler is None"),
             ({"scheduler": 3}, "scheduler is 3; expected an LR scheduler"),
-            (
-                {"optimizer": optim.SGD([nn.Parameter(torch.ones(1))]), "scheduler": run.scheduler},
-                "that is not in the model",
-            ),
+            ({"optimizer": foreign, "scheduler": run.scheduler}, "that is not in the model"),
         ):
             with pytest.raises(pipec.InputError) as caught:
                 run.pipe.load_checkpoint(path, **passed)
@@ -212,11 +180,6 @@ class TestWhatDoesNotFit:
         run.save(tmp_path / "new")
 
 
-def on_meta() -> Net:
-    with torch.device("meta"):
-        return Net()
-
-
 def everything(run: Run) -> str:
     """All that a checkpoint could change."""
     optimizer = run.optimizer or run.pipe.optimizer
@@ -231,10 +194,8 @@ class TestHuggingFace:
     @pytest.fixture
     def model(self) -> GPT2LMHeadModel:
         torch.manual_seed(0)
-        config = GPT2Config(
-            vocab_size=19, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-        )
-        return GPT2LMHeadModel(config)
+        sizes = {"vocab_size": 19, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
     def test_a_process_killed_anywhere_leaves_a_folder_for_from_pretrained(
         self, model: GPT2LMHeadModel, tmp_path: Path

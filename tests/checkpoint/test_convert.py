@@ -1,10 +1,8 @@
 """Checkpoints to and from torch.distributed.checkpoint, and what the command line tells of them."""
 
-import functools
 import json
 import os
 import pickle
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from resumable_training import Net, Run, batches, decayed, start
-from torch import optim
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+import torch_checkpoint_script
+from resumable_training import Net, Run, start
 from typer.testing import CliRunner
+from worker_processes import run_ranks
 
 import pipec
-from pipec.checkpoint.shards import open_tensors
 from pipec.cli import app
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Detected an existing")
@@ -44,68 +41,6 @@ def saved(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-class Plain:
-    """The same model and optimizer in plain torch, without dropout."""
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model = Net().double().eval()
-        self.optimizer = decayed(self.model.named_parameters())
-
-    def step(self, words: torch.Tensor) -> float:
-        loss = self.model(words)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return dict(zip(("model", "optim"), get_state_dict(self.model, self.optimizer), strict=True))
-
-    def load(self, path: Path) -> None:
-        state = self.state
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-        )
-
-
-@pytest.mark.slow
-def test_torch_goes_on_from_a_checkpoint(run: Run, saved: Path, tmp_path: Path) -> None:
-    cli("convert", saved, tmp_path / "torch")
-    plain = Plain(seed=7)
-    plain.step(next(batches(0, 1)))  # so that its optimizer has a state to load into
-    plain.load(tmp_path / "torch")
-    for name, tensor in run.pipe.state_dict().items():
-        assert torch.equal(plain.model.state_dict()[name], tensor)
-    run.pipe.eval()
-    losses = [float(run.pipe.step(words)) for words in batches(3, 5)]
-    run.pipe.train()
-    assert [plain.step(words) for words in batches(3, 5)] == pytest.approx(losses, rel=1e-12)
-
-
-@pytest.mark.slow
-def test_pipec_goes_on_from_torch(run: Run, tmp_path: Path) -> None:
-    plain = Plain(seed=5)
-    for words in batches(0, 2):
-        plain.step(words)
-    dcp.save({"app": plain.state, "epoch": 3}, checkpoint_id=tmp_path / "torch")
-    losses = [plain.step(words) for words in batches(2, 4)]
-    said = cli("convert", tmp_path / "torch", tmp_path / "made", status=2)
-    assert "pass it, such as --optimizer AdamW" in " ".join(said.split())
-    options = ("--optimizer", "AdamW", "--num-steps", "2")
-    assert "skipped: epoch" in cli("convert", tmp_path / "torch", tmp_path / "made", *options)
-    run.pipe.load_checkpoint(tmp_path / "made")
-    assert run.pipe.num_steps == 2
-    run.pipe.eval()
-    assert [float(run.pipe.step(words)) for words in batches(2, 4)] == pytest.approx(losses, rel=1e-12)
-    run.pipe.train()
-    other = start("1 stage", factory=functools.partial(optim.SGD, lr=0.1))
-    with pytest.raises(pipec.CheckpointError, match="has the state of AdamW"):
-        other.pipe.load_checkpoint(tmp_path / "made")
-
-
 def test_there_and_back_is_the_same_training(run: Run, saved: Path, tmp_path: Path) -> None:
     cli("convert", saved, tmp_path / "torch")
     cli("convert", tmp_path / "torch", tmp_path / "back")
@@ -116,35 +51,17 @@ def test_there_and_back_is_the_same_training(run: Run, saved: Path, tmp_path: Pa
     assert (tmp_path / "back" / "checkpoint.pt").read_bytes() == (saved / "checkpoint.pt").read_bytes()
 
 
-def test_tied_weights_that_differ_are_refused(run: Run, tmp_path: Path) -> None:
-    state = Net(tied=False).double().state_dict()
-    dcp.save({"model": state}, checkpoint_id=tmp_path / "torch", no_dist=True)
-    cli("convert", tmp_path / "torch", tmp_path / "made")
+def test_of_a_foreign_folder_weights_and_the_state_of_a_named_optimizer_are_taken(
+    run: Run, tmp_path: Path
+) -> None:
+    groups = [{"lr": 0.1, "params": ["head.weight"]}]
+    state = {"model": Net(tied=False).double().state_dict(), "optim": {"param_groups": groups}}
+    dcp.save({"app": state, "epoch": 3}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    said = cli("convert", tmp_path / "torch", tmp_path / "made", status=2)
+    assert "pass it, such as --optimizer AdamW" in " ".join(said.split())
+    assert "skipped: epoch" in cli("convert", tmp_path / "torch", tmp_path / "made", "--optimizer", "AdamW")
     with pytest.raises(pipec.CheckpointError, match=r"head\.weight and words\.weight differ in the file"):
         run.pipe.load_checkpoint(tmp_path / "made", model_only=True)
-
-
-def test_parts_that_processes_wrote_come_together(tmp_path: Path) -> None:
-    """As of a sharded tensor, of which each process writes its rows."""
-    from torch.distributed.checkpoint import metadata as names
-
-    whole = torch.arange(12.0).view(4, 3)
-    dcp.save({"model": {"a": whole[:2].clone()}}, checkpoint_id=tmp_path, no_dist=True)
-    shutil.copy(tmp_path / "__0_0.distcp", tmp_path / "first")
-    dcp.save({"model": {"a": whole[2:].clone()}}, checkpoint_id=tmp_path, no_dist=True)
-    with (tmp_path / ".metadata").open("rb") as file:
-        found = pickle.load(file)
-    entry, (place,) = found.state_dict_metadata["model.a"], found.storage_data.values()
-    entry.size = whole.shape
-    entry.chunks = [names.ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 3])) for row in (0, 2)]
-    found.storage_data = {
-        names.MetadataIndex("model.a", torch.Size([row, 0])): type(place)(file, place.offset, place.length)
-        for row, file in ((0, "first"), (2, "__0_0.distcp"))
-    }
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
-    cli("convert", tmp_path, tmp_path / "made")
-    made = open_tensors((tmp_path / "made").glob("*.safetensors"))
-    assert torch.equal(made["a"], whole)
 
 
 class Evil:
@@ -195,3 +112,55 @@ def test_what_is_in_a_checkpoint(run: Run, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious").touch()
     cli("convert", saved, tmp_path / "other", status=1)
+
+
+# trainings that go to FSDP2 and plain torch and back, over other numbers of ranks
+
+SCRIPT = Path(torch_checkpoint_script.__file__)
+PIPEC = {
+    "one process": (0, {"devices": 2}),
+    "2 stages": (2, {}),
+    "2 x 2, shard=optimizer": (4, {"replicas": 2, "shard": "optimizer"}),
+    "2 x 2, shard=gradients": (4, {"replicas": 2, "shard": "gradients"}),
+    "2 x 2, shard=parameters": (4, {"replicas": 2, "shard": "parameters"}),
+}
+
+
+def ran(side: str, num_ranks: int, folder: Path, source: Path | str, **options: Any) -> dict[str, Any]:
+    given = [json.dumps(options)] if side == "pipec" else []
+    run_ranks(SCRIPT, num_ranks, folder.parent, [side, str(folder), str(source), *given])
+    return {path.stem: torch.load(path) for path in folder.glob("*.pt")}
+
+
+def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same bits of weights and of AdamW's state, and the same hyperparameters."""
+    assert found["model"].keys() == expected["model"].keys()
+    for name, x in expected["model"].items():
+        assert torch.equal(found["model"][name], x), name
+    states = [each["optim"]["state"] for each in (found, expected)]
+    assert states[0].keys() == states[1].keys()
+    assert states[1]
+    for name, entries in states[1].items():
+        assert entries.keys() == states[0][name].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key, x in entries.items():
+            assert torch.equal(states[0][name][key], x), (name, key)
+    assert found["optim"]["param_groups"] == expected["optim"]["param_groups"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", PIPEC)
+def test_a_training_goes_to_torch_and_back(layout: str, tmp_path: Path) -> None:
+    num_ranks, options = PIPEC[layout]
+    first = ran("pipec", num_ranks, tmp_path / "pipec", "-", **options)
+    require_same(first["again"], first["trained"])
+    cli("convert", tmp_path / "pipec" / "pipec", tmp_path / "converted")
+    for source in (tmp_path / "pipec" / "torch", tmp_path / "converted"):
+        plain = ran("torch", 0, tmp_path / "plain", source)
+        require_same(plain["loaded"], first["trained"])
+    sharded = ran("torch", 3, tmp_path / "sharded", tmp_path / "pipec" / "torch")
+    require_same(sharded["loaded"], first["trained"])
+    for form in ("torch", "flat"):
+        back = tmp_path / f"back from {form}"
+        cli("convert", tmp_path / "sharded" / form, back, "--optimizer", "AdamW", "--num-steps", 4)
+        again = ran("pipec", num_ranks, tmp_path / f"again from {form}", back, **options)
+        require_same(again["loaded"], sharded["trained"])

@@ -156,29 +156,14 @@ class TestAsynchronous:
         assert again.load(tmp_path / "saved") == "then"
         assert again.train(2, 5) == losses
 
-    def test_one_at_a_time_and_all_are_kept_that_should_be(
-        self, held: threading.Event, tmp_path: Path
-    ) -> None:
-        run, checkpoints = (
-            start("1 stage"),
-            pipec.CheckpointManager(tmp_path / "run", every=1, keep=2, asynchronous=True),
-        )
-        run.train(0, 1)
-        checkpoints.step(run.pipe, **run.training_state)
-        run.train(1, 2)
+    def test_one_at_a_time(self, held: threading.Event, tmp_path: Path) -> None:
+        run, first, second = start("1 stage"), tmp_path / "first", tmp_path / "second"
+        run.save(first, asynchronous=True)
         threading.Timer(0.1, held.set).start()
-        checkpoints.step(run.pipe, **run.training_state)
-        assert (tmp_path / "run" / "step-00000001").exists()
-        for number in range(2, 5):
-            run.train(number, number + 1)
-            checkpoints.step(run.pipe, extra=number, **run.training_state)
-        other = start("1 stage", seed=7)
+        run.save(second, asynchronous=True)
+        assert first.exists()
         run.pipe.finish_saving()
-        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-            "step-00000004",
-            "step-00000005",
-        ]
-        assert checkpoints.resume(other.pipe, **other.training_state) == 4
+        assert second.exists()
 
     def test_what_went_wrong_is_raised_by_the_next_call(
         self, run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,16 +194,18 @@ def threads_of_checkpoints() -> list[threading.Thread]:
 
 
 class TestARun:
-    @pytest.mark.slow
-    def test_keeps_the_last_and_goes_on_from_the_newest(self, tmp_path: Path) -> None:
-        run, checkpoints = start("1 stage"), pipec.CheckpointManager(tmp_path, every=2, keep=2)
+    @pytest.mark.parametrize("asynchronous", [slow(False), True])
+    def test_keeps_the_last_and_goes_on_from_the_newest(self, tmp_path: Path, asynchronous: bool) -> None:
+        how = {"every": 2, "keep": 2, "asynchronous": asynchronous}
+        run, checkpoints = start("1 stage"), pipec.CheckpointManager(tmp_path, **how)
         assert checkpoints.resume(run.pipe, **run.training_state) is None
         losses = []
         for number in range(7):
             losses += run.train(number, number + 1)
             checkpoints.step(run.pipe, extra=number, **run.training_state)
+        run.pipe.finish_saving()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
-        again, checkpoints = start("1 stage", seed=7), pipec.CheckpointManager(tmp_path, every=2, keep=2)
+        again, checkpoints = start("1 stage", seed=7), pipec.CheckpointManager(tmp_path, **how)
         with pytest.raises(pipec.CheckpointError, match="neither written nor found when it resumed"):
             checkpoints.save(again.pipe, **again.training_state)
         assert checkpoints.resume(again.pipe, **again.training_state) == 5

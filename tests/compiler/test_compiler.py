@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -41,27 +40,24 @@ def counted() -> Iterator[tuple[Counter[str], list[tuple[object, ...]]]]:
     def counting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
-            if isinstance(args[0], Schedule):
-                lowered.append(
-                    (args[0].name, args[0].placement, args[0].num_microbatches, args[1].recomputing_stages)
-                )
+            if isinstance(schedule := args[0], Schedule):
+                what = schedule.name, schedule.placement, schedule.num_microbatches
+                lowered.append((*what, args[1].recomputing_stages))
             return function(*args, **kwargs)
 
         return call
 
-    with (
-        mock.patch.object(CutStages, "__call__", counting(CutStages.__call__, "cut")),
-        mock.patch.object(staged_graph, "lower", counting(staged_graph.lower, "lower")),
-        mock.patch.object(staged_graph, "verify", counting(staged_graph.verify, "verify")),
-        mock.patch.object(staged_graph, "build_plan", counting(staged_graph.build_plan, "plan")),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CutStages, "__call__", counting(CutStages.__call__, "cut"))
+        for name in ("lower", "verify", "build_plan"):
+            patch.setattr(staged_graph, name, counting(getattr(staged_graph, name), name))
         yield calls, lowered
 
 
 def test_with_everything_fixed_a_graph_is_cut_lowered_and_verified_once() -> None:
     with counted() as (calls, _):
         prepared(microbatches=4)
-    assert calls == {"cut": 1, "lower": 1, "verify": 1, "plan": 1}
+    assert calls == {"cut": 1, "lower": 1, "verify": 1, "build_plan": 1}
 
 
 def test_with_the_number_of_microbatches_open_every_candidate_is_lowered_and_verified_once() -> None:
@@ -105,26 +101,31 @@ def test_another_batch_is_cut_in_the_same_place_between_parameters() -> None:
     assert 1 < ends[0][0] < 8
 
 
+def test_batch_norms_that_see_a_microbatch_alone_are_warned_of_once(said: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(32, 4), nn.BatchNorm1d(4), nn.Linear(4, 32))
+    pipe, x = pipec.compile(model, 2, loss_fn=nn.functional.mse_loss, microbatches=2), torch.randn(ROWS, 32)
+    for _ in range(2):
+        pipe.step(x, target=x)
+    (warning,) = said
+    assert "batch norms (1 of them) take their statistics of each microbatch" in warning
+    assert "GroupNorm" in warning
+
+
 @pytest.mark.parametrize("collects", [True, False])
 @pytest.mark.parametrize("refused", [True, False])
-def test_garbage_is_collected_after_a_compilation_as_before(collects: bool, refused: bool) -> None:
-    enabled, seen = gc.isenabled(), list[bool]()
-
-    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return output if refused else nn.functional.mse_loss(output, target)
-
-    def compile_call(*args: Any) -> Any:
-        seen.append(gc.isenabled())
-        return compiled(*args)
-
-    compiled = compile_module.compile_call
+def test_garbage_is_collected_after_a_compilation_as_before(
+    collects: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled, seen, compiled = gc.isenabled(), list[bool](), compile_module.compile_call
+    loss_fn = nn.functional.mse_loss if not refused else lambda output, target: output
+    monkeypatch.setattr(
+        compile_module, "compile_call", lambda *args: (seen.append(gc.isenabled()), compiled(*args))[1]
+    )
     (gc.enable if collects else gc.disable)()
     try:
-        with mock.patch.object(compile_module, "compile_call", compile_call):
-            pipe, x = pipec.compile(wide(), 2, loss_fn=loss_fn), torch.randn(ROWS, 32)
-            with pytest.raises(pipec.PipecError) if refused else nullcontext():
-                pipe.step(x, target=x)
-        assert seen == [False]
-        assert gc.isenabled() is collects
+        pipe, x = pipec.compile(wide(), 2, loss_fn=loss_fn), torch.randn(ROWS, 32)
+        with pytest.raises(pipec.PipecError) if refused else nullcontext():
+            pipe.step(x, target=x)
+        assert (seen, gc.isenabled()) == ([False], collects)
     finally:
         (gc.enable if enabled else gc.disable)()

@@ -1,5 +1,7 @@
 """DryRuns with what a step does besides its microbatches, which must find nothing of them."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -40,25 +42,25 @@ class Adam(torch.optim.AdamW):
         return super().step(closure)
 
 
-def trained(shard: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+def trained(**options: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The losses of some steps, one of them without an update, and what has become of the model."""
-    model = net()
-    pipe = pipec.compile(
-        model,
-        ["cpu"] * 4,
-        loss_fn=nn.functional.mse_loss,
-        microbatches=4,
-        replicas=2,
-        optimizer=Adam,
-        clip_grad_norm=1.0,
-        shard=shard,
-    )
+    given = {"microbatches": 4, "replicas": 2, "clip_grad_norm": 1.0, **options}
+    pipe = pipec.compile(net(), ["cpu"] * 4, loss_fn=nn.functional.mse_loss, optimizer=Adam, **given)
     torch.manual_seed(5)
     with pipe.accumulate():
         losses = [pipe.step(X, target=Y)]
     losses += [pipe.step(X, target=Y) for _ in range(2)]
     losses.append(pipe.step(X[:12], target=Y[:12]))
     return losses, pipe.full_state_dict()
+
+
+def streamed(schedule: str, replicas: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The losses of a stream without a flush, and what has become of the model."""
+    how = {"schedule": schedule, "replicas": replicas, "optimizer": Adam}
+    pipe = pipec.compile(net(replicas == 1), ["cpu"] * 4, loss_fn=nn.functional.mse_loss, **how)
+    torch.manual_seed(5)
+    batches = [(X, Y), (X, Y), (X[:12], Y[:12]), (X, Y)]
+    return list(pipe.stream(batches)), pipe.full_state_dict()
 
 
 @pytest.fixture
@@ -77,62 +79,30 @@ def dry_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("shard", [slow(None), "parameters"])
-def test_updates_find_nothing_of_a_rehearsal(
+@pytest.mark.parametrize(
+    "train",
+    [
+        slow(trained),
+        functools.partial(trained, shard="parameters"),
+        functools.partial(streamed, "pipedream", 2),
+        slow(functools.partial(streamed, "pipedream-2bw", 1)),
+    ],
+    ids=["steps", "shards", "pipedream", "2bw"],
+)
+def test_training_finds_nothing_of_a_rehearsal(
     dry_runs: list[int],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    shard: str | None,
+    train: Callable[[], tuple[list[Tensor], dict[str, Tensor]]],
 ) -> None:
+    """In a stream messages are under way all the time. Every replica meets each function once."""
     caplog.set_level("INFO", "pipec")
-    found = trained(shard)
-    assert dry_runs == [4] * 8, "four ranks, and steps of two sizes"
-    assert max(Adam.num_updated[:2]) <= MOST_LITTLE, "updates are rehearsed as well"
-    assert "ended early" not in caplog.text
-    monkeypatch.undo()
-    torch.testing.assert_close(found, trained(shard), rtol=0, atol=0)
-
-
-def streamed(schedule: str, replicas: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The losses of a stream without a flush, and what has become of the model."""
-    pipe = pipec.compile(
-        net(tracks=replicas == 1),
-        ["cpu"] * 4,
-        loss_fn=nn.functional.mse_loss,
-        schedule=schedule,
-        replicas=replicas,
-        optimizer=Adam,
-    )
-    torch.manual_seed(5)
-    batches = [(X, Y), (X, Y), (X[:12], Y[:12]), (X, Y)]
-    return list(pipe.stream(batches)), pipe.full_state_dict()
-
-
-@pytest.mark.parametrize(("schedule", "replicas"), [("pipedream", 2), slow("pipedream-2bw", 1)])
-def test_streams_are_rehearsed_before_they_begin(
-    dry_runs: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    schedule: str,
-    replicas: int,
-) -> None:
-    """Messages are under way all the time from then on. Every replica meets each function once."""
-    caplog.set_level("INFO", "pipec")
-    found = streamed(schedule, replicas)
+    found = train()
     assert len(dry_runs) == 8, "four ranks, and batches of two sizes"
     assert max(Adam.num_updated[:2]) <= MOST_LITTLE, "updates are rehearsed as well"
     assert "ended early" not in caplog.text
     monkeypatch.undo()
-    torch.testing.assert_close(found, streamed(schedule, replicas), rtol=0, atol=0)
-
-
-def test_lengths_of_another_power_of_two_are_rehearsed(dry_runs: list[int]) -> None:
-    """Their kernels may be others. The second length is compiled again, for any."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    pipe = pipec.compile(model, ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=2)
-    for length in (2, 3, 5, 3, 7):
-        pipe.step(torch.ones(4, length, 4), target=torch.ones(4, length, 2))
-    assert dry_runs == [2] * 6, "two ranks, for 2, 3 and 5"
+    torch.testing.assert_close(found, train(), rtol=0, atol=0)
 
 
 def test_lengths_that_are_not_the_longest_take_one_microbatch(

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pipec
-from pipec.compiler.memory_budget import _split_into_segments
-from pipec.errors import InfeasibleError, InputError
+from pipec.errors import InfeasibleError
 from pipec.pipeline import Pipeline
 from pipec.plan.predictions import plan_memory
-from pipec.planner.recompute_solver import ForwardValue
 from pipec.timeline.curves import rank_memory_over_time
 
 
@@ -24,21 +22,15 @@ def wide_mlp() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def prepared(memory_limit: int | str | None, recompute: str = "auto", devices: int = 2) -> Pipeline:
-    pipe = pipec.compile(
-        wide_mlp(),
-        devices,
-        loss_fn=nn.functional.mse_loss,
-        microbatches=4,
-        recompute=recompute,
-        memory_limit=memory_limit,
-    )
-    return pipe.prepare(*batch()[:1], target=batch()[1])
-
-
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(256, 8, generator=generator), torch.randn(256, 8, generator=generator)
+
+
+def prepared(memory_limit: int | str | None = None, **options: Any) -> Pipeline:
+    given = {"model": wide_mlp(), "devices": 2, "microbatches": 4, "loss_fn": nn.functional.mse_loss}
+    x, y = batch()
+    return pipec.compile(**{**given, **options}, memory_limit=memory_limit).prepare(x, target=y)
 
 
 def peaks(pipe: Pipeline) -> list[int]:
@@ -47,7 +39,7 @@ def peaks(pipe: Pipeline) -> list[int]:
 
 @pytest.mark.slow
 def test_auto_recomputes_only_on_ranks_that_would_not_fit() -> None:
-    unlimited = prepared(None)
+    unlimited = prepared()
     assert not any(stage.has_recompute for stage in unlimited.plan.stages)
     free = peaks(unlimited)
     assert free[0] > free[1]  # the first rank has more microbatches in flight
@@ -83,7 +75,7 @@ def needed(message: str) -> int:
 def test_a_later_call_that_does_not_fit_names_what_it_needs() -> None:
     """Stages stay where the first call has put them, whether microbatches grow or an evaluation comes."""
     x, target = (torch.cat([each] * 4) for each in batch())
-    pipe = prepared(max(peaks(prepared(None))))
+    pipe = prepared(max(peaks(prepared())))
     before = peaks(pipe)
     with pytest.raises(InfeasibleError, match="on the stages that the first call has fixed") as caught:
         pipe.prepare(x, target=target)
@@ -99,56 +91,33 @@ def test_a_later_call_that_does_not_fit_names_what_it_needs() -> None:
 @pytest.mark.slow
 def test_other_cuts_are_tried_for_a_smaller_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit that the fastest cut does not meet, and for whose error a plan is found."""
-    limit = int(0.99 * max(peaks(prepared(None, "none", devices=3))))
-    assert max(peaks(prepared(limit, "none", devices=3))) <= limit
+    limit = int(0.99 * max(peaks(prepared(devices=3, recompute="none"))))
+    assert max(peaks(prepared(limit, devices=3, recompute="none"))) <= limit
     monkeypatch.setattr("pipec.compiler.search._MEMORY_ATTEMPTS", 0)
     with pytest.raises(InfeasibleError) as caught:
-        prepared(limit, "none", devices=3)
+        prepared(limit, devices=3, recompute="none")
     assert needed(str(caught.value)) > limit
 
 
 @pytest.mark.slow
 def test_what_replaying_everything_needs_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the integer program makes of the limit: here, nothing that fits."""
-    limit = max(peaks(prepared(None, recompute="full")))
+    """Whatever the integer program makes of the limit, and if it finds nothing that fits; not without."""
+    limit = max(peaks(prepared(recompute="full")))
+    assert max(peaks(prepared(limit))) <= limit
+    with pytest.raises(InfeasibleError, match=r"in flight[^$]*recompute='auto'"):
+        prepared(limit, recompute="none")
     monkeypatch.setattr("pipec.compiler.memory_budget._fitted", lambda trial, *_: trial)
     assert max(peaks(prepared(limit))) <= limit
 
 
 @pytest.mark.slow
-def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
-    limit = max(peaks(prepared(None, recompute="full")))
-    assert max(peaks(prepared(limit))) <= limit
-    with pytest.raises(InfeasibleError, match=r"in flight[^$]*recompute='auto'"):
-        prepared(limit, recompute="none")
-
-
-@pytest.mark.slow
 def test_an_asynchronous_schedule_recomputes_where_its_weights_fit() -> None:
-    """Its program ends with microbatches in flight, whose values can be recomputed."""
-
-    def streamed(recompute: str, memory_limit: int | None = None) -> Pipeline:
-        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss}
-        sgd = functools.partial(torch.optim.SGD, lr=0.1)
-        options |= {"schedule": "pipedream", "optimizer": sgd, "recompute": recompute}
-        pipe = pipec.compile(wide_mlp(), 4, memory_limit=memory_limit, **options)
-        return pipe.prepare(batch()[0], target=batch()[1])
-
-    limit = max(peaks(streamed("full")))
-    assert max(peaks(streamed("none"))) > limit
-    assert max(peaks(streamed("auto", limit))) <= limit
-
-
-def test_a_segment_saves_what_the_next_one_reads() -> None:
-    """A chain of values is divided where the smallest one is read."""
-    chain = tuple(
-        ForwardValue(num_bytes, inputs=(place - 1,) if place else (), is_needed=True)
-        for place, num_bytes in enumerate((8, 8, 8, 1, 8, 8, 8, 8))
-    )
-    (_, one), (first, other) = _split_into_segments(chain, 2)
-    assert first == 4
-    assert [each.is_recomputable for each in (*one, *other)] == [True, True, True, False] + [True] * 4
-    assert [each.inputs for each in (*one, *other)] == [(), (0,), (1,), (), (), (0,), (1,), (2,)]
+    """Its program ends with microbatches in flight, and their values can be recomputed."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    streamed = {"devices": 4, "schedule": "pipedream", "optimizer": sgd, "microbatches": 1}
+    limit = max(peaks(prepared(recompute="full", **streamed)))
+    assert max(peaks(prepared(recompute="none", **streamed))) > limit
+    assert max(peaks(prepared(limit, **streamed))) <= limit
 
 
 class Checkpointed(nn.Module):
@@ -164,17 +133,11 @@ class Checkpointed(nn.Module):
         return x
 
 
-def checkpointed(model: nn.Module, **options: object) -> Pipeline:
-    x, y = batch()
-    options = {"microbatches": 4, "loss_fn": nn.functional.mse_loss} | options
-    return pipec.compile(model, **{"devices": 2, **options}).prepare(x, target=y)  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 def test_a_checkpoint_in_the_model_is_followed_and_the_plan_shows_what_it_saves() -> None:
     """Between regions their ends are saved, and inside nothing; the bits stay."""
     plain, pipe = Checkpointed(False), Checkpointed(True)
-    saving, following = checkpointed(plain), checkpointed(pipe)
+    saving, following = prepared(model=plain), prepared(model=pipe)
     every = [[stage.cost.memory for stage in each.plan.stages] for each in (saving, following)]
     width = 64 * 8 * 4
     for whole, part in zip(*every, strict=True):
@@ -191,34 +154,19 @@ def test_a_checkpoint_in_the_model_is_followed_and_the_plan_shows_what_it_saves(
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", False), ("full", True)])
 def test_an_explicit_choice_overrules_checkpoints(recompute: str, again: bool) -> None:
-    pipe = checkpointed(Checkpointed(True), recompute=recompute)
+    pipe = prepared(model=Checkpointed(True), recompute=recompute)
     assert {stage.has_recompute for stage in pipe.plan.stages} == {again}
 
 
 @pytest.mark.slow
 def test_less_memory_than_checkpoints_take_is_found_all_the_same() -> None:
-    limit = max(peaks(checkpointed(Checkpointed(True), recompute="full")))
-    pipe = checkpointed(Checkpointed(True), memory_limit=limit)
-    assert max(peaks(pipe)) <= limit
-
-
-@pytest.mark.parametrize("text", ["lots", "16 apples", ""])
-def test_a_limit_that_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="expected a number of bytes or text such as '16GiB'"):
-        prepared(text)
+    limit = max(peaks(prepared(model=Checkpointed(True), recompute="full")))
+    assert max(peaks(prepared(limit, model=Checkpointed(True)))) <= limit
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "full"), ("zb-v", "none")])
 def test_the_curves_of_the_page_rise_to_what_the_plan_says(schedule: str, recompute: str) -> None:
-    x, y = batch()
-    pipe = pipec.compile(
-        wide_mlp(),
-        devices=2,
-        loss_fn=nn.functional.mse_loss,
-        microbatches=4,
-        schedule=schedule,
-        recompute=recompute,
-    ).prepare(x, target=y)
+    pipe = prepared(schedule=schedule, recompute=recompute)
     curves = rank_memory_over_time(pipe.plan, pipe.programs, pipe.simulate())
     highest = [curve.total.amounts.max() for curve in curves]
     assert highest == pytest.approx([need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)])

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from slow_params import slow
+from slow_params import slow_but
 from torch import Tensor, nn
 
 import pipec
@@ -66,27 +66,6 @@ def replica_counts(plan: Plan) -> list[int]:
 def test_weights_that_are_slow_to_sum_get_one_rank(bytes_per_second: float, expected: list[int]) -> None:
     pipe = prepared(Wide(), equal_devices(4, LinkModel(bytes_per_second, 0.0)))
     assert replica_counts(pipe.plan) == expected
-
-
-def assert_steps_as(alone: nn.Module, pipe: Pipeline) -> None:
-    """A step and an evaluation of the pipeline are those of the model that it was made of."""
-    x, y = batch()
-    loss, expected = pipe.step(x, target=y), nn.functional.mse_loss(alone(x), y)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    for name, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(pipe.eval_step(x, target=y), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.slow
-def test_a_step_on_the_planners_replicas_is_that_of_the_model() -> None:
-    torch.manual_seed(1)
-    model = Wide()
-    alone = copy.deepcopy(model)
-    pipe = prepared(model, equal_devices(4, LinkModel(4e7, 0.0)))
-    assert replica_counts(pipe.plan) == [3, 1]
-    assert_steps_as(alone, pipe)
 
 
 @pytest.mark.slow
@@ -152,14 +131,32 @@ def test_what_travels_most_stays_inside_a_host(
     assert pipe.simulate().makespan == min(times)
 
 
-@pytest.mark.parametrize("schedule", [slow("1f1b"), "zb-v"])
-def test_a_step_of_pipelines_side_by_side_is_that_of_the_model(schedule: str) -> None:
+STEPS: dict[str, tuple[Callable[[], nn.Module], Topology, dict[str, object], Placement]] = {
+    "3-1": (Wide, equal_devices(4, LinkModel(4e7, 0.0)), {}, ((0, 1, 2), (3,))),
+    "1f1b side by side": (heavy_activations, hosts(), {"replicas": 2}, ((0, 2), (1, 3))),
+    "zb-v side by side": (
+        heavy_activations,
+        hosts(),
+        {"replicas": 2, "schedule": "zb-v"},
+        ((0, 2), (1, 3), (1, 3), (0, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(STEPS, "zb-v side by side"))
+def test_a_step_and_an_evaluation_are_those_of_the_model(name: str) -> None:
+    make, topology, options, placement = STEPS[name]
     torch.manual_seed(1)
-    model = heavy_activations()
+    model, (x, y) = make(), batch()
     alone = copy.deepcopy(model)
-    pipe = prepared(model, hosts(), replicas=2, schedule=schedule)
-    assert set(pipe.plan.placement) == {(0, 2), (1, 3)}
-    assert_steps_as(alone, pipe)
+    pipe = prepared(model, topology, **options)
+    assert pipe.plan.placement == placement
+    loss, expected = pipe.step(x, target=y), nn.functional.mse_loss(alone(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for fqn, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, alone.get_parameter(fqn).grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(pipe.eval_step(x, target=y), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipec
-from pipec.compiler.schedule_policy import (
-    default_num_microbatches,
-    microbatch_counts_to_try,
-)
+from pipec.compiler.schedule_policy import default_num_microbatches, microbatch_counts_to_try
 from pipec.compiler.search import best_result
 from pipec.compiler.staged_graph import PREDICTION_TOLERANCE, EvaluatedPlan
 from pipec.errors import InputError
@@ -28,17 +25,15 @@ from pipec.plan.predictions import plan_memory
 
 pytestmark = pytest.mark.slow
 
-ROWS = 32
-
 
 def heavy() -> nn.Module:
     """Wide enough that smaller microbatches pay, in the model of the device, and not endlessly."""
     return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
 
 
-def prepared(devices: int = 4, **options: Any) -> Pipeline:
+def prepared(devices: int = 4, rows: int = 32, **options: Any) -> Pipeline:
     pipe = pipec.compile(heavy(), devices, loss_fn=nn.functional.mse_loss, **options)
-    x = torch.empty(ROWS, 64, 256)
+    x = torch.empty(rows, 64, 256)
     return pipe.prepare(x, target=x)
 
 
@@ -48,11 +43,10 @@ def searched() -> Pipeline:
 
 
 def alternative(plan: Plan, **wanted: object) -> Alternative:
-    return next(
-        each
-        for each in plan.alternatives
-        if all(getattr(each, name) == value for name, value in wanted.items())
-    )
+    def is_wanted(each: Alternative) -> bool:
+        return all(getattr(each, name) == value for name, value in wanted.items())
+
+    return next(filter(is_wanted, plan.alternatives))
 
 
 @given(batch=st.integers(1, 3000), num_ranks=st.integers(1, 64))
@@ -77,10 +71,8 @@ def test_the_usual_number_of_microbatches(batch: int, num_ranks: int) -> None:
 
 def test_no_other_number_of_microbatches_is_predicted_to_be_much_faster(searched: Pipeline) -> None:
     """The usual number, 16, and those around it are tried, and more of them while they are no slower."""
-    taken, counts = (
-        searched.simulate().makespan,
-        {each.num_microbatches for each in searched.plan.alternatives},
-    )
+    taken = searched.simulate().makespan
+    counts = {each.num_microbatches for each in searched.plan.alternatives}
     assert {8, 16, 32} <= counts | {searched.plan.num_microbatches}
     every = {count: prepared(microbatches=count).simulate().makespan for count in (1, 2, 4, 8, 16, 32)}
     assert taken <= (1 + PREDICTION_TOLERANCE) * min(every.values())
@@ -95,19 +87,15 @@ def test_no_other_number_of_microbatches_is_predicted_to_be_much_faster(searched
 
 
 def test_an_alternative_takes_what_it_is_said_to_take(searched: Pipeline) -> None:
-    for count in (4, 16):
-        pipe = prepared(microbatches=count)
-        said = alternative(searched.plan, num_microbatches=count, replicas=(1,) * 4)
+    pipelines = [{"num_microbatches": count, "replicas": (1,) * 4} for count in (4, 16)]
+    for wanted in (*pipelines, {"replicas": (4,)}):
+        said = alternative(searched.plan, **wanted)
+        options = {} if wanted in pipelines else {"replicas": 4}
+        pipe = prepared(microbatches=said.num_microbatches, **options)
         assert said.seconds == pytest.approx(pipe.simulate().makespan)
         assert said.peak_bytes == max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs))
         assert pipe.plan.alternatives == ()
-
-
-def test_what_replicas_are_said_to_take_is_what_their_programs_take(searched: Pipeline) -> None:
-    said = alternative(searched.plan, replicas=(4,))
-    pipe = prepared(replicas=4, microbatches=said.num_microbatches)
     assert pipe.plan.placement == ((0, 1, 2, 3),)
-    assert said.seconds == pytest.approx(pipe.simulate().makespan)
     assert said.rejection_reason.endswith(("slower", "faster, with replicas=4"))
 
 
@@ -163,21 +151,16 @@ def test_auto_tries_every_schedule_and_takes_the_simplest_where_calls_cost_more_
     simple = alternative(free.plan, schedule="1f1b", replicas=(1, 1))
     assert simple.seconds > 1.05 * free.simulate().makespan
     assert dear.plan.placement == ((0,), (1,))
-    assert alternative(
-        dear.plan, schedule="interleaved-1f1b", replicas=(1, 1, 1, 1)
-    ).rejection_reason.endswith("slower")
+    looped = alternative(dear.plan, schedule="interleaved-1f1b", replicas=(1, 1, 1, 1))
+    assert looped.rejection_reason.endswith("slower")
     gpipe = alternative(dear.plan, schedule="gpipe", replicas=(1, 1))
     assert max(need.peak_bytes for need in plan_memory(dear.plan, dear.programs)) < gpipe.peak_bytes
 
 
 def test_a_schedule_gets_a_number_of_microbatches_it_can_do_with() -> None:
-    x = torch.empty(10, 64, 256)
-    pipe = pipec.compile(heavy(), 4, loss_fn=nn.functional.mse_loss, schedule="interleaved-1f1b")
-    assert pipe.prepare(x, target=x).plan.num_microbatches in (4, 8)
+    assert prepared(rows=10, schedule="interleaved-1f1b").plan.num_microbatches in (4, 8)
     with pytest.raises(InputError, match="multiple of the 4 ranks"):
-        pipec.compile(
-            heavy(), 4, loss_fn=nn.functional.mse_loss, schedule="interleaved-1f1b", microbatches=None
-        ).prepare(x[:3], target=x[:3])
+        prepared(rows=3, schedule="interleaved-1f1b", microbatches=None)
 
 
 def test_the_plan_prints_and_keeps_what_was_tried(searched: Pipeline, tmp_path: Path) -> None:

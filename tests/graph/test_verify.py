@@ -12,7 +12,7 @@ from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.compiler.pass_list import CompilerOptions, make_passes
 from pipec.errors import VerifyError
-from pipec.graph import TrainingGraph, is_forward, recv, send
+from pipec.graph import Gradient, TrainingGraph, is_forward, recv, send
 from pipec.graph.invariants import verify_graph
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
@@ -48,136 +48,103 @@ def compiled() -> TrainingGraph:
     )
 
 
-def node_where(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> fx.Node:
-    return next(node for node in graph.nodes if test(node))
+def sends(node: fx.Node) -> bool:
+    return node.target is send
 
 
-def drop_operator(graph: TrainingGraph) -> None:
-    del node_where(graph, is_forward).meta["operator"]
+def receives(node: fx.Node) -> bool:
+    return node.target is recv
 
 
-def read_the_backward(graph: TrainingGraph) -> None:
-    backward = node_where(graph, lambda node: not is_forward(node))
-    with graph.module.graph.inserting_after(backward):
-        node = graph.module.graph.call_function(torch.ops.aten.relu.default, (backward,))
-    node.meta = {**backward.meta, "phase": Phase.FORWARD}
+def runs_backward(node: fx.Node) -> bool:
+    return not is_forward(node)
 
 
-def drop_stage(graph: TrainingGraph) -> None:
-    del node_where(graph, is_forward).meta["stage"]
+def makes_a_weight_gradient(node: fx.Node) -> bool:
+    read_by = [user.op for user in node.users]
+    return node.meta.get("phase") is Phase.BACKWARD_WEIGHT and read_by == ["output"]
 
 
-def forward_goes_back(graph: TrainingGraph) -> None:
-    node_where(graph, lambda n: n.target is send and is_forward(n)).meta["stage"] = 1
-    node_where(graph, lambda n: n.target is recv and is_forward(n)).meta["stage"] = 0
+def value_of(received: fx.Node) -> fx.Node:
+    return received.all_input_nodes[0].all_input_nodes[0]
 
 
-def gradient_goes_forward(graph: TrainingGraph) -> None:
-    node_where(graph, lambda n: n.target is send and not is_forward(n)).meta["stage"] = 0
-    node_where(graph, lambda n: n.target is recv and not is_forward(n)).meta["stage"] = 1
+def read_in_the_forward(graph: TrainingGraph, node: fx.Node) -> None:
+    with graph.module.graph.inserting_after(node):
+        reader = graph.module.graph.call_function(torch.ops.aten.relu.default, (node,))
+    reader.meta = {**node.meta, "phase": Phase.FORWARD}
 
 
-def move_a_changed_buffer(graph: TrainingGraph) -> None:
+def turn(graph: TrainingGraph, sent: fx.Node) -> None:
+    """Let a message go to where it comes from."""
+    (received,) = sent.users
+    sent.meta["stage"], received.meta["stage"] = received.meta["stage"], sent.meta["stage"]
+
+
+def move_a_changed_buffer(graph: TrainingGraph, node: fx.Node) -> None:
     mean = next(node for role, node in graph.outputs if getattr(role, "fqn", "") == "norm.running_mean")
     mean.meta["stage"] = 2
 
 
-def second_gradient(graph: TrainingGraph) -> None:
-    output = graph.module.graph.output_node()
-    values = list(output.args[0])
-    named = {role.fqn: i for i, role in enumerate(graph.results) if hasattr(role, "fqn")}
-    object.__setattr__(
-        graph,
-        "results",
-        tuple(
-            graph.results[named["second.weight"]] if i == named["second.bias"] else role
-            for i, role in enumerate(graph.results)
-        ),
-    )
-    output.args = (tuple(values),)
+def rename_gradient(graph: TrainingGraph, before: str, after: str) -> None:
+    roles = [Gradient(after) if role == Gradient(before) else role for role in graph.results]
+    object.__setattr__(graph, "results", tuple(roles))
 
 
-def gradient_elsewhere(graph: TrainingGraph) -> None:
-    position = next(i for i, role in enumerate(graph.results) if getattr(role, "fqn", "") == "first.weight")
-    object.__setattr__(
-        graph,
-        "results",
-        tuple(role if i != position else type(role)("norm.weight") for i, role in enumerate(graph.results)),
-    )
-
-
-def skip_the_message(graph: TrainingGraph) -> None:
-    received = node_where(graph, lambda node: node.target is recv)
-    received.replace_all_uses_with(received.all_input_nodes[0].all_input_nodes[0])
-
-
-def lose_a_recv(graph: TrainingGraph) -> None:
-    received = node_where(graph, lambda node: node.target is recv)
+def receive_twice(graph: TrainingGraph, received: fx.Node) -> None:
     copy_of = graph.module.graph.node_copy(received)
     received.append(copy_of)
     copy_of.meta = dict(received.meta)
 
 
-def another_target(graph: TrainingGraph) -> None:
-    sent = node_where(graph, lambda node: node.target is send)
-    sent.args = (sent.args[0], 7)
-
-
-def receive_what_was_not_sent(graph: TrainingGraph) -> None:
-    received = node_where(graph, lambda node: node.target is recv)
-    received.args = (received.all_input_nodes[0].all_input_nodes[0],)
-
-
-def another_type(graph: TrainingGraph) -> None:
-    received = node_where(graph, lambda node: node.target is recv)
-    received.meta["val"] = received.meta["val"].to(torch.float64)
-
-
-def read_a_later_segment(graph: TrainingGraph) -> None:
-    node_where(graph, is_forward).meta["segment"] = 1
-
-
-def collective_within_a_segment(graph: TrainingGraph) -> None:
-    node_where(graph, lambda node: node.target is torch.ops.aten.tanh.default).target = ops.ALL_REDUCE
-
-
-def collective_in_weight_gradients(graph: TrainingGraph) -> None:
-    def ends(node: fx.Node) -> bool:
-        read_by = [user.op for user in node.users]
-        return node.meta["phase"] is Phase.BACKWARD_WEIGHT and read_by == ["output"]
-
-    node = node_where(graph, ends)
+def reduce_in_weight_gradients(graph: TrainingGraph, node: fx.Node) -> None:
     node.target, node.args, node.kwargs = ops.ALL_REDUCE, tuple(node.all_input_nodes[:1]), {}
     node.meta["segment"] = 1
 
 
-BREAKS = {
-    drop_operator: "has no 'operator'",
-    read_the_backward: "runs in the forward but reads",
-    drop_stage: "belongs to no stage",
-    forward_goes_back: "a forward edge goes back",
-    gradient_goes_forward: "a gradient goes forward",
-    move_a_changed_buffer: "reads buffer norm.running_mean, which stage 2 changes",
-    second_gradient: "is a second gradient of second.weight on the same stage",
-    gradient_elsewhere: "is the gradient of norm.weight, but stage 0 does not hold that parameter",
-    skip_the_message: "without a send and a recv",
-    lose_a_recv: "must be received exactly once, but has 2 users",
-    another_target: "goes to stage 7 but stage",
-    receive_what_was_not_sent: "without a send and a recv|receives something that was not sent|exactly once",
-    another_type: r"expects torch.float64\[.*\] but .* carries torch.float32",
-    read_a_later_segment: "runs in segment 0 but reads .* of segment 1",
-    collective_within_a_segment: "begins no segment: it is in segment 0, and reads",
-    collective_in_weight_gradients: "waits for other replicas in the weight gradient",
+Damage = Callable[[TrainingGraph, fx.Node], object]
+
+BREAKS: dict[str, tuple[Callable[[fx.Node], bool], Damage]] = {
+    "has no 'operator'": (is_forward, lambda _, node: node.meta.pop("operator")),
+    "runs in the forward but reads": (runs_backward, read_in_the_forward),
+    "belongs to no stage": (is_forward, lambda _, node: node.meta.pop("stage")),
+    "a forward edge goes back": (lambda node: sends(node) and is_forward(node), turn),
+    "a gradient goes forward": (lambda node: sends(node) and not is_forward(node), turn),
+    "reads buffer norm.running_mean, which stage 2 changes": (is_forward, move_a_changed_buffer),
+    "is a second gradient of second.weight on the same stage": (
+        is_forward,
+        lambda graph, _: rename_gradient(graph, "second.bias", "second.weight"),
+    ),
+    "is the gradient of norm.weight, but stage 0 does not hold that parameter": (
+        is_forward,
+        lambda graph, _: rename_gradient(graph, "first.weight", "norm.weight"),
+    ),
+    "without a send and a recv": (receives, lambda _, node: node.replace_all_uses_with(value_of(node))),
+    "must be received exactly once, but has 2 users": (receives, receive_twice),
+    "goes to stage 7 but stage": (sends, lambda _, node: node.update_arg(1, 7)),
+    "without a send and a recv|receives something that was not sent|exactly once": (
+        receives,
+        lambda _, node: node.update_arg(0, value_of(node)),
+    ),
+    r"expects torch.float64\[.*\] but .* carries torch.float32": (
+        receives,
+        lambda _, node: node.meta.update(val=node.meta["val"].to(torch.float64)),
+    ),
+    "runs in segment 0 but reads .* of segment 1": (is_forward, lambda _, node: node.meta.update(segment=1)),
+    "begins no segment: it is in segment 0, and reads": (
+        lambda node: node.target is torch.ops.aten.tanh.default,
+        lambda _, node: setattr(node, "target", ops.ALL_REDUCE),
+    ),
+    "waits for other replicas in the weight gradient": (makes_a_weight_gradient, reduce_in_weight_gradients),
 }
+"""By message of the verifier: the first node of a kind, and the damage to it or to its graph."""
 
 
-@pytest.mark.parametrize(("damage", "message"), BREAKS.items(), ids=[damage.__name__ for damage in BREAKS])
-def test_a_broken_graph_is_refused(
-    compiled: TrainingGraph, damage: Callable[[TrainingGraph], None], message: str
-) -> None:
-    graph = copied(compiled)
+@pytest.mark.parametrize("message", BREAKS)
+def test_a_broken_graph_is_refused(compiled: TrainingGraph, message: str) -> None:
+    graph, (is_meant, damage) = copied(compiled), BREAKS[message]
     verify_graph(graph)
-    damage(graph)
+    damage(graph, next(node for node in graph.nodes if is_meant(node)))
     with pytest.raises(VerifyError, match=message) as caught:
         verify_graph(graph, after="a test")
     assert "after 'a test'" in str(caught.value)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
-from unsplit_reference import StepResult
+from unsplit_reference import StepResult, assert_equal, unsplit_step
 
 import pipec
 from pipec.cli import app
@@ -62,20 +62,13 @@ def different(*speeds: float) -> Topology:
     return Topology(tuple(Device(speed=speed) for speed in speeds), (Level(len(speeds), FAST),))
 
 
-def work(pipe: Pipeline) -> list[float]:
-    """FLOPs of each rank."""
-    done = [0.0] * pipe.plan.num_ranks
-    for stage in pipe.plan.stages:
-        done[rank_of(pipe.plan.placement, stage.index)] += stage.cost.flops
-    return done
-
-
 @pytest.mark.slow
 def test_a_faster_device_gets_more_work_wherever_it_is() -> None:
     x, y = batch()
     for speeds in ((4.0, 1.0, 1.0), (1.0, 4.0, 1.0), (1.0, 1.0, 4.0)):
         pipe = compiled(even(), different(*speeds)).prepare(x, target=y)
-        found = work(pipe)
+        stages = sorted(pipe.plan.stages, key=lambda stage: rank_of(pipe.plan.placement, stage.index))
+        found = [stage.cost.flops for stage in stages]
         assert max(found) == found[speeds.index(4.0)]
         assert max(found) > 2.5 * min(found)
         assert sorted(pipe.plan.placement) == [(0,), (1,), (2,)]
@@ -88,17 +81,11 @@ def test_ranks_in_another_order_train_and_evaluate_as_the_unsplit_model(schedule
     model = even()
     unsplit = copy.deepcopy(model)
     pipe = compiled(model, different(1.0, 1.0, 4.0), schedule=schedule)
-    loss = pipe.step(x, target=y)
+    found = StepResult.of(pipe.step(x, target=y), model)
     assert pipe.plan.placement != one_rank_per_stage((0, 1, 2))
-    parts = [
-        F.mse_loss(unsplit(rows), wanted) / 4 for rows, wanted in zip(x.split(4), y.split(4), strict=True)
-    ]
-    for part in parts:
-        part.backward()
-    assert torch.equal(loss, torch.stack(parts).sum().detach())
-    found, expected = StepResult.of(loss, model), StepResult.of(loss, unsplit)
-    assert found.gradients.keys() == expected.gradients.keys()
-    assert all(torch.equal(found.gradients[fqn], expected.gradients[fqn]) for fqn in found.gradients)
+    given = {"x": x, "y": y}
+    loss = unsplit_step(lambda x, y: F.mse_loss(unsplit(x), y), given, [4] * 4)
+    assert_equal(found, StepResult.of(loss, unsplit))
     assert torch.equal(pipe(x), torch.cat([unsplit(rows) for rows in x.split(4)]).detach())
     assert pipe.eval_step(x, target=y) == loss
 
@@ -118,22 +105,12 @@ def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
     assert seconds[0, 1] == seconds[2, 3] == pytest.approx(num_bytes / FAST)
 
 
-@pytest.mark.parametrize(
-    ("topology", "error", "message"),
-    [
-        (
-            equal_devices(3, LinkModel(1e9, 0.0)),
-            InputError,
-            "the topology has 3 devices, but there are 2 ranks",
-        ),
-        ("absent.toml", PlanError, "absent.toml is not a topology"),
-    ],
-)
-def test_a_topology_that_does_not_fit_is_refused(
-    topology: Topology | str, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        pipec.compile(even(), 2, loss_fn=F.mse_loss, topology=topology)
+def test_a_topology_that_does_not_fit_is_refused() -> None:
+    three = equal_devices(3, LinkModel(1e9, 0.0))
+    with pytest.raises(InputError, match="the topology has 3 devices, but there are 2 ranks"):
+        pipec.compile(even(), 2, loss_fn=F.mse_loss, topology=three)
+    with pytest.raises(PlanError, match=r"absent.toml is not a topology"):
+        pipec.compile(even(), 2, loss_fn=F.mse_loss, topology="absent.toml")
 
 
 EQUAL = (Device(), Device())
@@ -143,11 +120,7 @@ PAIR = (Level(2, FAST),)
 @pytest.mark.parametrize(
     ("devices", "levels", "message"),
     [
-        (
-            (Device(), Device(speed=0.0)),
-            PAIR,
-            "device 1 has inf bytes of memory and speed 0.0: expected",
-        ),
+        ((Device(), Device(speed=0.0)), PAIR, "device 1 has inf bytes of memory and speed 0.0"),
         ((Device(speed=math.inf), Device()), PAIR, "device 0 has .* speed inf"),
         ((Device(memory_bytes=0.0), Device()), PAIR, "device 0 has 0.0 bytes of memory"),
         ((Device(memory_bytes=math.nan), Device()), PAIR, "device 0 has nan bytes of memory"),
@@ -168,29 +141,12 @@ def test_figures_that_make_no_topology_are_refused(
         Topology(devices, levels)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "devices = 3",
-        "levels = []",
-        "[[devices]]\nflavour = 3\n[[levels]]\nsize = 1\nbytes_per_second = 1e9",
-        "[[devices]]\nspeed = 'fast'\n[[levels]]\nsize = 1\nbytes_per_second = 1e9",
-        "not toml",
-    ],
-)
+@pytest.mark.parametrize("text", ["devices = 3", HOSTS.replace("speed", "flavour"), "not toml"])
 def test_a_file_that_is_no_topology_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "hosts.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(PlanError, match=r"hosts\.toml is not a topology: .* Expected devices"):
         read_topology(path)
-
-
-def test_the_same_topology_in_toml_and_json(tmp_path: Path) -> None:
-    (tmp_path / "hosts.toml").write_text(HOSTS, encoding="utf-8")
-    (tmp_path / "hosts.json").write_text(json.dumps(tomllib.loads(HOSTS)), encoding="utf-8")
-    found = read_topology(tmp_path / "hosts.toml")
-    assert found == read_topology(tmp_path / "hosts.json")
-    assert found == Topology((Device(), Device(), Device(speed=3.0)), (Level(3, 1e10),))
 
 
 def test_the_slowest_link_has_the_lowest_rate_and_the_longest_latency() -> None:
@@ -208,11 +164,15 @@ def test_the_first_devices_are_joined_by_their_slowest_link() -> None:
     assert whole.first_devices(6).levels == (Level(2, 3e9), Level(3, 1e9))
 
 
-def test_the_command_line_takes_a_topology(tmp_path: Path) -> None:
-    (tmp_path / "hosts.toml").write_text(HOSTS, encoding="utf-8")
-    result = CliRunner().invoke(
-        app, ["plan", f"{MODELS}:mlp", "--topology", str(tmp_path / "hosts.toml"), "--microbatches", "4"]
-    )
+def test_a_file_of_a_topology(tmp_path: Path) -> None:
+    """In TOML and in JSON, and for a command."""
+    toml, as_json = tmp_path / "hosts.toml", tmp_path / "hosts.json"
+    toml.write_text(HOSTS, encoding="utf-8")
+    as_json.write_text(json.dumps(tomllib.loads(HOSTS)), encoding="utf-8")
+    expected = Topology((Device(), Device(), Device(speed=3.0)), (Level(3, 1e10),))
+    assert read_topology(toml) == read_topology(as_json) == expected
+    words = ["plan", f"{MODELS}:mlp", "--topology", str(toml), "--microbatches", "4"]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "3 stages on 3 ranks, 1f1b, 4 microbatches of 2" in result.output
 

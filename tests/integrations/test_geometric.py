@@ -85,10 +85,3 @@ def test_a_saved_artifact_takes_batches(tmp_path: Path) -> None:
     torch.testing.assert_close(
         loaded.step(**arguments, target=target), pipe.eval_step(**arguments, target=target)
     )
-
-
-def test_several_microbatches_say_what_to_do() -> None:
-    pipe = pipec.compile(make_model(), devices=2, microbatches=2, loss_fn=loss_fn)
-    [(arguments, target)] = batches(1)
-    with pytest.raises(pipec.InputError, match=r"target has 3 rows but the batch has .*microbatches=\[...\]"):
-        pipe.step(**arguments, target=target)

@@ -1,8 +1,5 @@
 """What trainers refuse, each with one error that says what to do, and what they need of the libraries."""
 
-import copy
-import functools
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +9,6 @@ from typing import Any
 import huggingface_models
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import ParallelismConfig
 from torch import Tensor, nn
 
@@ -57,12 +53,16 @@ def test_arguments(options: dict[str, Any], expected: str, tmp_path: Path) -> No
         arguments(tmp_path, **options)
 
 
-def test_arguments_of_the_library_become_options(tmp_path: Path) -> None:
+def test_arguments_become_options(tmp_path: Path) -> None:
+    """Arguments of the library, and of a command line."""
     made = arguments(tmp_path, bf16=True, activation_checkpointing=True, devices=4, replicas=2)
     options = made.options()
     assert [options[name] for name in ("precision", "recompute")] == ["bf16-mixed", "full"]
     assert (made.mixed_precision, made.activation_checkpointing) == ("no", False)
     assert (made.train_batch_size, made.eval_batch_size, made.world_size) == (16, 16, 1)
+    words = f"--output_dir {tmp_path} --use_cpu --devices 4 --replicas 2 --memory_limit 1GiB"
+    (made,) = transformers.HfArgumentParser(type(made)).parse_args_into_dataclasses(words.split())
+    assert (made.devices, made.num_replicas, made.options()["memory_limit"]) == (4, 2, "1GiB")
 
 
 @pytest.mark.parametrize("library", ["transformers", "accelerate"])
@@ -81,37 +81,15 @@ def test_replicas_by_the_name_of_the_library(library: str, tmp_path: Path) -> No
         PipecAccelerator(cpu=True, devices=4, parallelism_config=ParallelismConfig(dp_shard_size=2))
 
 
-def test_arguments_with_a_group_are_copied_and_written(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        made = arguments(tmp_path, devices=1, group=dist.group.WORLD)
-        torch.save(made, tmp_path / "arguments")
-        for each in (copy.deepcopy(made), torch.load(tmp_path / "arguments", weights_only=False)):
-            assert each.options()["group"] == made.options()["group"]
-        assert "DeviceMesh" in made.to_json_string()
-        assert "DeviceMesh" in str(made)
-    finally:
-        dist.destroy_process_group()
+def test_models_and_arguments_that_are_no_fit(tmp_path: Path) -> None:
+    from pipec.integrations.transformers import PipecSFTConfig, PipecTrainer
 
-
-def test_arguments_are_read_from_a_command_line(tmp_path: Path) -> None:
-    from pipec.integrations.transformers import PipecArguments
-
-    words = f"--output_dir {tmp_path} --use_cpu --devices 4 --replicas 2 --memory_limit 1GiB"
-    (made,) = transformers.HfArgumentParser(PipecArguments).parse_args_into_dataclasses(words.split())
-    assert (made.devices, made.num_replicas, made.options()["memory_limit"]) == (4, 2, "1GiB")
-
-
-def test_other_arguments_than_pipecs(tmp_path: Path) -> None:
-    from pipec.integrations.transformers import PipecTrainer
-
+    model = huggingface_models.llama()[0]
     given = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(InputError, match="args is a TrainingArguments; pass PipecArguments"):
-        PipecTrainer(huggingface_models.llama()[0], given)
-
-
-def test_quantized_and_compiled_models(tmp_path: Path) -> None:
-    model = huggingface_models.llama()[0]
+        PipecTrainer(model, given)
+    with pytest.raises(InputError, match="activation_offloading is set"):
+        PipecSFTConfig(str(tmp_path), use_cpu=True, activation_offloading=True)
     with pytest.raises(InputError, match="the model is a pipeline already; pass the model itself"):
         trainer(tmp_path, model=trainer(tmp_path, model=model).model)
     model.hf_quantizer = SimpleNamespace(is_trainable=True)
@@ -126,13 +104,6 @@ def test_optimizers_that_cannot_update_stage_by_stage(tmp_path: Path) -> None:
         trainer(tmp_path, model=model, optimizers=(optimizer, None), options={"shard": "optimizer"})
     with pytest.raises(InputError, match="which updates each parameter during the backward"):
         trainer(tmp_path, options={"optim": "lomo"})
-
-
-def test_arguments_of_trl(tmp_path: Path) -> None:
-    from pipec.integrations.transformers import PipecSFTConfig
-
-    with pytest.raises(InputError, match="activation_offloading is set"):
-        PipecSFTConfig(str(tmp_path), use_cpu=True, activation_offloading=True)
 
 
 def test_packing_for_a_model_whose_documents_see_each_other() -> None:
@@ -174,38 +145,6 @@ def test_a_row_is_split_before_documents() -> None:
     assert parts(2) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
     assert parts(3) == [[0, 1, 2], [3, 4, 5, 6, 7, 8]], "the last documents have no labels"
     assert parts(11) == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
-
-
-OVERRIDDEN = {
-    "_get_dataloader": "dataset, description, batch_size, sampler_fn, is_training, dataloader_key",
-    "_save": "output_dir, state_dict",
-    "_save_optimizer_and_scheduler": "output_dir",
-    "_save_rng_state": "output_dir",
-    "_save_scaler": "output_dir",
-    "_load_scaler": "checkpoint",
-    "_save_checkpoint": "model, trial",
-    "_load_from_checkpoint": "resume_from_checkpoint, model",
-    "_load_best_model": "",
-    "_clip_grad_norm": "model",
-    "_get_grad_norm": "model, grad_norm",
-    "_move_model_to_device": "model, device",
-    "_set_signature_columns_if_needed": "",
-    "_get_num_items_in_batch": "batch_samples, device",
-}
-"""Methods of ``Trainer`` that are private, with their arguments."""
-
-
-def test_private_names_of_the_libraries() -> None:
-    from accelerate.optimizer import AcceleratedOptimizer
-    from trl import SFTTrainer
-
-    found = {name: inspect.signature(getattr(transformers.Trainer, name)).parameters for name in OVERRIDDEN}
-    assert {name: ", ".join([*each][1:]) for name, each in found.items()} == OVERRIDDEN
-    source = inspect.getsource(SFTTrainer)
-    names = ("add_fused_lm_head(", "self._metrics[mode]", "self._total_train_tokens", "self.aux_loss_enabled")
-    assert [name for name in names if name not in source] == []
-    assert "_is_overflow" in inspect.getsource(AcceleratedOptimizer)
-    assert isinstance(transformers.TrainingArguments._setup_devices, functools.cached_property)
 
 
 def test_no_library_is_imported_with_pipec() -> None:

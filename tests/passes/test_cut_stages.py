@@ -46,14 +46,11 @@ def test_devices_that_are_alike_are_visited_in_order(graph: TrainingGraph) -> No
     assert cut(graph, float("inf")).assignment.ranks == ()
 
 
-def test_a_rank_holds_weights_and_the_gradients_of_what_is_trained(graph: TrainingGraph) -> None:
+def test_a_rank_holds_weights_gradients_of_what_is_trained_and_what_is_saved(graph: TrainingGraph) -> None:
     """A frozen layer counts once and a trained one twice: half of the layers need three or four times one."""
     cut(graph, 4 * LAYER_BYTES)
     with pytest.raises(InfeasibleError, match=f"stage 0: {5 * LAYER_BYTES} bytes resident"):
         cut(graph, 4 * LAYER_BYTES - 1)
-
-
-def test_a_rank_holds_what_is_saved_for_each_microbatch_in_flight(graph: TrainingGraph) -> None:
     cut(graph, 5 * LAYER_BYTES, in_flight=(2, 1))
     with pytest.raises(InfeasibleError, match="1000 microbatches in flight"):
         cut(graph, 5 * LAYER_BYTES, in_flight=(1000, 1))

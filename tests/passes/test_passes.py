@@ -8,22 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from unsplit_reference import StepResult, assert_equal, unsplit_step
 
 import pipec
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture
-from pipec.cost.symbolic_sizes import MICROBATCH
 from pipec.errors import VerifyError
-from pipec.graph import (
-    Gradient,
-    LoweringLevel,
-    TrainingGraph,
-    depends_on_inputs_only,
-    is_forward,
-    recv,
-    send,
-    stage_of,
-)
+from pipec.graph import TrainingGraph, depends_on_inputs_only, is_forward, recv, send, stage_of
 from pipec.hardware.devices import DEVICES, LinkModel
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode, Phase
@@ -35,13 +26,11 @@ from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
 from pipec.passes.simplify import SCALAR_OVERLOADS, Simplify
-from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
 
 aten = torch.ops.aten
 TOKENS, WIDTH, VOCABULARY, ROWS = 6, 8, 11, 4
 
-DEVICE = DEVICES["cpu"]
 LINK = LinkModel(bytes_per_second=1e9, latency_seconds=1e-6)
 
 
@@ -76,13 +65,9 @@ def through(graph: TrainingGraph, *passes: Pass) -> TrainingGraph:
 
 
 @pytest.fixture(scope="module")
-def costed(captured: TrainingGraph) -> TrainingGraph:
-    return through(captured, Simplify(), AnnotateCost(DEVICE))
-
-
-@pytest.fixture(scope="module")
-def cut(costed: TrainingGraph) -> TrainingGraph:
-    return through(costed, AssignStages(CutStages(equal_devices(3, LINK), ROWS)))
+def cut(captured: TrainingGraph) -> TrainingGraph:
+    passes = (Simplify(), AnnotateCost(DEVICES["cpu"]))
+    return through(captured, *passes, AssignStages(CutStages(equal_devices(3, LINK), ROWS)))
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +77,6 @@ def communicating(cut: TrainingGraph) -> TrainingGraph:
 
 def count(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> int:
     return sum(map(test, graph.nodes))
-
-
-def gradients(graph: TrainingGraph) -> list[str]:
-    return [role.fqn for role in graph.results if isinstance(role, Gradient)]
 
 
 class Idle(nn.Module):
@@ -135,97 +116,23 @@ def test_simplify_removes_what_computes_nothing() -> None:
     assert count(after, undone) == 0
 
 
-def test_annotate_cost_prices_every_node_in_the_microbatch_size(costed: TrainingGraph) -> None:
-    products = [
-        n for n in costed.nodes if n.target in (aten.mm.default, aten.addmm.default) and is_forward(n)
-    ]
-    flops = 2 * TOKENS * WIDTH * MICROBATCH
-    assert [n.meta["cost"].flops for n in products] == [flops * WIDTH] * 3 + [flops * VOCABULARY]
-    assert all(node.meta["cost"].seconds(ROWS) >= 0 for node in costed.nodes)
+def test_values_are_sent_once_to_each_stage_that_reads_them(communicating: TrainingGraph) -> None:
+    """A mask of the input is not sent: it is made on each stage."""
+    sends = [(n.all_input_nodes[0], n.args[1]) for n in communicating.nodes if n.target is send]
+    assert len(set(sends)) == len(sends)
+    masks = [n for n in communicating.nodes if n.target is aten.ne.Scalar and depends_on_inputs_only(n)]
+    assert {stage_of(node) for node in masks} == {0, 1, 2}
 
 
-def test_cut_stages_gives_each_stage_consecutive_operators(cut: TrainingGraph) -> None:
-    forward = [
-        (node.meta["operator"], stage_of(node))
-        for node in cut.nodes
-        if is_forward(node) and "stage" in node.meta
-    ]
-    assert {stage for _, stage in forward} == {0, 1, 2}
-    assert [stage for _, stage in sorted(forward)] == sorted(stage for _, stage in forward)
-    assert cut.level is LoweringLevel.CUT
-
-
-def test_untie_gradients_splits_the_sum_of_a_tied_parameter(cut: TrainingGraph) -> None:
-    after = through(cut, UntieGradients())
-    assert gradients(cut).count("embed.weight") == 1
-    assert gradients(after).count("embed.weight") == 2
-    stages = [stage_of(node) for role, node in after.outputs if getattr(role, "fqn", "") == "embed.weight"]
-    assert sorted(stages) == [0, 2]
-    assert [name for name in gradients(after) if name != "embed.weight"] == [
-        name for name in gradients(cut) if name != "embed.weight"
-    ]
-
-
-def crossings(graph: TrainingGraph) -> int:
-    """Edges between computed values of two stages."""
-    return sum(
-        "stage" in source.meta and source.op == "call_function" and stage_of(source) != stage_of(node)
-        for node in graph.nodes
-        if "stage" in node.meta and node.target is not recv
-        for source in node.all_input_nodes
-    )
-
-
-def test_insert_communication_leaves_no_edge_between_stages(
-    cut: TrainingGraph, communicating: TrainingGraph
+@pytest.mark.parametrize("is_chosen", [False, True], ids=["all", "by name"])
+def test_mark_recompute_replays_what_the_stage_did_not_receive(
+    communicating: TrainingGraph, is_chosen: bool
 ) -> None:
-    assert crossings(cut) > 0
-    assert crossings(communicating) == 0
-    sends = [node for node in communicating.nodes if node.target is send]
-    assert all([user.target for user in node.users] == [recv] for node in sends)
-    assert all(stage_of(n) < n.args[1] for n in sends if is_forward(n))
-    assert all(stage_of(n) > n.args[1] for n in sends if not is_forward(n))
-    messages = [(n.all_input_nodes[0], n.args[1]) for n in sends]
-    assert len(set(messages)) == len(messages)
-
-
-def test_a_mask_is_made_on_each_stage_that_reads_it(communicating: TrainingGraph) -> None:
-    made = {
-        stage_of(node)
-        for node in communicating.nodes
-        if node.target is aten.ne.Scalar and depends_on_inputs_only(node)
-    }
-    assert made == {0, 1, 2}
-
-
-def test_mark_recompute_replays_what_the_stage_did_not_receive(communicating: TrainingGraph) -> None:
-    after = through(communicating, MarkRecompute(None))
-    forward = (node for node in after.nodes if is_forward(node) and not node.meta.get("constant"))
-    for node in forward:
-        assert (node.meta["recompute"] is Phase.RECOMPUTE) == (node.target not in (send, recv)), node
-
-
-def test_mark_recompute_replays_the_values_of_these_names(communicating: TrainingGraph) -> None:
-    names = [node.name for node in communicating.nodes if is_forward(node) and stage_of(node) == 1]
-    after = through(communicating, MarkRecompute(frozenset(names[::2])))
-    able = {node.name for node in communicating.nodes if node.target not in (send, recv)}
-    assert {node.name for node in after.nodes if node.meta.get("recompute")} == able & {*names[::2]}
-
-
-def test_split_backward_defers_what_only_weights_await(communicating: TrainingGraph) -> None:
-    after = through(communicating, MarkRecompute(), SplitBackward())
-    assert {node.meta["phase"] for node in communicating.nodes} == {Phase.FORWARD, Phase.BACKWARD}
-    phases = {node.name: node.meta["phase"] for node in after.nodes}
-    assert set(phases.values()) == {Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT}
-    weights = [node for role, node in after.outputs if isinstance(role, Gradient)]
-    assert {node.meta["phase"] for node in weights} == {Phase.BACKWARD_WEIGHT}
-    assert all(
-        phases[source.name] is not Phase.BACKWARD_WEIGHT
-        for node in after.nodes
-        if node.meta["phase"] is Phase.BACKWARD_INPUT
-        for source in node.all_input_nodes
-        if source.op == "call_function"
-    )
+    forward = [n for n in communicating.nodes if is_forward(n) and not n.meta.get("constant")]
+    names = {node.name for node in (forward[::2] if is_chosen else forward)}
+    after = through(communicating, MarkRecompute(frozenset(names) if is_chosen else None))
+    replayed = {node.name for node in after.nodes if node.meta.get("recompute") is Phase.RECOMPUTE}
+    assert replayed == names - {node.name for node in forward if node.target in (send, recv)}
 
 
 class Forgetful:
@@ -269,6 +176,16 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
     assert "= recv(" not in before
 
 
+def trained(model: nn.Module) -> tuple[TrainingGraph, str]:
+    """The captured graph of a model, and the code of its pipeline. A step has the bits of eager torch."""
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    graph = capture(CaptureRequest(model, None, Mode.TRAIN, ModelCall((x,), {}, None)))
+    eager, pipe = copy.deepcopy(model), pipec.compile(model, devices=1, microbatches=1)
+    found, expected = pipe.step(x), unsplit_step(eager, {"x": x}, [ROWS])
+    assert_equal(StepResult.of(found, model), StepResult.of(expected, eager))
+    return graph, pipe.source(0)
+
+
 class Unbound(nn.Module):
     """Attention whose queries, keys and values are slices of one tensor."""
 
@@ -284,9 +201,7 @@ class Unbound(nn.Module):
 
 def test_the_gradient_of_slices_is_put_together_at_once() -> None:
     """Of all slices of a dimension. That of one slice alone stays as it was."""
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    model = Unbound()
-    graph = capture(CaptureRequest(model, None, Mode.TRAIN, ModelCall((x,), {}, None)))
+    graph, code = trained(Unbound())
     selects = [node for node in graph.nodes if node.target is aten.select_backward.default]
     assert len(selects) == 4
     joined = through(graph, MergeSliceGradients())
@@ -294,24 +209,8 @@ def test_the_gradient_of_slices_is_put_together_at_once() -> None:
     (alone,) = (node for node in joined.nodes if node.target is aten.select_backward.default)
     joint = sorted((s for s in selects if s.name != alone.name), key=lambda select: select.args[3])
     assert [term.name for term in stack.args[0]] == [select.args[0].name for select in joint]
-    pipe = pipec.compile(copy.deepcopy(model), devices=1, microbatches=1)
-    pipe.step(x)
-    model(x).backward()
-    for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert torch.equal(found.grad, wanted.grad)
-    assert "torch.stack(" in pipe.source(0)
-    assert ".add_(" in pipe.source(0)
-
-
-def test_a_sum_is_made_in_the_shape_that_its_reader_wants() -> None:
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    graph = capture(CaptureRequest(Rotated(), None, Mode.TRAIN, ModelCall((x,), {}, None)))
-    (before,), (after,) = (
-        [node for node in each.nodes if node.target is aten.sum.dim_IntList]
-        for each in (graph, through(graph, Simplify()))
-    )
-    assert (before.args[2:], [user.target for user in before.users]) == ((True,), [aten.view.default])
-    assert (after.args[2:], [user.op for user in after.users]) == ((), ["output"])
+    assert "torch.stack(" in code
+    assert ".add_(" in code
 
 
 class Rotated(nn.Module):
@@ -328,17 +227,14 @@ class Rotated(nn.Module):
 
 
 def test_the_gradient_of_halves_is_put_together_and_added_in_its_place() -> None:
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    model = Rotated()
-    joined = through(
-        capture(CaptureRequest(model, None, Mode.TRAIN, ModelCall((x,), {}, None))),
-        Simplify(),
-        MergeSliceGradients(),
+    """A sum is made in the shape that its reader wants."""
+    graph, _ = trained(Rotated())
+    simple = through(graph, Simplify())
+    (before,), (after,) = (
+        [node for node in each.nodes if node.target is aten.sum.dim_IntList] for each in (graph, simple)
     )
+    assert (before.args[2:], [user.target for user in before.users]) == ((True,), [aten.view.default])
+    assert (after.args[2:], [user.op for user in after.users]) == ((), ["output"])
+    joined = through(simple, MergeSliceGradients())
     assert count(joined, lambda node: node.target is aten.cat.default and not is_forward(node)) == 1
     assert count(joined, lambda node: node.target is aten.slice_backward.default) == 2
-    pipe = pipec.compile(copy.deepcopy(model), devices=1, microbatches=1)
-    pipe.step(x)
-    model(x).backward()
-    for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert torch.equal(found.grad, wanted.grad)

@@ -7,6 +7,7 @@ import torch
 from compile_variants import captured, cut
 from huggingface_models import encoder
 from torch import Tensor, nn
+from unsplit_reference import StepResult, assert_equal, unsplit_step
 
 import pipec
 from pipec.hardware.devices import LinkModel
@@ -34,45 +35,24 @@ class Attention(nn.Module):
         return nn.functional.cosine_similarity(self.last(x), x, dim=-1).mean()
 
 
-def step_beside_eager(devices: int) -> tuple[pipec.Pipeline, nn.Module, Tensor]:
-    """A pipeline that has made a step, the model that eager torch has trained on the same rows, and these."""
+@pytest.mark.slow
+def test_stages_are_even_and_have_the_bits_of_eager() -> None:
+    """Another graph is taken apart where parameters are: what runs forward alone borrows none."""
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(ROWS, TOKENS, WIDTH)
     eager = copy.deepcopy(model)
-    pipe = pipec.compile(model, devices=devices, microbatches=2)
-    loss = pipe.step(x)
-    expected = torch.zeros(())
-    for part in x.chunk(2):
-        half = eager(part) / 2
-        half.backward()
-        expected += half.detach()
-    assert torch.equal(loss, expected)
-    return pipe, eager, x
-
-
-def require_bits(pipe: pipec.Pipeline, eager: nn.Module) -> None:
-    for (fqn, found), wanted in zip(pipe.named_parameters(), eager.parameters(), strict=True):
-        assert found.grad is not None
-        assert wanted.grad is not None
-        assert torch.equal(found.grad, wanted.grad), fqn
-
-
-@pytest.fixture(scope="module")
-def trained() -> tuple[pipec.Pipeline, nn.Module, Tensor]:
-    return step_beside_eager(4)
-
-
-@pytest.mark.slow
-def test_stages_are_even_and_gradients_have_the_bits_of_eager(
-    trained: tuple[pipec.Pipeline, nn.Module, Tensor],
-) -> None:
-    pipe, eager, _ = trained
+    pipe = pipec.compile(model, devices=4, microbatches=2)
+    found, expected = pipe.step(x), unsplit_step(eager, {"x": x}, [ROWS // 2] * 2)
+    assert_equal(StepResult.of(found, model), StepResult.of(expected, eager))
     seconds = [sum(stage.cost.seconds.values()) for stage in pipe.plan.stages]
     assert max(seconds) < 1.3 * sum(seconds) / 4
-    homes = [{*stage.parameters} for stage in pipe.plan.stages]
-    (inside,) = [home for home in homes if "attention.in_proj_weight" in home]
+    (inside,) = [s.parameters for s in pipe.plan.stages if "attention.in_proj_weight" in s.parameters]
     assert "attention.out_proj.weight" not in inside, "the call was cut"
-    require_bits(pipe, eager)
+    with torch.no_grad():
+        assert torch.equal(pipe(x), expected)
+    graphs = [staged.graph for staged in pipe._executions.compiler.cache.staged_graphs]
+    homes = {graph.mode: parameter_stages(graph) for graph in graphs}
+    assert homes[Mode.FORWARD] == homes[Mode.TRAIN]
 
 
 def test_a_transposed_weight_is_where_it_is_read() -> None:
@@ -81,18 +61,3 @@ def test_a_transposed_weight_is_where_it_is_read() -> None:
     far_apart = equal_devices(8, LinkModel(1e9, 1e-3))
     graph = cut(model, AssignStages(CutStages(far_apart, model.graph.batch_size)), frozenset()).graph
     assert graph.num_stages == 8
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-def test_another_graph_is_taken_apart_where_parameters_are(
-    trained: tuple[pipec.Pipeline, nn.Module, Tensor],
-) -> None:
-    """What runs forward alone borrows no parameter."""
-    pipe, eager, x = trained
-    pipe.train()
-    with torch.no_grad():
-        assert torch.equal(pipe(x), sum(eager(part) for part in x.chunk(2)) / 2)
-    graphs = [staged.graph for staged in pipe._executions.compiler.cache.staged_graphs]
-    homes = {graph.mode: parameter_stages(graph) for graph in graphs}
-    assert homes[Mode.FORWARD] == homes[Mode.TRAIN]

@@ -75,11 +75,7 @@ def test_a_recurrent_network_has_the_bits_of_eager_torch(cell: str, dtype: torch
         states = [numbers(num_layers * (1 + bidirectional), ROWS, projected or WIDTH, dtype=dtype)]
         if cell == "lstm":
             states.append(numbers(num_layers * (1 + bidirectional), ROWS, WIDTH, dtype=dtype))
-        x = (
-            numbers(ROWS, LENGTH, WIDTH, dtype=dtype)
-            if batch_first
-            else numbers(LENGTH, ROWS, WIDTH, dtype=dtype)
-        )
+        x = numbers(*((ROWS, LENGTH) if batch_first else (LENGTH, ROWS)), WIDTH, dtype=dtype)
 
         def eager(x: Tensor, *states: Tensor, network: Any = network) -> Any:
             return network(x, states if len(states) > 1 else states[0])
@@ -122,9 +118,8 @@ def test_an_interpolation(mode: str, target: dict[str, Any]) -> None:
     for image in images:
         arguments = size, factor, mode, False, recomputes
         check_descriptions(INTERPOLATE, image, *arguments)
-        expected = outcome(
-            F.interpolate, image, mode=mode, **{**given, "recompute_scale_factor": recomputes or None}
-        )
+        given["recompute_scale_factor"] = recomputes or None
+        expected = outcome(F.interpolate, image, mode=mode, **given)
         assert_same_bits(outcome(lambda x, arguments=arguments: INTERPOLATE(x, *arguments), image), expected)
 
 

@@ -11,91 +11,32 @@ import sympy
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-from pipec.graph import ReadValues
 from pipec.primitives import ctc_loss, recurrent_network
-from pipec.torch_compat import dynamo_front_end, operator_patches
+from pipec.torch_compat import operator_patches
 from pipec.torch_compat.compared_values import ABSENT, evaluate
-from pipec.torch_compat.differentiation import CapturedGraph
-from pipec.torch_compat.dynamo_front_end import capture_with_dynamo, model_raised
-from pipec.torch_compat.guards import Guards
+from pipec.torch_compat.dynamo_front_end import capture_with_dynamo
 from pipec.torch_compat.module_state import dry_run, quiet_logging, replace_with_fake_tensors, restore_module
-from pipec.torch_compat.operator_patches import (
-    skip_distribution_validation,
-    traced_otherwise,
-)
+from pipec.torch_compat.operator_patches import skip_distribution_validation, traced_otherwise
 from pipec.torch_compat.symbolic_numbers import python_expression
 
 
-class Net(nn.Module):
-    """A parameter, a buffer that changes, and a branch on the batch that becomes a guard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return self.layer(x).sum() * (2 if x.shape[0] > 2 else 3)
-
-
-@pytest.mark.parametrize("option", [*dynamo_front_end.DYNAMO_CONFIG, "ignore_logger_methods"])
-def test_a_dynamo_option_exists(option: str) -> None:
-    assert hasattr(torch._dynamo.config, option)
-
-
-def capture(module: nn.Module, x: Tensor, dynamic: bool = True) -> CapturedGraph:
-    return capture_with_dynamo(module, (x,), [(x, 0)] if dynamic else [])
-
-
 class Reads(nn.Module):
-    """Its forward reads a plain attribute, one of the class, an item, and a tensor of no module."""
+    """It has a plain attribute, one of the class, and an item."""
 
     kind = 3
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.scale, self.options, self.held, self.unread = 1.0, {"power": 1}, torch.ones(4), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale ** self.options["power"] * self.held + self.kind
-
-
-class Around(nn.Module):
-    """Stands around a module as pipec's step stands around a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Reads()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-
-def read_values(module: nn.Module) -> ReadValues:
-    noted = capture(module, torch.zeros(4, 4)).dynamo_output
-    assert noted is not None
-    return ReadValues.of(module, Guards(noted, module), (), lambda module: {})
-
-
-def test_guards_hold_whatever_the_arguments_the_tensors_and_the_modes_are() -> None:
-    module = Around()
-    values = read_values(module)
-    module.model.unread = 5
-    module.model.layer.weight = nn.Parameter(torch.zeros(0))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert values.difference() == ""
+        self.scale, self.options = 1.0, {"power": 1}
 
 
 def test_an_expression_of_dynamos_is_evaluated_in_every_process() -> None:
     """Whatever the name of a module is, it is a string in an expression."""
-    module = Around()
+    module = nn.ModuleDict({"model": Reads()})
     odd = "__import__('os')|1"
-    module.model.add_module(odd, nn.Dropout(0.25))
+    module["model"].add_module(odd, nn.Dropout(0.25))
     for source, value in {
         "L['self'].model.scale": 1.0,
         f"L['self']._modules['model']._modules[{odd!r}].p": 0.25,
@@ -121,32 +62,10 @@ def test_capture_leaves_dynamos_cache_to_the_user() -> None:
     compiled = torch.compile(model, backend=backend)
     compiled(x)
     for _ in range(2 * torch._dynamo.config.recompile_limit):
-        capture(model, torch.zeros(4, 4))
+        other = torch.zeros(4, 4)
+        capture_with_dynamo(model, (other,), [(other, 0)])
     compiled(x)
     assert len(compilations) == 1
-
-
-class Failing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] != 3:
-            raise ValueError("three columns, please")
-        return x
-
-
-class Misshapen(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.ones(3)
-
-
-def failure(module: nn.Module) -> Exception:
-    with pytest.raises((Unsupported, TorchRuntimeError)) as caught, warnings.catch_warnings():
-        capture(module, torch.zeros(4, 4))
-    return caught.value
-
-
-@pytest.mark.parametrize("module", [Failing(), Misshapen()], ids=lambda module: type(module).__name__)
-def test_an_error_of_the_model_itself_is_told_from_a_limit_of_dynamo(module: nn.Module) -> None:
-    assert model_raised(failure(module))
 
 
 B = sympy.Symbol("b", integer=True, positive=True)
@@ -172,25 +91,22 @@ def test_an_expression_of_sizes_prints_as_python(
         assert eval(code, {"b": size}) == expected(size)
 
 
-class Warned(Net):
+class Warned(nn.Linear):
     """A compiled function and a warning, of which neither stops a capture."""
 
     compiled = staticmethod(torch.compile(torch.sin))
 
     def forward(self, x: Tensor) -> Tensor:
         warnings.warn("a layer is deprecated", DeprecationWarning, stacklevel=2)
-        return self.compiled(self.layer(x)).sum()
+        return self.compiled(super().forward(x)).sum()
 
 
-def test_dynamo_passes_over_warnings() -> None:
-    assert "sin" in capture_with_dynamo(Warned(), (torch.zeros(3, 4),), ()).module.code
-
-
-def test_a_dry_run_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamo_passes_over_warnings_and_a_dry_run_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "sin" in capture_with_dynamo(Warned(4, 2), (torch.zeros(3, 4),), ()).module.code
     compiled = list[fx.GraphModule]()
     made = torch.compile(torch.sin, backend=compiled.append)
     monkeypatch.setattr(Warned, "compiled", staticmethod(made))
-    assert dry_run(Warned(), (torch.zeros(3, 4),)).error is None
+    assert dry_run(Warned(4, 2), (torch.zeros(3, 4),)).error is None
     assert not compiled
 
 
@@ -208,14 +124,15 @@ def test_quiet_spares_loggers_that_the_user_turned_up() -> None:
 
 
 def test_unchanged_puts_everything_back() -> None:
-    model = Net()
-    weight, attributes = model.layer.weight, dict(vars(model))
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.register_buffer("count", torch.zeros(()))
+    weight, attributes = model[0].weight, dict(vars(model))
     with restore_module(model):
-        model.layer.weight = nn.Parameter(torch.ones(1))
+        model[0].weight = nn.Parameter(torch.ones(1))
         model.extra, model.training = 1, False
         weight.mark = 1
         del model._buffers["count"]
-    assert model.layer.weight is weight
+    assert model[0].weight is weight
     assert dict(vars(model)) == attributes
     assert "count" in model._buffers
     assert not vars(weight)
@@ -257,13 +174,23 @@ def test_a_dry_run_keeps_what_holds_no_tensors(device: str) -> None:
     assert device == "meta" or module.count == 0
 
 
-@pytest.mark.parametrize(("width", "failed"), [(4, False), (5, True)])
-def test_a_dry_run_tells_a_model_that_fails_from_one_that_needs_values(width: int, failed: bool) -> None:
-    class Counted(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * int(x.sum())
+class Counted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * int(x.sum())
 
-    found = dry_run(Counted(4, 4), (torch.zeros(3, width),))
+
+class Numpy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.from_numpy(x.numpy()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "failed"), [(Counted, 4, False), (Counted, 5, True), (Numpy, 4, False)]
+)
+def test_a_dry_run_tells_a_model_that_fails_from_one_that_needs_values_or_memory(
+    kind: type[nn.Linear], width: int, failed: bool
+) -> None:
+    found = dry_run(kind(4, 4), (torch.zeros(3, width),))
     assert found.error is not None
     assert (found.failed, found.changed) == (failed, False)
 
@@ -281,13 +208,3 @@ def test_recurrent_networks_are_taken_apart_again_afterwards() -> None:
     with traced_otherwise(recurrent_network, ctc_loss):
         assert all(operator.py_kernels != kernels for operator, kernels in zip(whole, before, strict=True))
     assert [operator.py_kernels for operator in whole] == before
-
-
-def test_a_dry_run_says_nothing_of_a_model_that_needs_memory() -> None:
-    class Numpy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(torch.from_numpy(x.numpy()))
-
-    found = dry_run(Numpy(4, 4), (torch.zeros(3, 4),))
-    assert found.error is not None
-    assert not found.failed
