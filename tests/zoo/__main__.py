@@ -21,19 +21,11 @@ def main(wanted: tuple[str, ...]) -> int:
     names = [f"{family}/{case.name}" for family, members in families.items() for case in members]
     chosen = [name for name in names if name.startswith(wanted or ("",))]
     RESULTS.unlink(missing_ok=True)
-    results, surprises = {}, dict[str, str]()
-    for result in run_all(chosen, find, RESULTS, LIMIT):
-        results[result.name] = result
-        print(
-            f"{len(results):3} of {len(chosen)}  {result.outcome:18} {result.name}  {result.cause}",
-            flush=True,
-        )
-        if text := surprise(find(result.name), result):
-            surprises[result.name] = text
+    results = run_all(chosen, find, RESULTS, LIMIT)
     if not wanted:
         replace_section(PAGE, "The zoo", zoo_section(families, results))
-    for name, text in surprises.items():
-        print(f"\n{name}: {text}")
+    surprises = {name: text for name, each in results.items() if (text := surprise(find(name), each))}
+    print(*(f"\n{name}: {text}" for name, text in surprises.items()), sep="\n")
     return bool(surprises)
 
 

@@ -4,7 +4,6 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Any
@@ -35,14 +34,8 @@ ROUNDING = 3e-4
 NEGLIGIBLE = 1e-2
 """What counts as zero, relative to the largest number of any gradient: all in it is rounding."""
 
-RIGHT, ROUNDED, REFUSED, WRONG, CRASH, UNUSABLE = (
-    "right",
-    "right to rounding",
-    "refused",
-    "wrong",
-    "crash",
-    "unusable",
-)
+RIGHT, ROUNDED, REFUSED = "right", "right to rounding", "refused"
+WRONG, CRASH, UNUSABLE = "wrong", "crash", "unusable"
 """Outcomes. A model is unusable if eager torch cannot train it."""
 
 
@@ -63,7 +56,6 @@ class Result:
     warned: str = ""
     error: float = 0.0
     same_bits: float = 0.0
-    operators: int = 0
     balance: float = 0.0
     possible: float = 0.0
     compile_seconds: float = 0.0
@@ -97,19 +89,13 @@ def compare_case(case: Case) -> Result:
     """
     result = _tried(case)
     if result.outcome == WRONG:
-        with _double_precision():
+        torch.set_default_dtype(torch.float64)
+        try:
             if _tried(case).trained:
                 return replace(result, outcome=RIGHT if result.same_bits == 1 else ROUNDED, message="")
+        finally:
+            torch.set_default_dtype(torch.float32)
     return result
-
-
-@contextmanager
-def _double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _tried(case: Case) -> Result:
@@ -120,7 +106,7 @@ def _tried(case: Case) -> Result:
         if _draws(case, model, batches[0]):
             model.eval()
         in_turn = list(_eager(case, copy.deepcopy(model), batches, MICROBATCHES))
-        mixes = case.by_microbatch or _normalises_batches(model)
+        mixes = case.by_microbatch or bool(_batch_counters(model))
         whole = in_turn if mixes else list(_eager(case, copy.deepcopy(model), batches, 1))
     except Exception as error:
         return Result(case.name, UNUSABLE, _described(error))
@@ -145,9 +131,9 @@ def _compared(
         seconds = time.perf_counter() - begun
         found = [Left.by(model, pipe.step(**inputs)) for inputs in batches]
     warned = [text for text in told if "take their statistics of each microbatch" not in text]
-    wrong = _differences(found, whole)
+    wrong = [*_differences(found, whole)]
     if _staged(pipe).captured.findings.unproven:  # pipec has said that it does not know how losses add up
-        wrong = min(wrong, _differences(found, in_turn), key=lambda each: max(error for _, error in each))
+        wrong = min(wrong, [*_differences(found, in_turn)], key=lambda each: max(error for _, error in each))
     plan = pipe.plan
     same = [
         torch.equal(gradient, other.gradients[fqn])
@@ -165,15 +151,10 @@ def _compared(
         warned="; ".join(warned),
         error=largest,
         same_bits=sum(same) / len(same),
-        operators=plan.stages[-1].last_operator + 1,
         balance=_balance(plan),
         possible=_possible(pipe),
         compile_seconds=seconds,
     )
-
-
-def _differences(found: Sequence[Left], expected: Sequence[Left]) -> list[tuple[str, float]]:
-    return [difference for pair in zip(found, expected, strict=True) for difference in differences(*pair)]
 
 
 def _draws(case: Case, model: nn.Module, inputs: Inputs) -> bool:
@@ -184,8 +165,9 @@ def _draws(case: Case, model: nn.Module, inputs: Inputs) -> bool:
         return not torch.equal(before, torch.get_rng_state())
 
 
-def _normalises_batches(model: nn.Module) -> bool:
-    return any(name.endswith("num_batches_tracked") for name, _ in model.named_buffers())
+def _batch_counters(model: nn.Module) -> list[Tensor]:
+    """The numbers of batches of all BatchNorm layers."""
+    return [x for name, x in model.named_buffers() if name.endswith("num_batches_tracked")]
 
 
 def _eager(case: Case, model: nn.Module, batches: Sequence[Inputs], num_segments: int) -> Iterator[Left]:
@@ -193,7 +175,7 @@ def _eager(case: Case, model: nn.Module, batches: Sequence[Inputs], num_segments
 
     A step counts as one batch, unless each part is a batch of its own.
     """
-    counters = [x for name, x in model.named_buffers() if name.endswith("num_batches_tracked")]
+    counters = _batch_counters(model)
     for inputs, rows in zip(batches, BATCHES, strict=True):
         total, before = torch.zeros(()), [counter.clone() for counter in counters]
         for part in _split(inputs, rows, num_segments, case.batched or {}):
@@ -224,15 +206,16 @@ def _split(inputs: Inputs, rows: int, num_segments: int, batched: Any) -> Iterat
         }
 
 
-def differences(found: Left, expected: Left) -> Iterator[tuple[str, float]]:
-    """The relative error of everything that a step leaves; infinite where something is missing."""
-    yield "the loss", _error(found.loss, expected.loss, 0.0)
-    largest = max((_largest(gradient) for gradient in expected.gradients.values()), default=0.0)
-    for kind, floor in (("gradients", NEGLIGIBLE * largest), ("buffers", 1e-6)):
-        mine, theirs = getattr(found, kind), getattr(expected, kind)
-        for fqn in mine.keys() | theirs.keys():
-            both = fqn in mine and fqn in theirs
-            yield f"{kind} of {fqn}", _error(mine[fqn], theirs[fqn], floor) if both else float("inf")
+def _differences(steps: Sequence[Left], expected_steps: Sequence[Left]) -> Iterator[tuple[str, float]]:
+    """The relative error of everything that the steps leave; infinite where something is missing."""
+    for found, expected in zip(steps, expected_steps, strict=True):
+        yield "the loss", _error(found.loss, expected.loss, 0.0)
+        largest = max((_largest(gradient) for gradient in expected.gradients.values()), default=0.0)
+        for kind, floor in (("gradients", NEGLIGIBLE * largest), ("buffers", 1e-6)):
+            mine, theirs = getattr(found, kind), getattr(expected, kind)
+            for fqn in mine.keys() | theirs.keys():
+                both = fqn in mine and fqn in theirs
+                yield f"{kind} of {fqn}", _error(mine[fqn], theirs[fqn], floor) if both else float("inf")
 
 
 def _error(found: Tensor, expected: Tensor, floor: float) -> float:

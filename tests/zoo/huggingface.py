@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zoo.model_case import Case, Inputs
-from zoo.process_pool import results_in, run_all
+from zoo.model_case import Case, Inputs, batch, normal
+from zoo.process_pool import run_all
 from zoo.report import PAGE, counted, huggingface_section, replace_section
 from zoo.tiny_transformers import HEADS, PIXELS, TOKENS, answered, causal, classified, images, masked, tiny
 
@@ -51,6 +51,7 @@ LEVELS = {
     **{"image_size": 2 * PIXELS, "patch_size": 16, "depths": [1, 1, 1]},
     **{"hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4]},
 }
+LOCAL = {"attention_types": [[["global", "local"], 1]]}
 LATENTS = {"num_cross_attention_heads": 1, "num_self_attention_heads": 4}
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -63,8 +64,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "EsmcForMaskedLM": {"num_key_value_heads": HEADS},
     "EsmcForSequenceClassification": {"num_key_value_heads": HEADS},
-    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
-    "GPTNeoForSequenceClassification": {"attention_types": [[["global", "local"], 1]]},
+    "GPTNeoForCausalLM": LOCAL,
+    "GPTNeoForSequenceClassification": LOCAL,
     "HieraForImageClassification": {
         **{"image_size": [PIXELS, PIXELS], "depths": [1, 1], "num_heads": [1, 2]},
         **{"patch_size": [7, 7], "masked_unit_size": [2, 2], "query_stride": [2, 2], "num_query_pool": 1},
@@ -90,18 +91,18 @@ SIZES: dict[str, dict[str, Any]] = {
 """What the small configuration of an architecture has in a way of its own."""
 
 
-def larger_images(rows: int) -> Inputs:
-    return {**images(rows), "pixel_values": torch.randn(rows, 3, 2 * PIXELS, 2 * PIXELS)}
+def labels(rows: int) -> Tensor:
+    return images(rows)["labels"]
 
 
-def patches(rows: int) -> Inputs:
-    """Images that were cut into four by four patches."""
-    return {
-        "pixel_values": torch.randn(rows, 16, 3 * 8 * 8),
-        "pixel_attention_mask": torch.ones(rows, 16, dtype=torch.long),
-        "spatial_shapes": torch.full((rows, 2), 4),
-        "labels": images(rows)["labels"],
-    }
+larger_images = batch(pixel_values=normal(3, 2 * PIXELS, 2 * PIXELS), labels=labels)
+patches = batch(
+    pixel_values=normal(16, 3 * 8 * 8),
+    pixel_attention_mask=lambda rows: torch.ones(rows, 16, dtype=torch.long),
+    spatial_shapes=lambda rows: torch.full((rows, 2), 4),
+    labels=labels,
+)
+"""Images that were cut into four by four patches."""
 
 
 def captioned(rows: int) -> Inputs:
@@ -125,8 +126,8 @@ def find(name: str) -> Case:
     kind, _, class_name = name.partition("/")
     sizes = {"is_decoder": True} if kind == "CausalLM" else {}
     sizes |= SIZES.get(class_name, {})
-    batch, batched = INPUTS.get(class_name, KINDS[kind][1]), BATCHED.get(class_name)
-    return Case(name, lambda: _small(class_name, sizes), batch, batched=batched)
+    make_batch, batched = INPUTS.get(class_name, KINDS[kind][1]), BATCHED.get(class_name)
+    return Case(name, lambda: _small(class_name, sizes), make_batch, batched=batched)
 
 
 def _small(class_name: str, sizes: Mapping[str, Any]) -> nn.Module:
@@ -146,12 +147,7 @@ def main() -> None:
     names = list(dict.fromkeys(architectures()))
     if options.sample is not None:
         names = random.Random(0).sample(names, options.sample)
-    for result in run_all(names, find, RESULTS, LIMIT, options.processes):
-        print(
-            f"{result.outcome:18} {result.name}  {result.cause or result.message.split(chr(10))[0][:150]}",
-            flush=True,
-        )
-    results = results_in(RESULTS)
+    results = run_all(names, find, RESULTS, LIMIT, options.processes)
     print(counted(result.outcome for result in results.values()))
     if options.sample is None:
         replace_section(PAGE, "Hugging Face", huggingface_section(results))

@@ -6,7 +6,7 @@ A run that was interrupted goes on where it stopped: what has a line in the file
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
@@ -27,9 +27,9 @@ def results_in(file: Path) -> dict[str, Result]:
 
 
 def run_all(
-    names: Iterable[str], find: Find, file: Path, limit: float, num_processes: int = 2
-) -> Iterator[Result]:
-    """Try each case that ``file`` has no result of, ``limit`` seconds at most, and write what comes of it."""
+    names: Sequence[str], find: Find, file: Path, limit: float, num_processes: int = 2
+) -> dict[str, Result]:
+    """Try each case that ``file`` has no result of, ``limit`` seconds at most; returns all results."""
     done = results_in(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
@@ -37,11 +37,12 @@ def run_all(
     os.environ["OMP_NUM_THREADS"] = "1"
     with ThreadPoolExecutor(num_processes) as pool, file.open("a") as out:
         waiting = [pool.submit(_in_process, context, name, find, limit) for name in names if name not in done]
-        for future in as_completed(waiting):
+        for number, future in enumerate(as_completed(waiting), 1):
             result = future.result()
-            out.write(json.dumps(asdict(result)) + "\n")
-            out.flush()
-            yield result
+            print(json.dumps(asdict(result)), file=out, flush=True)
+            said = result.cause or result.message.partition("\n")[0][:150]
+            print(f"{number:3} of {len(waiting)}  {result.outcome:18} {result.name}  {said}", flush=True)
+    return results_in(file)
 
 
 def _in_process(

@@ -4,89 +4,61 @@ Configurations name the same size in many ways. ``SIZES`` has the names, and wha
 default. Dropout is off, because a pipeline and a whole batch draw other numbers.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zoo.model_case import Inputs
+from zoo.model_case import Case, Inputs, Loss, batch, integers, normal
 
 WIDTH, HEADS, LAYERS, TOKENS, VOCABULARY, LABELS, PIXELS = 32, 4, 2, 12, 64, 2, 32
 END = 3
 """The token that ends a text."""
 
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(
-        (
-            *("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "model_dim"),
-            *("encoder_hidden_size", "decoder_hidden_size", "attention_hidden_size", "q_lora_rank"),
-            *("kv_lora_rank", "embedding_size", "word_embed_proj_dim", "hidden_dim"),
-            *("hidden_size_per_layer_input", "emb_dim", "d_latents", "conv_dim_out", "lru_width"),
-            *("state_dim", "cross_attention_hidden_size", "pooler_hidden_size"),
-        ),
+NAMES: tuple[tuple[Any, str], ...] = (
+    (
         WIDTH,
+        """hidden_size d_model n_embd embed_dim dim model_dim encoder_hidden_size decoder_hidden_size emb_dim
+        attention_hidden_size q_lora_rank kv_lora_rank embedding_size word_embed_proj_dim hidden_dim lru_width
+        hidden_size_per_layer_input d_latents conv_dim_out state_dim cross_attention_hidden_size
+        pooler_hidden_size""",
     ),
-    **dict.fromkeys(
-        (
-            *("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim"),
-            *("decoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
-            *("shared_expert_intermediate_size", "mlp_dim", "expert_ffn_hidden_size"),
-            *("shared_intermediate_size", "d_inner"),
-        ),
+    (
         2 * WIDTH,
+        """intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size mlp_dim
+        moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
+        shared_intermediate_size d_inner""",
     ),
-    **dict.fromkeys(
-        (
-            *("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"),
-            *("decoder_attention_heads", "n_heads", "decoder_num_attention_heads", "mamba_n_heads"),
-        ),
+    (
         HEADS,
+        """num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads n_heads
+        decoder_num_attention_heads mamba_n_heads""",
     ),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num"), 2),
-    **dict.fromkeys(
-        (
-            *("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
-            *("decoder_layers", "num_decoder_layers", "num_encoder_layers", "num_hidden_groups"),
-            *("depth",),
-        ),
+    (2, "num_key_value_heads num_kv_heads n_kv_heads multi_query_group_num"),
+    (
         LAYERS,
+        """num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers
+        num_encoder_layers num_hidden_groups depth""",
     ),
-    **dict.fromkeys(
-        (*("head_dim", "d_kv", "kv_channels", "d_head", "qk_nope_head_dim", "v_head_dim"),),
-        WIDTH // HEADS,
-    ),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), WIDTH // HEADS),
-    **dict.fromkeys(
-        (
-            *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-            *("num_routed_experts",),
-        ),
-        4,
-    ),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(
-        (
-            *("vocab_size", "decoder_vocab_size", "entity_vocab_size"),
-            *("vocab_size_per_layer_input", "n_words"),
-        ),
-        VOCABULARY,
-    ),
-    "eos_token_id": END,
-    "num_latents": 16,
-    "axial_pos_embds": False,
-    "image_size": PIXELS,
-    "patch_size": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_groups": 1,
-    "first_k_dense_replace": 1,
-    "num_logits_to_keep": 0,
-    "n_shared_experts": 1,
-    "use_cache": False,
-    "apply_spec_augment": False,
-    "problem_type": "single_label_classification",
-}
+    (WIDTH // HEADS, "head_dim d_kv kv_channels d_head"),
+    (WIDTH // HEADS, "qk_nope_head_dim v_head_dim qk_rope_head_dim rotary_dim"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts"),
+    (2, "num_experts_per_tok moe_topk moe_k top_k_experts"),
+    (VOCABULARY, "vocab_size decoder_vocab_size entity_vocab_size vocab_size_per_layer_input n_words"),
+    (1, "n_group topk_group n_groups first_k_dense_replace n_shared_experts"),
+    (PIXELS, "image_size"),
+    (8, "patch_size"),
+    (16, "num_latents"),
+    (END, "eos_token_id"),
+    (0, "num_logits_to_keep"),
+    (False, "axial_pos_embds use_cache apply_spec_augment"),
+    ("single_label_classification", "problem_type"),
+)
+"""Values, each with the names of its options."""
+
+SIZES = {name: size for size, names in NAMES for name in names.split()}
 
 FILLED = {
     *("head_dim", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
@@ -148,6 +120,19 @@ def tiny(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def transformer(
+    name: str,
+    batch: Callable[[int], Inputs],
+    loss_fn: Loss | None = None,
+    refused: str | None = None,
+    batched: Mapping[str, int | None] | None = None,
+    by_microbatch: bool = False,
+    **sizes: Any,
+) -> Case:
+    """The case of the transformers model of a class name."""
+    return Case(name, tiny(name, **sizes), batch, loss_fn, refused, batched, by_microbatch)
+
+
 def words(rows: int, tokens: int = TOKENS) -> Tensor:
     """Tokens, none of them special."""
     return torch.randint(5, VOCABULARY, (rows, tokens))
@@ -175,17 +160,11 @@ def classified(rows: int) -> Inputs:
     return {"input_ids": ids, "labels": torch.randint(LABELS, (rows,))}
 
 
-def translated(rows: int) -> Inputs:
-    return {"input_ids": words(rows), "labels": words(rows, TOKENS // 2)}
+translated = batch(input_ids=words, labels=functools.partial(words, tokens=TOKENS // 2))
+answered = batch(input_ids=words, labels=words)
+"""As many tokens as in the question, for there are models that put one behind the other."""
 
+images = batch(pixel_values=normal(3, PIXELS, PIXELS), labels=integers(LABELS))
 
-def answered(rows: int) -> Inputs:
-    """As many tokens as in the question, for there are models that put one behind the other."""
-    return {"input_ids": words(rows), "labels": words(rows)}
-
-
-def images(rows: int) -> Inputs:
-    return {
-        "pixel_values": torch.randn(rows, 3, PIXELS, PIXELS),
-        "labels": torch.randint(LABELS, (rows,)),
-    }
+decoder = functools.partial(transformer, batch=causal)
+"""The case of a language model."""

@@ -6,23 +6,9 @@ from collections.abc import Mapping
 from zoo.model_case import Case
 
 FAMILIES = (
-    "decoders",
-    "encoders",
-    "sequences",
-    "mixtures_of_experts",
-    "state_space",
-    "vision",
-    "speech",
-    "multimodal",
-    "diffusion",
-    "convolutional",
-    "graphs",
-    "recurrent",
-    "generative",
-    "physics",
-    "recommendation",
-    "reinforcement",
-    "others",
+    *("decoders", "encoders", "sequences", "mixtures_of_experts", "state_space", "vision", "speech"),
+    *("multimodal", "diffusion", "convolutional", "graphs", "recurrent", "generative", "physics"),
+    *("recommendation", "reinforcement", "others"),
 )
 
 

@@ -1,14 +1,6 @@
 """Decoder language models of the transformers library."""
 
-from typing import Any
-
-from zoo.model_case import Case
-from zoo.tiny_transformers import causal, tiny
-
-
-def decoder(name: str, refused: str | None = None, **sizes: Any) -> Case:
-    return Case(name, tiny(name, **sizes), causal, refused=refused)
-
+from zoo.tiny_transformers import decoder
 
 CASES = (
     decoder("GPT2LMHeadModel"),

@@ -1,5 +1,6 @@
 """Denoising models of the diffusers library, and one written here. Noise is an argument."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,241 +8,119 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.model_case import Case, Inputs
-
-
-def diffusers(name: str, **options: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import diffusers
-
-        model: nn.Module = getattr(diffusers, name)(**options)
-        return model
-
-    return make
+from zoo.layers import model, perceptron
+from zoo.model_case import Case, Inputs, Rows, batch, integers, normal, uniform
 
 
 def sample_loss(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss(output["sample"], target)
 
 
-def noisy(channels: int, *size: int, **more: Any) -> Callable[[int], Inputs]:
-    """Images, or what else has ``size``, with the noise that was added as the target. ``more`` by row."""
+def diffuser(name: str, batch: Callable[[int], Inputs], batched: Any = None, **options: Any) -> Case:
+    """The case of a diffusers model. Classes are never dropped, which would be a draw."""
 
-    def batch(rows: int) -> Inputs:
-        return {
-            "sample": torch.randn(rows, channels, *size),
-            "timestep": torch.randint(1000, (rows,)),
-            "target": torch.randn(rows, channels, *size),
-            **{name: torch.randn(rows, *shape) for name, shape in more.items()},
-        }
+    def make() -> nn.Module:
+        import diffusers
 
-    return batch
+        model: nn.Module = getattr(diffusers, name)(**options)
+        for module in model.modules():
+            if hasattr(module, "dropout_prob"):
+                module.dropout_prob = 0.0
+        return model
 
-
-def latent(channels: int, *size: int, **more: Any) -> Callable[[int], Inputs]:
-    """The same for transformers, which name it otherwise."""
-
-    def batch(rows: int) -> Inputs:
-        inputs = noisy(channels, *size, **more)(rows)
-        inputs["hidden_states"] = inputs.pop("sample")
-        return inputs
-
-    return batch
+    return Case(name, make, batch, sample_loss, batched=batched)
 
 
-class SinusoidalTime(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.frequencies = nn.Buffer(10000.0 ** -torch.linspace(0, 1, width // 2))
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-
-    def forward(self, time: Tensor) -> Tensor:
-        angles = time[:, None] * self.frequencies
-        return self.layers(torch.cat([angles.sin(), angles.cos()], -1))
+def noisy(*shape: int, name: str = "sample", **more: Rows) -> Callable[[int], Inputs]:
+    """Images, or what else has ``shape``, with the noise that was added as the target."""
+    arguments = {name: normal(*shape), "timestep": integers(1000), "target": normal(*shape)}
+    return batch(**arguments, **more)
 
 
-class Denoiser(nn.Module):
+latent = functools.partial(noisy, 4, 8, 8, name="hidden_states")
+
+
+def frequencies() -> Tensor:
+    return nn.Buffer(10000.0 ** -torch.linspace(0, 1, 16))
+
+
+@model(frequencies=frequencies, layers=lambda: perceptron(32, 32, 32, activation=nn.SiLU))
+def sinusoidal_time(self, time: Tensor) -> Tensor:
+    angles = time[:, None] * self.frequencies
+    return self.layers(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+@model(
+    kept=lambda: nn.Buffer(torch.linspace(0.999, 0.98, 100).cumprod(0)),
+    time=sinusoidal_time,
+    first=lambda: nn.Conv2d(3, 32, 3, padding=1),
+    down=lambda: nn.Conv2d(32, 32, 3, stride=2, padding=1),
+    blocks=lambda: nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(3)),
+    norms=lambda: nn.ModuleList(nn.GroupNorm(4, 32) for _ in range(3)),
+    up=lambda: nn.ConvTranspose2d(32, 32, 4, stride=2, padding=1),
+    last=lambda: nn.Conv2d(64, 3, 3, padding=1),
+)
+def denoiser(self, image: Tensor, noise: Tensor, time: Tensor) -> Tensor:
     """The loss of a diffusion model itself: noise is added by a schedule, and predicted (Ho et al., 2020)."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.kept = nn.Buffer(torch.linspace(0.999, 0.98, 100).cumprod(0))
-        self.time = SinusoidalTime(width)
-        self.first = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.Conv2d(width, width, 3, stride=2, padding=1)
-        self.blocks = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(3))
-        self.norms = nn.ModuleList(nn.GroupNorm(4, width) for _ in range(3))
-        self.up = nn.ConvTranspose2d(width, width, 4, stride=2, padding=1)
-        self.last = nn.Conv2d(2 * width, 3, 3, padding=1)
-
-    def forward(self, image: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        kept = self.kept[time][:, None, None, None]
-        noisy = kept.sqrt() * image + (1 - kept).sqrt() * noise
-        embedded = self.time(time.float())[..., None, None]
-        wide = self.first(noisy)
-        hidden = self.down(F.silu(wide))
-        for block, norm in zip(self.blocks, self.norms, strict=True):
-            hidden = hidden + block(F.silu(norm(hidden + embedded)))
-        return F.mse_loss(self.last(torch.cat([wide, self.up(hidden)], 1)), noise)
+    kept = self.kept[time][:, None, None, None]
+    noisy = kept.sqrt() * image + (1 - kept).sqrt() * noise
+    embedded = self.time(time.float())[..., None, None]
+    wide = self.first(noisy)
+    hidden = self.down(F.silu(wide))
+    for block, norm in zip(self.blocks, self.norms, strict=True):
+        hidden = hidden + block(F.silu(norm(hidden + embedded)))
+    return F.mse_loss(self.last(torch.cat([wide, self.up(hidden)], 1)), noise)
 
 
-def drawn(rows: int) -> Inputs:
-    image, noise = torch.randn(2, rows, 3, 8, 8)
-    return {"image": image, "noise": noise, "time": torch.randint(100, (rows,))}
+def reconstructed(rows: int) -> Inputs:
+    return dict.fromkeys(("sample", "target"), torch.randn(rows, 3, 16, 16))
 
 
-def dit() -> nn.Module:
-    """Classes are never dropped, which would be a draw."""
-    model = diffusers(
-        "DiTTransformer2DModel",
-        in_channels=4,
-        num_layers=2,
-        sample_size=8,
-        num_embeds_ada_norm=1000,
-        norm_num_groups=4,
-        **HEADS,
-    )()
-    for module in model.modules():
-        if hasattr(module, "dropout_prob"):
-            module.dropout_prob = 0.0
-    return model
+def places(rows: int) -> Tensor:
+    return torch.cartesian_prod(torch.zeros(1), torch.arange(3.0), torch.arange(3.0))
 
+
+TEXT = {"encoder_hidden_states": normal(5, 16)}
+POOLED = {"pooled_projections": normal(16)}
+PLACES = {"img_ids": places, "txt_ids": lambda rows: torch.zeros(5, 3)}
+FLUX = batch(hidden_states=normal(9, 4), **TEXT, **POOLED, timestep=uniform(), **PLACES, target=normal(9, 4))
 
 SMALL = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4}
+UNET = {"sample_size": 8, "attention_head_dim": 8, **SMALL}
+ATTENDING = {
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+}
+CONDITIONED = {
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 16,
+}
+AUTOENCODER = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    **SMALL,
+}
+CHANNELS = {"in_channels": 4, "out_channels": 4}
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+TWO_LAYERS = {"num_layers": 2, "sample_size": 8, **HEADS}
+WAVE = {"sample_size": 32, "extra_in_channels": 32, "block_out_channels": (16, 32, 32), "layers_per_block": 1}
+CLASSES = {"in_channels": 4, "num_embeds_ada_norm": 1000, "norm_num_groups": 4}
+CAPTIONS = {"cross_attention_dim": 32, "caption_channels": 16, "use_additional_conditions": False}
+JOINT = {"joint_attention_dim": 16, "pooled_projection_dim": 16}
+PATCHES = {"patch_size": 2, "caption_projection_dim": 32, "pos_embed_max_size": 8}
+SINGLE = {"in_channels": 4, "num_layers": 1, "num_single_layers": 2, "axes_dims_rope": (4, 4, 8)}
+SHARED = {"img_ids": None, "txt_ids": None}
 
 CASES = (
-    Case(
-        "UNet2DModel",
-        diffusers(
-            "UNet2DModel",
-            sample_size=8,
-            in_channels=3,
-            out_channels=3,
-            attention_head_dim=8,
-            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-            **SMALL,
-        ),
-        noisy(3, 8, 8),
-        sample_loss,
-    ),
-    Case(
-        "UNet2DConditionModel",
-        diffusers(
-            "UNet2DConditionModel",
-            sample_size=8,
-            in_channels=4,
-            out_channels=4,
-            attention_head_dim=8,
-            cross_attention_dim=16,
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            **SMALL,
-        ),
-        noisy(4, 8, 8, encoder_hidden_states=(5, 16)),
-        sample_loss,
-    ),
-    Case(
-        "UNet1DModel",
-        diffusers(
-            "UNet1DModel",
-            sample_size=32,
-            in_channels=4,
-            out_channels=4,
-            extra_in_channels=32,
-            block_out_channels=(16, 32, 32),
-            layers_per_block=1,
-        ),
-        noisy(4, 32),
-        sample_loss,
-    ),
-    Case(
-        "AutoencoderKL",
-        diffusers(
-            "AutoencoderKL",
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            **SMALL,
-        ),
-        lambda rows: {"sample": (image := torch.randn(rows, 3, 16, 16)), "target": image},
-        sample_loss,
-    ),
-    Case(
-        "VQModel",
-        diffusers(
-            "VQModel",
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            num_vq_embeddings=16,
-            **SMALL,
-        ),
-        lambda rows: {"sample": (image := torch.randn(rows, 3, 16, 16)), "target": image},
-        sample_loss,
-    ),
-    Case(
-        "DiTTransformer2DModel",
-        dit,
-        lambda rows: {**latent(4, 8, 8)(rows), "class_labels": torch.randint(1000, (rows,))},
-        sample_loss,
-    ),
-    Case(
-        "PixArtTransformer2DModel",
-        diffusers(
-            "PixArtTransformer2DModel",
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            sample_size=8,
-            cross_attention_dim=32,
-            caption_channels=16,
-            use_additional_conditions=False,
-            **HEADS,
-        ),
-        latent(4, 8, 8, encoder_hidden_states=(5, 16)),
-        sample_loss,
-    ),
-    Case(
-        "SD3Transformer2DModel",
-        diffusers(
-            "SD3Transformer2DModel",
-            sample_size=8,
-            patch_size=2,
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            joint_attention_dim=16,
-            caption_projection_dim=32,
-            pooled_projection_dim=16,
-            pos_embed_max_size=8,
-            **HEADS,
-        ),
-        latent(4, 8, 8, encoder_hidden_states=(5, 16), pooled_projections=(16,)),
-        sample_loss,
-    ),
-    Case(
-        "FluxTransformer2DModel",
-        diffusers(
-            "FluxTransformer2DModel",
-            in_channels=4,
-            num_layers=1,
-            num_single_layers=2,
-            joint_attention_dim=16,
-            pooled_projection_dim=16,
-            axes_dims_rope=(4, 4, 8),
-            **HEADS,
-        ),
-        lambda rows: {
-            "hidden_states": torch.randn(rows, 9, 4),
-            "encoder_hidden_states": torch.randn(rows, 5, 16),
-            "pooled_projections": torch.randn(rows, 16),
-            "timestep": torch.rand(rows),
-            "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(3.0), torch.arange(3.0)),
-            "txt_ids": torch.zeros(5, 3),
-            "target": torch.randn(rows, 9, 4),
-        },
-        sample_loss,
-        batched={"img_ids": None, "txt_ids": None},
-    ),
-    Case("Denoiser", Denoiser, drawn),
+    diffuser("UNet2DModel", noisy(3, 8, 8), in_channels=3, out_channels=3, **ATTENDING, **UNET),
+    diffuser("UNet2DConditionModel", noisy(4, 8, 8, **TEXT), **CONDITIONED, **CHANNELS, **UNET),
+    diffuser("UNet1DModel", noisy(4, 32), **CHANNELS, **WAVE),
+    diffuser("AutoencoderKL", reconstructed, **AUTOENCODER),
+    diffuser("VQModel", reconstructed, num_vq_embeddings=16, **AUTOENCODER),
+    diffuser("DiTTransformer2DModel", latent(class_labels=integers(1000)), **CLASSES, **TWO_LAYERS),
+    diffuser("PixArtTransformer2DModel", latent(**TEXT), **CAPTIONS, **CHANNELS, **TWO_LAYERS),
+    diffuser("SD3Transformer2DModel", latent(**TEXT, **POOLED), **PATCHES, **JOINT, **CHANNELS, **TWO_LAYERS),
+    diffuser("FluxTransformer2DModel", FLUX, batched=SHARED, **SINGLE, **JOINT, **HEADS),
+    Case("Denoiser", denoiser, batch(image=normal(3, 8, 8), noise=normal(3, 8, 8), time=integers(100))),
 )

@@ -6,243 +6,179 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.layers import perceptron
-from zoo.model_case import Case, Inputs
+from zoo.layers import model, perceptron
+from zoo.model_case import Case, batch, normal, uniform
 
 
-class Variational(nn.Module):
+@model(encoder=lambda: perceptron(16, 32, 32, 8), decoder=lambda: perceptron(4, 32, 32, 16))
+def variational(self, x: Tensor, noise: Tensor) -> Tensor:
     """The evidence bound of a Gaussian latent (Kingma and Welling, 2014)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = perceptron(16, 32, 32, 8), perceptron(4, 32, 32, 16)
-
-    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
-        mean, log_variance = self.encoder(x).chunk(2, -1)
-        decoded = self.decoder(mean + (log_variance / 2).exp() * noise)
-        divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1) / 2
-        return ((x - decoded).square().sum(-1) + divergence).mean()
+    mean, log_variance = self.encoder(x).chunk(2, -1)
+    decoded = self.decoder(mean + (log_variance / 2).exp() * noise)
+    divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1) / 2
+    return ((x - decoded).square().sum(-1) + divergence).mean()
 
 
-class Distributed(nn.Module):
-    """The same by torch.distributions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = perceptron(16, 32, 32, 8), perceptron(4, 32, 32, 16)
-
-    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
-        mean, raw = self.encoder(x).chunk(2, -1)
-        posterior = torch.distributions.Normal(mean, F.softplus(raw))
-        prior = torch.distributions.Normal(0.0, 1.0)
-        likelihood = torch.distributions.Bernoulli(logits=self.decoder(mean + posterior.stddev * noise))
-        bound = likelihood.log_prob(x.sigmoid().round()).sum(-1)
-        return (torch.distributions.kl_divergence(posterior, prior).sum(-1) - bound).mean()
+@model(encoder=lambda: perceptron(16, 32, 32, 8), decoder=lambda: perceptron(4, 32, 32, 16))
+def of_distributions(self, x: Tensor, noise: Tensor) -> Tensor:
+    mean, raw = self.encoder(x).chunk(2, -1)
+    posterior = torch.distributions.Normal(mean, F.softplus(raw))
+    prior = torch.distributions.Normal(0.0, 1.0)
+    likelihood = torch.distributions.Bernoulli(logits=self.decoder(mean + posterior.stddev * noise))
+    bound = likelihood.log_prob(x.sigmoid().round()).sum(-1)
+    return (torch.distributions.kl_divergence(posterior, prior).sum(-1) - bound).mean()
 
 
-class Quantised(nn.Module):
+@model(
+    encoder=lambda: perceptron(16, 32, 32, 8),
+    decoder=lambda: perceptron(8, 32, 32, 16),
+    codes=lambda: nn.Embedding(12, 8),
+)
+def quantised(self, x: Tensor) -> Tensor:
     """Latents are the nearest of a code book; gradients pass straight through (van den Oord et al., 2017)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = perceptron(16, 32, 32, 8), perceptron(8, 32, 32, 16)
-        self.codes = nn.Embedding(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.encoder(x)
-        apart = (hidden[:, None] - self.codes.weight).square().sum(-1)
-        code = self.codes(apart.argmin(-1))
-        commitment = F.mse_loss(code, hidden.detach()) + 0.25 * F.mse_loss(hidden, code.detach())
-        return F.mse_loss(self.decoder(hidden + (code - hidden).detach()), x) + commitment
+    hidden = self.encoder(x)
+    apart = (hidden[:, None] - self.codes.weight).square().sum(-1)
+    code = self.codes(apart.argmin(-1))
+    commitment = F.mse_loss(code, hidden.detach()) + 0.25 * F.mse_loss(hidden, code.detach())
+    return F.mse_loss(self.decoder(hidden + (code - hidden).detach()), x) + commitment
 
 
-class Adversarial(nn.Module):
+def generator() -> nn.Module:
+    first = [nn.Linear(8, 64), nn.Unflatten(1, (16, 2, 2)), nn.ReLU(), nn.ConvTranspose2d(16, 8, 4, 2, 1)]
+    return nn.Sequential(*first, nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.Tanh())
+
+
+def discriminator() -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 16, 4, 2, 1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 1)).requires_grad_(False)
+
+
+@model(generator=generator, discriminator=discriminator)
+def adversarial(self, noise: Tensor) -> Tensor:
     """The generator's loss, through a discriminator that it does not train (Goodfellow et al., 2014)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(
-            nn.Linear(8, 64),
-            nn.Unflatten(1, (16, 2, 2)),
-            nn.ReLU(),
-            nn.ConvTranspose2d(16, 8, 4, 2, 1),
-            nn.ReLU(),
-            nn.ConvTranspose2d(8, 3, 4, 2, 1),
-            nn.Tanh(),
-        )
-        self.discriminator = nn.Sequential(
-            nn.Conv2d(3, 8, 4, 2, 1),
-            nn.LeakyReLU(0.2),
-            nn.Conv2d(8, 16, 4, 2, 1),
-            nn.Flatten(),
-            nn.Linear(64, 1),
-        ).requires_grad_(False)
-
-    def forward(self, noise: Tensor) -> Tensor:
-        return F.softplus(-self.discriminator(self.generator(noise))).mean()
+    return F.softplus(-self.discriminator(self.generator(noise))).mean()
 
 
-class Critic(nn.Module):
+@model(layers=lambda: perceptron(16, 32, 32, 1))
+def critic(self, real: Tensor, made: Tensor, between: Tensor) -> Tensor:
     """The critic's loss with its gradient penalty (Gulrajani et al., WGAN-GP, 2017)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = perceptron(16, 32, 32, 1)
-
-    def forward(self, real: Tensor, made: Tensor, between: Tensor) -> Tensor:
-        mixed = (between * real + (1 - between) * made).requires_grad_()
-        (slope,) = torch.autograd.grad(self.layers(mixed).sum(), mixed, create_graph=True)
-        penalty = (slope.norm(dim=-1) - 1).square().mean()
-        return self.layers(made).mean() - self.layers(real).mean() + 10 * penalty
+    mixed = (between * real + (1 - between) * made).requires_grad_()
+    (slope,) = torch.autograd.grad(self.layers(mixed).sum(), mixed, create_graph=True)
+    penalty = (slope.norm(dim=-1) - 1).square().mean()
+    return self.layers(made).mean() - self.layers(real).mean() + 10 * penalty
 
 
-class Coupling(nn.Module):
+@model(flipped=bool, layers=lambda flipped: perceptron(4, 32, 8))
+def coupling(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Half of a vector decides how the other half is scaled and moved (Dinh et al., RealNVP, 2017)."""
-
-    def __init__(self, flipped: bool) -> None:
-        super().__init__()
-        self.flipped = flipped
-        self.layers = perceptron(4, 32, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        kept, moved = reversed(x.chunk(2, -1)) if self.flipped else x.chunk(2, -1)
-        scale, shift = self.layers(kept).chunk(2, -1)
-        scale = scale.tanh()
-        moved = moved * scale.exp() + shift
-        return torch.cat([moved, kept] if self.flipped else [kept, moved], -1), scale.sum(-1)
+    kept, moved = reversed(x.chunk(2, -1)) if self.flipped else x.chunk(2, -1)
+    scale, shift = self.layers(kept).chunk(2, -1)
+    scale = scale.tanh()
+    moved = moved * scale.exp() + shift
+    return torch.cat([moved, kept] if self.flipped else [kept, moved], -1), scale.sum(-1)
 
 
-class Flow(nn.Module):
+def mixers(mixing: bool) -> nn.ParameterList:
+    return nn.ParameterList(torch.linalg.qr(torch.randn(8, 8))[0] for _ in range(4 if mixing else 0))
+
+
+@model(couplings=lambda mixing: nn.ModuleList(coupling(k % 2) for k in range(4)), mixers=mixers)
+def flow(self, x: Tensor) -> Tensor:
     """Minus the likelihood of data under a chain of couplings and, in between, full matrices (Glow, 2018)."""
-
-    def __init__(self, mixing: bool) -> None:
-        super().__init__()
-        self.couplings = nn.ModuleList(Coupling(bool(k % 2)) for k in range(4))
-        mixers = [torch.linalg.qr(torch.randn(8, 8))[0] for _ in range(4)] if mixing else []
-        self.mixers = nn.ParameterList(mixers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x.new_zeros(x.shape[0])
-        for k, coupling in enumerate(self.couplings):
-            if len(self.mixers):
-                x, total = x @ self.mixers[k], total + torch.linalg.slogdet(self.mixers[k])[1]
-            x, volume = coupling(x)
-            total = total + volume
-        return ((x.square() + math.log(2 * math.pi)).sum(-1) / 2 - total).mean()
+    total = x.new_zeros(x.shape[0])
+    for k, coupling in enumerate(self.couplings):
+        if len(self.mixers):
+            x, total = x @ self.mixers[k], total + torch.linalg.slogdet(self.mixers[k])[1]
+        x, volume = coupling(x)
+        total = total + volume
+    return ((x.square() + math.log(2 * math.pi)).sum(-1) / 2 - total).mean()
 
 
-class MaskedLinear(nn.Linear):
+@model(layer=lambda mask: nn.Linear(*reversed(mask.shape)), mask=lambda mask: nn.Buffer(mask.float()))
+def masked(self, x: Tensor) -> Tensor:
     """A layer some of whose weights are kept at zero by a mask."""
-
-    def __init__(self, num_in: int, num_out: int, mask: Tensor) -> None:
-        super().__init__(num_in, num_out)
-        self.register_buffer("mask", mask)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * self.mask, self.bias)
+    return F.linear(x, self.layer.weight * self.mask, self.layer.bias)
 
 
-class Autoregressive(nn.Module):
+def autoregressive(size: int = 8, width: int = 32) -> nn.Module:
     """Every number is predicted from those before it (Germain et al., MADE, 2015)."""
-
-    def __init__(self, size: int = 8, width: int = 32) -> None:
-        super().__init__()
-        order, hidden = torch.arange(size), torch.arange(width) % (size - 1)
-        self.layers = nn.Sequential(
-            MaskedLinear(size, width, (hidden[:, None] >= order).float()),
-            nn.ReLU(),
-            MaskedLinear(width, width, (hidden[:, None] >= hidden).float()),
-            nn.ReLU(),
-            MaskedLinear(width, size, (order[:, None] > hidden).float()),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+    order, hidden = torch.arange(size), torch.arange(width) % (size - 1)
+    first, second = masked(hidden[:, None] >= order), masked(hidden[:, None] >= hidden)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), masked(order[:, None] > hidden))
 
 
-class CausalPixels(nn.Conv2d):
+def pixels_before(itself: bool) -> Tensor:
+    mask = torch.ones(5, 5)
+    mask[2, 2 + itself :] = 0
+    mask[3:] = 0
+    return mask
+
+
+def repeated(rows: int) -> dict[str, Tensor]:
+    return dict.fromkeys(("input", "target"), torch.randn(rows, 8))
+
+
+@model(
+    layer=lambda num, itself: nn.Conv2d(num, 16, 5, padding=2),
+    mask=lambda num, itself: nn.Buffer(pixels_before(itself)),
+)
+def causal(self, x: Tensor) -> Tensor:
     """A convolution over the pixels above and to the left."""
-
-    def __init__(self, num_in: int, num_out: int, itself: bool) -> None:
-        super().__init__(num_in, num_out, 5, padding=2)
-        mask = torch.ones(5, 5)
-        mask[2, 2 + itself :] = 0
-        mask[3:] = 0
-        self.register_buffer("mask", mask)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight * self.mask, self.bias, padding=2)
-
-
-class Waves(nn.Module):
-    """Gated convolutions over the past with skips to the end (van den Oord et al., WaveNet, 2016)."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, width)
-        self.gates = nn.ModuleList(nn.Conv1d(width, 2 * width, 2, dilation=2**k) for k in range(3))
-        self.mixers = nn.ModuleList(nn.Conv1d(width, 2 * width, 1) for _ in range(3))
-        self.head = nn.Sequential(nn.ReLU(), nn.Conv1d(width, 16, 1))
-
-    def forward(self, wave: Tensor) -> Tensor:
-        x, skips = self.embed(wave).mT, []
-        for k, (gate, mix) in enumerate(zip(self.gates, self.mixers, strict=True)):
-            new, opened = gate(F.pad(x, (2**k, 0))).chunk(2, 1)
-            residual, skip = mix(new.tanh() * opened.sigmoid()).chunk(2, 1)
-            x = x + residual
-            skips.append(skip)
-        return self.head(torch.stack(skips).sum(0))
-
-
-class Energy(nn.Module):
-    """Contrastive divergence with negatives that were drawn before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = perceptron(16, 32, 32, 1, activation=nn.SiLU)
-
-    def forward(self, real: Tensor, made: Tensor) -> Tensor:
-        low, high = self.layers(real), self.layers(made)
-        return (low - high).mean() + 0.1 * (low.square() + high.square()).mean()
+    return F.conv2d(x, self.layer.weight * self.mask, self.layer.bias, padding=2)
 
 
 def pixelcnn() -> nn.Module:
-    hidden = [nn.ReLU(), CausalPixels(16, 16, True), nn.ReLU(), CausalPixels(16, 16, True)]
-    return nn.Sequential(CausalPixels(1, 16, False), *hidden, nn.ReLU(), nn.Conv2d(16, 4, 1))
+    hidden = [nn.ReLU(), causal(16, True), nn.ReLU(), causal(16, True)]
+    return nn.Sequential(causal(1, False), *hidden, nn.ReLU(), nn.Conv2d(16, 4, 1))
 
 
-def encoded(rows: int) -> Inputs:
-    return {"x": torch.randn(rows, 16), "noise": torch.randn(rows, 4)}
-
-
-def pixels(rows: int) -> Inputs:
+def pixels(rows: int) -> dict[str, Tensor]:
     levels = torch.randint(4, (rows, 8, 8))
     return {"input": levels[:, None] / 3, "target": levels}
 
 
-def waves(rows: int) -> Inputs:
+@model(
+    embed=lambda: nn.Embedding(16, 16),
+    gates=lambda: nn.ModuleList(nn.Conv1d(16, 32, 2, dilation=2**k) for k in range(3)),
+    mixers=lambda: nn.ModuleList(nn.Conv1d(16, 32, 1) for _ in range(3)),
+    head=lambda: nn.Sequential(nn.ReLU(), nn.Conv1d(16, 16, 1)),
+)
+def wavenet(self, wave: Tensor) -> Tensor:
+    """Gated convolutions over the past with skips to the end (van den Oord et al., WaveNet, 2016)."""
+    x, skips = self.embed(wave).mT, []
+    for k, (gate, mix) in enumerate(zip(self.gates, self.mixers, strict=True)):
+        new, opened = gate(F.pad(x, (2**k, 0))).chunk(2, 1)
+        residual, skip = mix(new.tanh() * opened.sigmoid()).chunk(2, 1)
+        x = x + residual
+        skips.append(skip)
+    return self.head(torch.stack(skips).sum(0))
+
+
+def waves(rows: int) -> dict[str, Tensor]:
     wave = torch.randint(16, (rows, 20))
     return {"wave": wave, "target": wave.roll(-1, 1)}
 
 
-def told(rows: int, *names: str) -> Inputs:
-    return {name: torch.randn(rows, 16) for name in names}
+@model(layers=lambda: perceptron(16, 32, 32, 1, activation=nn.SiLU))
+def energy(self, real: Tensor, made: Tensor) -> Tensor:
+    """Contrastive divergence with negatives that were drawn before."""
+    low, high = self.layers(real), self.layers(made)
+    return (low - high).mean() + 0.1 * (low.square() + high.square()).mean()
 
+
+ENCODED = batch(x=normal(16), noise=normal(4))
+PAIRS = {"real": normal(16), "made": normal(16)}
 
 CASES = (
-    Case("VAE", Variational, encoded),
-    Case("VAE of distributions", Distributed, encoded),
-    Case("VQ-VAE", Quantised, lambda rows: told(rows, "x")),
-    Case("GAN", Adversarial, lambda rows: {"noise": torch.randn(rows, 8)}),
-    Case(
-        "WGAN-GP",
-        Critic,
-        lambda rows: {**told(rows, "real", "made"), "between": torch.rand(rows, 1)},
-    ),
-    Case("RealNVP", lambda: Flow(False), lambda rows: {"x": torch.randn(rows, 8)}),
-    Case("Glow", lambda: Flow(True), lambda rows: {"x": torch.randn(rows, 8)}),
-    Case("MADE", Autoregressive, lambda rows: {"x": (x := torch.randn(rows, 8)), "target": x}, F.mse_loss),
+    Case("VAE", variational, ENCODED),
+    Case("VAE of distributions", of_distributions, ENCODED),
+    Case("VQ-VAE", quantised, batch(x=normal(16))),
+    Case("GAN", adversarial, batch(noise=normal(8))),
+    Case("WGAN-GP", critic, batch(**PAIRS, between=uniform(1))),
+    Case("RealNVP", lambda: flow(False), batch(x=normal(8))),
+    Case("Glow", lambda: flow(True), batch(x=normal(8))),
+    Case("MADE", autoregressive, repeated, F.mse_loss),
     Case("PixelCNN", pixelcnn, pixels, F.cross_entropy),
-    Case("WaveNet", Waves, waves, F.cross_entropy),
-    Case("Energy-based", Energy, lambda rows: told(rows, "real", "made")),
+    Case("WaveNet", wavenet, waves, F.cross_entropy),
+    Case("Energy-based", energy, batch(**PAIRS)),
 )
