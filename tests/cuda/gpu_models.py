@@ -2,12 +2,15 @@
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from unsplit_reference import relative_error
+
+import pipec
 
 VOCABULARY, WIDTH, TOKENS = 64, 64, 16
 
@@ -52,20 +55,27 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 def wide(num_layers: int = 8, width: int = 2048) -> nn.Sequential:
     """Layers large enough that what libraries hold beside tensors counts little."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))]
-    return nn.Sequential(*[copy.deepcopy(layers[0]) for _ in range(num_layers)])
+    layer = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    return nn.Sequential(*[copy.deepcopy(layer) for _ in range(num_layers)])
 
 
-def vectors(rows: int, width: int = 2048) -> Batch:
+def vectors(rows: int, *shape: int) -> Batch:
     generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(rows, width, generator=generator) for _ in range(2))
+    x, y = (torch.randn(rows, *(shape or (2048,)), generator=generator) for _ in range(2))
     return x, y
 
 
 def eager_step(model: nn.Module, loss_fn: Loss, batch: Batch, microbatches: int) -> Tensor:
-    """The loss of a batch; gradients are added to ``.grad``, those of one microbatch after the other."""
+    """The loss of a batch; gradients are added to ``.grad``, one microbatch after the other.
+
+    Batch norms count the step as one batch.
+    """
     total = torch.zeros((), device=next(model.parameters()).device)
+    counters = [x for name, x in model.named_buffers() if name.endswith("num_batches_tracked")]
+    counts = [counter.clone() for counter in counters]
     for x, y in zip(*(tensor.to(total.device).chunk(microbatches) for tensor in batch), strict=True):
+        for counter, count in zip(counters, counts, strict=True):
+            counter.copy_(count)
         loss = loss_fn(model(x), y) * (len(x) / len(batch[0]))
         loss.backward()
         total += loss.detach()
@@ -82,6 +92,33 @@ def errors(found: nn.Module, expected: nn.Module) -> dict[str, float]:
 def _state(model: nn.Module) -> dict[str, Tensor]:
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     return gradients | {name: x.float() for name, x in model.named_buffers()}
+
+
+def assert_steps_agree(
+    expected: nn.Module,
+    devices: Sequence[torch.device],
+    loss_fn: Loss,
+    batches: Iterable[Batch],
+    rtol: float = 1e-5,
+    error: float = 1e-4,
+    num_eager: int | None = None,
+    **options: Any,
+) -> pipec.Pipeline:
+    """Steps of a pipeline on these batches leave the losses, gradients and buffers of eager torch.
+
+    Eager torch takes a batch in ``num_eager`` parts, or else in the microbatches.
+    """
+    model = copy.deepcopy(expected)
+    options = {"microbatches": 4, **options}
+    pipe: pipec.Pipeline = pipec.compile(model, devices, loss_fn=loss_fn, **options)
+    for batch in batches:
+        pipe.zero_grad()
+        expected.zero_grad()
+        loss = pipe.step(batch[0], target=batch[1])
+        reference = eager_step(expected, loss_fn, batch, num_eager or options["microbatches"])
+        torch.testing.assert_close(loss, reference, rtol=rtol, atol=0)
+        assert max(errors(model, expected).values()) < error
+    return pipe
 
 
 class LastLayer(nn.Module):

@@ -1,6 +1,7 @@
-"""What a step takes of a GPU: memory, time, and no waits of the host."""
+"""What a step takes of a GPU: memory, as predicted, time, and no waits of the host."""
 
 import copy
+import functools
 import resource
 import statistics
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from operator import truediv
 import pytest
 import torch
 from gpu_models import LastLayer, decoder, free_unused_memory, on, token_loss, tokens, vectors, wide
+from memory_meter import measure_memory
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,6 +24,51 @@ from pipec.runtime.executions import STEP
 from pipec.runtime.stream.call_arguments import CallArguments
 
 GB = 1e9
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_gpu_allocates_what_is_predicted(device: torch.device, recompute: str) -> None:
+    """The allocator rounds up to 512 bytes, which is little of tensors of this size."""
+    x, _ = vectors(1024, 512)
+    options = {"loss_fn": F.mse_loss, "microbatches": 4, "optimizer": ADAMW}
+    pipe = pipec.compile(wide(4, 512), [device], recompute=recompute, **options)  # type: ignore[arg-type]
+    pipe.step(x, target=x)
+    (measured,), (predicted,) = measure_memory(pipe, x, target=x), pipe.memory()
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.03)
+
+
+def test_a_gpu_lets_go_of_what_waits_on_the_host(device: torch.device) -> None:
+    """The allocator has what was predicted, although the host is ahead of the copies; the bits stay."""
+    model, (x, _) = wide(4, 512), vectors(4096, 512)
+    options = {"loss_fn": F.mse_loss, "schedule": "gpipe", "microbatches": 8, "optimizer": ADAMW}
+    free = pipec.compile(copy.deepcopy(model), [device], **options)  # type: ignore[arg-type]
+    losses = [free.step(x, target=x) for _ in range(3)]
+    limit = int(0.8 * free.memory().peak_bytes)
+    within = {"memory_limit": limit, "offload": "activations", "recompute": "none"}
+    pipe = pipec.compile(model, [device], **options, **within)  # type: ignore[arg-type]
+    assert [pipe.step(x, target=x) for _ in range(3)] == losses
+    (measured,), (predicted,) = measure_memory(pipe, x, target=x), pipe.memory()
+    assert predicted.host_bytes == pytest.approx(measured.host_bytes, rel=0.01)
+    assert measured.peak_bytes <= limit * 1.03
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gpu_loads_weights_in_turn(device: torch.device, clip: float | None) -> None:
+    """Copies run beside computes, and updates on the host; the allocator has what was predicted."""
+    model, (x, _) = wide(8, 512), vectors(512, 512)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    options = {"loss_fn": F.mse_loss, "schedule": "looped-bfs-v8", "microbatches": 2}
+    options |= {"optimizer": sgd, "clip_grad_norm": clip}
+    free = pipec.compile(copy.deepcopy(model), [device], **options)  # type: ignore[arg-type]
+    pipe = pipec.compile(model, [device], offload="weights", **options)  # type: ignore[arg-type]
+    for _ in range(5):
+        torch.testing.assert_close(pipe.step(x, target=x), free.step(x, target=x), rtol=1e-4, atol=0)
+    assert {each.device.type for each in pipe.parameters()} == {"cpu"}
+    (measured,), (predicted,) = measure_memory(pipe, x, target=x), pipe.memory()
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.03)
+    assert measured.peak_bytes < 0.5 * free.memory().peak_bytes
 
 
 def peak_of(step: Callable[[], object]) -> tuple[float, float]:
