@@ -3,7 +3,8 @@
 import copy
 import logging
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,85 +17,92 @@ from awkward_modules import (
     Between,
     Branch,
     MovingMean,
+    Pair,
     Sizes,
     Unused,
+    assert_same_bits,
     batch,
+    module,
+    trained_both_ways,
 )
 from torch import Tensor, nn
-from unsplit_reference import Inputs, StepResult, assert_equal, microbatches, unsplit_step
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from unsplit_reference import StepResult, assert_equal
 
 import pipec
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import CaptureError, InputError
-from pipec.ir import Mode
 from pipec.pipeline import Pipeline
+from pipec.torch_compat.module_state import replace_with_fake_tensors, restore_module
 
 mse = nn.functional.mse_loss
 
 
-def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None = mse) -> Pipeline:
-    """Modules that mix the rows of a microbatch take the mean over microbatches on purpose."""
-    mixes = any(isinstance(module, MovingMean | Sizes | RowByRow) for module in model.modules())
-    options: dict[str, Any] = {"microbatch_weight": "rows"} if mixes else {}
+def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] = mse, **options: Any) -> Pipeline:
     return pipec.compile(model, devices=2, loss_fn=loss_fn, microbatches=len(SIZES), **options)
 
 
-def trained_both_ways(
-    model: nn.Module, inputs: Inputs, loss_fn: Callable[..., Tensor] = mse
-) -> tuple[StepResult, StepResult, Pipeline]:
-    """What one step of the pipeline and of the unsplit model leave; ``inputs`` are ``x`` and ``target``."""
-    unsplit, unsplit_loss_fn = copy.deepcopy((model, loss_fn))
-    pipe = compiled(model, loss_fn)
-    found = StepResult.of(pipe.step(inputs["x"], target=inputs["target"]), model)
-    loss = unsplit_step(lambda x, target: unsplit_loss_fn(unsplit(x), target), inputs, SIZES, unsplit)
-    return found, StepResult.of(loss, unsplit), pipe
+@torch.library.custom_op("pipec_tests::thrice", mutates_args=())
+def thrice(x: Tensor) -> Tensor:
+    return 3 * x
 
 
-def tied(pipe: Pipeline) -> frozenset[str]:
-    """What several stages read."""
-    return frozenset(fqn for stage in pipe.plan.stages for fqn in stage.borrowed_parameters)
+@thrice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
-AWKWARD: dict[str, Callable[[], nn.Module]] = {
-    "autocast": Autocast,
-    "changed buffers": MovingMean,
-    "unused": Unused,
-    "batch size": Sizes,
+thrice.register_autograd(lambda ctx, gradient: 5 * gradient)  # so that a lost backward shows
+
+
+class Locked(nn.Module):
+    """Dynamo cannot trace it, and export can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = [threading.Lock()]
+
+    def __deepcopy__(self, memo: object) -> "Locked":
+        return Locked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock[0]:
+            return thrice(x).tanh()
+
+
+class FailsTraced(nn.Module):
+    """It is differentiated directly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise ValueError("no mask")
+        return x
+
+
+AWKWARD: dict[str, tuple[Callable[[], nn.Module], Sequence[int]]] = {
+    "autocast": (Autocast, SIZES),
+    "changed buffers": (MovingMean, SIZES),
+    "unused": (Unused, SIZES),
+    "batch size": (Sizes, SIZES),
+    "an operator of torch.library in an export": (Locked, [5]),
+    "fails while it is traced": (FailsTraced, SIZES),
 }
 """Others are models of ``equality_rows``."""
 
 
-@pytest.mark.parametrize("make", AWKWARD.values(), ids=AWKWARD)
-def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(make: Callable[[], nn.Module]) -> None:
-    found, expected, pipe = trained_both_ways(Between(make), batch())
-    assert_equal(found, expected, tied(pipe))
-
-
-def test_a_loss_function_may_be_a_module_with_buffers() -> None:
-    class WeightedLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("weight", torch.linspace(0.5, 2, WIDTH))
-
-        def forward(self, output: Tensor, target: Tensor) -> Tensor:
-            return (self.weight * (output - target).abs()).mean()
-
-    found, expected, pipe = trained_both_ways(Between(Unused), batch(), WeightedLoss())
-    assert_equal(found, expected)
-    assert not [name for name, _ in pipe.named_buffers()]
-
-
-# inputs and outputs of any shape
+@pytest.mark.parametrize("name", AWKWARD)
+def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(name: str) -> None:
+    make, sizes = AWKWARD[name]
+    assert_same_bits(Between(make), batch(), sizes)
 
 
 @dataclass
-class Pair:
+class Sides:
     left: Tensor
     right: Tensor
 
 
-torch.export.register_dataclass(Pair)
+torch.export.register_dataclass(Sides)
 
 
 class Scores(NamedTuple):
@@ -102,62 +110,30 @@ class Scores(NamedTuple):
     extras: dict[str, Any]
 
 
-class Nested(nn.Module):
+@module(lambda: {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH)})
+def Nested(self: Any, inputs: dict[str, Any], *, options: tuple[Any, ...] = ()) -> Scores:
     """Takes a dataclass in a dict and a tuple with plain values; returns tensors and plain values in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: dict[str, Any], *, options: tuple[Any, ...] = ()) -> Scores:
-        scale, name, mask = options
-        hidden = torch.tanh(self.first(inputs["pair"].left)) + inputs["more"][0]
-        scores = self.last(hidden) * scale + mask
-        return Scores(scores, {"pair": Pair(hidden, inputs["pair"].right), "name": name, "none": None})
-
-
-def nested_call() -> dict[str, Any]:
-    x, more = batch().values()
-    return {"inputs": {"pair": Pair(x, more), "more": [more]}, "options": (0.5, "half", torch.ones(WIDTH))}
-
-
-def split(call: dict[str, Any]) -> list[dict[str, Any]]:
-    """The call of each microbatch, where every tensor but the mask is split."""
-    inputs = call["inputs"]
-    parts = microbatches({"x": inputs["pair"].left, "more": inputs["more"][0]}, SIZES)
-    return [
-        {"inputs": {"pair": Pair(p["x"], p["more"]), "more": [p["more"]]}, "options": call["options"]}
-        for p in parts
-    ]
+    scale, name, mask = options
+    hidden = torch.tanh(self.first(inputs["pair"].left)) + inputs["more"][0]
+    scores = self.last(hidden) * scale + mask
+    return Scores(scores, {"pair": Sides(hidden, inputs["pair"].right), "name": name, "none": None})
 
 
 def nested_loss(output: Scores, target: dict[str, Tensor]) -> Tensor:
     return mse(output.scores + output.extras["pair"].left, target["wanted"])
 
 
-def test_nested_arguments_are_split_leaf_by_leaf() -> None:
-    model, call, wanted = Nested(), nested_call(), batch()["target"]
-    unsplit = copy.deepcopy(model)
-    loss = compiled(model, nested_loss).step(**call, target={"wanted": wanted})
-    expected = torch.tensor(0.0)
-    for part, target, size in zip(split(call), wanted.split(SIZES), SIZES, strict=True):
-        one = nested_loss(unsplit(**part), {"wanted": target})
-        one.backward(gradient=torch.tensor(size / sum(SIZES)))
-        expected = expected + one.detach() * (size / sum(SIZES))
-    assert_equal(StepResult.of(loss, model), StepResult.of(expected, unsplit))
-
-
-def test_nested_outputs_come_back_in_their_own_classes() -> None:
-    model, call = Nested(), nested_call()
-    found = compiled(model, nested_loss)(**call)
-    parts = [model(**part) for part in split(call)]
-    pair = found.extras["pair"]
-    assert type(found) is Scores
-    assert type(pair) is Pair
-    assert torch.equal(found.scores, torch.cat([part.scores for part in parts]))
-    assert torch.equal(pair.left, torch.cat([part.extras["pair"].left for part in parts]))
-    assert torch.equal(pair.right, call["inputs"]["pair"].right)
+def test_nested_arguments_are_split_and_nested_outputs_come_back_in_their_own_classes() -> None:
+    x, target = batch().values()
+    call = {"inputs": {"pair": Sides(x, target), "more": [target]}, "options": (0.5, "half", torch.ones(4))}
+    pair = Pair(Nested(), nested_loss)
+    pair.step(**call, target={"wanted": target})
+    found, expected = pair.pipe(**call), pair.unsplit(**call)
+    sides = found.extras["pair"]
+    assert (type(found), type(sides)) == (Scores, Sides)
+    torch.testing.assert_close(found.scores, expected.scores.detach())
+    torch.testing.assert_close(sides.left, expected.extras["pair"].left.detach())
+    assert torch.equal(sides.right, target)
     assert (found.extras["name"], found.extras["none"]) == ("half", None)
 
 
@@ -168,22 +144,33 @@ def test_a_sample_has_the_layout_of_the_call() -> None:
     assert sample.stride() == images.stride()
 
 
-# meta
+def test_fakes_of_another_device_stand_for_tensors_without_memory() -> None:
+    """The model stays where it is. Tied tensors stay tied."""
+    model, device = Between(MovingMean), torch.device("cuda", 0)
+    model.last.weight = model.first.weight
+    model.first.bias.requires_grad_(False)
+    before = dict(model.state_dict(keep_vars=True))
+    with restore_module(model):
+        replace_with_fake_tensors(model, device)
+        now = dict(model.state_dict(keep_vars=True))
+        assert all(isinstance(tensor, FakeTensor) and tensor.device == device for tensor in now.values())
+        assert model.first.weight is model.last.weight
+        assert [x.requires_grad for x in now.values()] == [x.requires_grad for x in before.values()]
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is tensor for name, tensor in before.items())
 
 
-@pytest.mark.slow
-def test_a_model_on_meta_is_captured_as_on_its_device() -> None:
-    """torch differentiates a cross entropy on meta to no gradient, and takes attention apart there."""
-
-    def graph_on(device: str) -> list[str]:
-        with torch.device(device):
-            model, tokens = _Attending(), torch.zeros(4, 8, dtype=torch.int64)
-        graph = capture(CaptureRequest(model, _token_loss, Mode.TRAIN, ModelCall((tokens,), {}, tokens)))
-        assert all(parameter.device.type == device for parameter in model.parameters())
-        return [f"{node.name} {node.target} {node.meta['phase']}" for node in graph.nodes]
-
-    assert graph_on("meta") == graph_on("cpu")
-    assert any("nll_loss_backward" in line for line in graph_on("meta"))
+def test_constants_of_an_artifact_are_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickled tensor of ``cuda:0`` would be made there by every process."""
+    pipe = compiled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.CrossEntropyLoss(torch.ones(4)))
+    pipe.prepare(torch.ones(4, 4), target=torch.zeros(4, dtype=torch.int64))
+    (staged,) = pipe._executions.compiler.cache.staged_graphs
+    with FakeTensorMode():
+        on_gpu = {name: torch.empty(4, device="cuda:0") for name in staged.graph.constants}
+    assert on_gpu
+    monkeypatch.setitem(vars(staged.graph), "constants", on_gpu)
+    constants = staged.evaluate(pipec.schedules.make_schedule("gpipe", 2, 2), 2).artifact().constants
+    assert {x.device.type for x in constants.values()} == {"cpu"}
 
 
 def test_a_tensor_on_meta_that_is_no_buffer_is_refused_where_it_is_used() -> None:
@@ -202,34 +189,45 @@ def test_a_tensor_on_meta_that_is_no_buffer_is_refused_where_it_is_used() -> Non
     assert model.mask.is_meta
 
 
-class _Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 16)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.first(self.embedding(tokens)).unsqueeze(1)
-        return self.second(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1))
+@module(lambda: {"embedding": nn.Embedding(16, 8), "first": nn.Linear(8, 8), "second": nn.Linear(8, 16)})
+def Attending(self: Any, tokens: Tensor) -> Tensor:
+    x = self.first(self.embedding(tokens)).unsqueeze(1)
+    return self.second(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1))
 
 
-def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+TOKENS = torch.zeros(5, 8, dtype=torch.int64)
+
+
 @pytest.mark.slow
-def test_a_model_on_the_meta_device_is_compiled_and_trains_once_it_has_values() -> None:
-    real, inputs = Between(MovingMean), batch()
+@pytest.mark.parametrize(
+    ("make", "loss_fn", "inputs", "names"),
+    [
+        (lambda: Between(MovingMean), mse, batch(), r"first\.weight and 5 other"),
+        (Attending, token_loss, {"x": TOKENS, "target": TOKENS}, r"embedding\.weight and 4 other"),
+    ],
+)
+def test_a_model_on_the_meta_device_is_compiled_as_on_its_device_and_trains_once_it_has_values(
+    make: Callable[[], nn.Module], loss_fn: Callable[..., Tensor], inputs: dict[str, Tensor], names: str
+) -> None:
+    """torch differentiates a cross entropy on meta to no gradient, and takes attention apart there."""
+    x, target = inputs.values()
+    real = make()
     with torch.device("meta"):
-        model = Between(MovingMean)
-    pipe = compiled(model).prepare(inputs["x"], target=inputs["target"])
-    reference = compiled(copy.deepcopy(real)).prepare(inputs["x"], target=inputs["target"])
+        model = make()
+    pipe, reference = (
+        compiled(each, loss_fn, microbatch_weight="rows").prepare(x, target=target)
+        for each in (model, copy.deepcopy(real))
+    )
     assert [pipe.source(stage) for stage in (0, 1)] == [reference.source(stage) for stage in (0, 1)]
-    with pytest.raises(InputError, match=r"first\.weight and 5 other tensors are on the meta device"):
-        pipe.step(inputs["x"], target=inputs["target"])
+    with pytest.raises(InputError, match=f"{names} tensors are on the meta device"):
+        pipe.step(x, target=target)
     pipe.to_empty(device="cpu").load_state_dict(real.state_dict())
-    loss = pipe.step(inputs["x"], target=inputs["target"])
-    expected, _, _ = trained_both_ways(real, inputs)
+    loss = pipe.step(x, target=target)
+    expected, _, _ = trained_both_ways(real, inputs, SIZES, loss_fn)
     assert_equal(StepResult.of(loss, pipe), expected)
 
 
@@ -250,24 +248,23 @@ def test_a_tensor_that_nobody_gave_a_value_is_refused_by_name() -> None:
     real, inputs = Between(Turned), batch()
     with torch.device("meta"):
         pipe = compiled(Between(Turned))
-    pipe.prepare(inputs["x"], target=inputs["target"]).to_empty(device="cpu")
+    pipe.prepare(**inputs).to_empty(device="cpu")
     with pytest.raises(InputError, match=r"nothing was written to first\.weight, .*\.\.\. since to_empty"):
-        pipe.step(inputs["x"], target=inputs["target"])
+        pipe.step(**inputs)
     pipe.load_state_dict(real.state_dict())
     for given in (pipe, copy.deepcopy(pipe)):
         with pytest.raises(InputError, match=r"nothing was written to awkward\.angles since to_empty"):
-            given.step(inputs["x"], target=inputs["target"])
+            given.step(**inputs)
     pipe.get_buffer("awkward.angles").data.copy_(real.get_buffer("awkward.angles"))
-    loss = pipe.step(inputs["x"], target=inputs["target"])
+    loss = pipe.step(**inputs)
     expected, _, _ = trained_both_ways(real, inputs)
     assert_equal(StepResult.of(loss, pipe), expected)
 
 
-# a batch that cannot be symbolic
-
-
 class RowByRow(nn.Module):
     """Unrolls the batch, which becomes a constant by it."""
+
+    mixes_rows = True
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([row * number for number, row in enumerate(x, start=1)])
@@ -275,8 +272,7 @@ class RowByRow(nn.Module):
 
 @pytest.mark.slow
 def test_a_model_that_unrolls_the_batch_is_compiled_for_each_size(caplog: pytest.LogCaptureFixture) -> None:
-    found, expected, _ = trained_both_ways(Between(RowByRow), batch())
-    assert_equal(found, expected)
+    assert_same_bits(Between(RowByRow), batch())
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(messages) == len(SIZES)
     for message, size in zip(messages, SIZES, strict=True):
@@ -285,27 +281,19 @@ def test_a_model_that_unrolls_the_batch_is_compiled_for_each_size(caplog: pytest
         assert "test_capture.py:" in message
 
 
-# the model is left as it was
-
-
-class Counting(nn.Module):
+@module(lambda: {"calls": 0, "last": None, "layer": nn.Dropout(0.5)})
+def Counting(self: Any, x: Tensor) -> Tensor:
     """Sets attributes of itself, as logging and caching code does; and prints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.last, self.layer = 0, None, nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.last = x.detach()
-        return self.layer(x)
+    self.calls += 1
+    self.last = x.detach()
+    return self.layer(x)
 
 
 def everything_of(model: nn.Module) -> list[tuple[str, object]]:
     """Every attribute of every module, by identity, and what torch keeps of every tensor."""
     state: list[tuple[str, object]] = []
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
+    for path, part in model.named_modules():
+        for name, value in vars(part).items():
             held = tuple(value.items()) if isinstance(value, dict) else value
             state.append(
                 (f"{path}.{name}", [(k, id(v)) for k, v in held] if held is not value else id(value))
@@ -335,27 +323,23 @@ def surroundings() -> dict[str, object]:
     [(Counting, True), (MovingMean, True), (MovingMean, False), (Branch, True)],
 )
 def test_capture_leaves_the_model_and_its_surroundings_as_they_were(
-    make: type[nn.Module], training: bool
+    make: type[nn.Module], training: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, inputs = Between(make).train(training), batch()
     model.first.eval()
-    pipe = compiled(model)
+    pipe = compiled(model, microbatch_weight="rows")
     before = everything_of(model), surroundings(), [vars(tensor).copy() for tensor in inputs.values()]
     try:
-        pipe.prepare(inputs["x"], target=inputs["target"])
+        pipe.prepare(**inputs)
     except CaptureError:
         assert make is Branch
     assert everything_of(model) == before[0]
     assert surroundings() == before[1]
     assert [vars(tensor) for tensor in inputs.values()] == before[2]
-
-
-def test_attributes_that_forward_sets_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    inputs = batch()
-    compiled(Between(Counting)).prepare(inputs["x"], target=inputs["target"])
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith("forward() of model.awkward (Counting) sets attributes of the module")
-    assert "registered buffer" in warning
+    if make is Counting:
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert warning.startswith("forward() of model.awkward (Counting) sets attributes of the module")
+        assert "registered buffer" in warning
 
 
 def test_captures_do_not_disturb_one_another() -> None:
@@ -370,5 +354,4 @@ def test_captures_do_not_disturb_one_another() -> None:
     for depth in (1, 2, 1):
         model = Between(Deep)
         model.awkward.depth = depth
-        found, expected, _ = trained_both_ways(model, batch())
-        assert_equal(found, expected)
+        assert_same_bits(model, batch())

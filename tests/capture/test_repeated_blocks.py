@@ -19,7 +19,7 @@ from repeated_models import (
     capture_stack,
     captured_both_ways,
 )
-from slow_params import slow_but
+from slow_params import slow
 from torch import Tensor, fx, nn
 
 import pipec
@@ -59,7 +59,15 @@ def one_for_all() -> nn.Module:
     return Stack(*[Block()] * 7)
 
 
-REPEATING: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
+def sharing() -> nn.Module:
+    model = Stack(*blocks(7))
+    first: Any
+    first, _, _, other, *_ = model.blocks
+    other.linear.weight = first.linear.weight
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "equal blocks": (lambda: Stack(*blocks(7)), [7]),
     "batch norms": (lambda: Stack(*blocks(7, norm=nn.BatchNorm1d)), [7]),
     "written values": (lambda: Stack(*blocks(7, Writing)), [7]),
@@ -70,89 +78,69 @@ REPEATING: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "tied around the run": (tied, [7]),
     "one block for all": (one_for_all, [7]),
     "another block in front": (lambda: Stack(Block(0.5), *blocks(7)), [7]),
+    "too few": (lambda: Stack(*blocks(5)), []),
+    "another probability in the middle": (lambda: Stack(*blocks(3), Block(0.2), *blocks(3)), []),
+    "outputs that are read behind the run": (lambda: Collected(*blocks(7)), []),
+    "a frozen block": (lambda: Stack(*blocks(3), Block().requires_grad_(False), *blocks(3)), []),
+    "two blocks that share a weight": (sharing, []),
 }
+"""Models, and the lengths of their runs of equal blocks."""
+QUICK = ("batch norms", "an encoder and a decoder", "another probability in the middle")
 
 
 @pytest.mark.parametrize(
-    "name",
-    slow_but(REPEATING, "batch norms", "an encoder and a decoder"),
+    ("name", "mode"),
+    [
+        *(("equal blocks", mode) for mode in (Mode.LOSS, Mode.FORWARD)),
+        *((name, Mode.TRAIN) for name in QUICK),
+        *(slow(name, Mode.TRAIN) for name in MODELS if name not in QUICK),
+    ],
 )
 def test_copies_of_a_block_are_what_torch_makes_of_the_others(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, lengths = REPEATING[name]
-    assembled, whole, runs = captured_both_ways(monkeypatch, lambda: capture_stack(make()))
+    make, lengths = MODELS[name]
+    assembled, whole, runs = captured_both_ways(monkeypatch, lambda: capture_stack(make(), mode))
     assert [len(run.blocks) for run in runs] == lengths
     assert_same_graph(assembled, whole)
 
 
-@pytest.mark.parametrize("mode", [Mode.LOSS, Mode.FORWARD])
-def test_a_forward_is_assembled_too(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Stack(*blocks(7))
-    assembled, whole, runs = captured_both_ways(monkeypatch, lambda: capture_stack(model, mode))
-    assert [len(run.blocks) for run in runs] == [7]
-    assert_same_graph(assembled, whole)
-
-
-DIFFERENT: dict[str, Callable[[], nn.Module]] = {
-    "too few": lambda: Stack(*blocks(5)),
-    "another probability in the middle": lambda: Stack(*blocks(3), Block(0.2), *blocks(3)),
-    "outputs that are read behind the run": lambda: Collected(*blocks(7)),
-    "a frozen block in the middle": lambda: Stack(*blocks(3), Block().requires_grad_(False), *blocks(3)),
-    "two blocks that share a weight": lambda: _sharing(Stack(*blocks(7))),
-}
-
-
-def _sharing(model: Stack) -> Stack:
-    first: Any
-    first, _, _, other, *_ = model.blocks
-    other.linear.weight = first.linear.weight
-    return model
-
-
-@pytest.mark.parametrize("name", slow_but(DIFFERENT, "another probability in the middle"))
-def test_blocks_that_differ_are_differentiated_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assembled, whole, runs = captured_both_ways(monkeypatch, lambda: capture_stack(DIFFERENT[name]()))
-    assert not runs
-    assert_same_graph(assembled, whole)
-
-
-def _backward(graph: TrainingGraph, run: RepeatedBlocks, block: int, target: object) -> fx.Node:
-    """A node in the backward of a block."""
+def gelu(graph: TrainingGraph, run: RepeatedBlocks, block: int) -> fx.Node:
+    """The node of this operator in the backward of a block."""
     return next(
         node
         for node in graph.nodes
         if node.meta["phase"] is Phase.BACKWARD
         and node.meta["operator"] in run.operators(block)
-        and node.target is target
+        and node.target is torch.ops.aten.gelu_backward.default
     )
 
 
-def _another_operator(graph: TrainingGraph, run: RepeatedBlocks) -> None:
-    _backward(graph, run, 1, torch.ops.aten.gelu_backward.default).target = torch.ops.aten.mul.Tensor
+def another_input(graph: TrainingGraph, run: RepeatedBlocks) -> None:
+    node = gelu(graph, run, 2)
+    node.args = (node.args[0], gelu(graph, run, 0).args[1])
 
 
-def _another_constant(graph: TrainingGraph, run: RepeatedBlocks) -> None:
-    _backward(graph, run, 1, torch.ops.aten.gelu_backward.default).kwargs = {"approximate": "tanh"}
-
-
-def _another_input(graph: TrainingGraph, run: RepeatedBlocks) -> None:
-    node = _backward(graph, run, 2, torch.ops.aten.gelu_backward.default)
-    node.args = (node.args[0], _backward(graph, run, 0, node.target).args[1])
-
-
-def _a_reader_behind_the_run(graph: TrainingGraph, run: RepeatedBlocks) -> None:
-    value = _backward(graph, run, 1, torch.ops.aten.gelu_backward.default).args[1]
+def a_reader_behind_the_run(graph: TrainingGraph, run: RepeatedBlocks) -> None:
     last = next(node for node in reversed([*graph.nodes]) if node.meta["phase"] is Phase.FORWARD)
-    last.args = (value, *last.args[1:])
+    last.args = (gelu(graph, run, 1).args[1], *last.args[1:])
 
 
-def _another_order_of_results(graph: TrainingGraph, run: RepeatedBlocks) -> None:
+def another_order_of_results(graph: TrainingGraph, run: RepeatedBlocks) -> None:
     output = graph.module.graph.output_node()
     values = [*output.args[0]]  # type: ignore[misc]
-    places = [i for i, role in enumerate(graph.results) if "blocks.2." in str(role)]
-    values[places[0]], values[places[1]] = values[places[1]], values[places[0]]
+    one, other, *_ = (i for i, role in enumerate(graph.results) if "blocks.2." in str(role))
+    values[one], values[other] = values[other], values[one]
     output.args = (tuple(values),)
+
+
+CHANGES: dict[str, Callable[[TrainingGraph, RepeatedBlocks], None]] = {
+    "operator": lambda graph, run: setattr(gelu(graph, run, 1), "target", torch.ops.aten.mul.Tensor),
+    "constant": lambda graph, run: setattr(gelu(graph, run, 1), "kwargs", {"approximate": "tanh"}),
+    "input": another_input,
+    "reader": a_reader_behind_the_run,
+    "order": another_order_of_results,
+}
 
 
 @pytest.fixture(scope="module")
@@ -170,25 +158,15 @@ def differentiated() -> tuple[TrainingGraph, list[RepeatedBlocks]]:
     return found[0]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        _another_operator,
-        _another_constant,
-        _another_input,
-        _a_reader_behind_the_run,
-        _another_order_of_results,
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_differs_in_the_backward_is_found(
-    change: Callable[[TrainingGraph, RepeatedBlocks], None],
-    differentiated: tuple[TrainingGraph, list[RepeatedBlocks]],
+    change: str, differentiated: tuple[TrainingGraph, list[RepeatedBlocks]]
 ) -> None:
     """Blocks that are equal in the model, and of which torch would make different backwards."""
     graph, runs = differentiated
     instantiate_blocks(copy_graph(graph), runs)
     changed = copy_graph(graph)
-    change(changed, runs[0])
+    CHANGES[change](changed, runs[0])
     with pytest.raises(IrregularBlocksError):
         instantiate_blocks(changed, runs)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from awkward_modules import module
 from torch import Tensor, nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,34 +36,6 @@ def remembered() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("remembered")
-def test_equal_sizes_make_one_result(sizes: tuple[torch.SymInt, ...]) -> None:
-    first, second, last = sizes
-    assert (first * second).node is (first * second).node
-    assert str(first * second + 1) == str(second * first + 1)
-    assert str(first + 1) != str(last + 1), "sizes that are equal in this call alone"
-    assert str(first + 1) != str(first + 2)
-    assert isinstance(first // 2 < second, torch.SymBool)
-    assert isinstance(first / 1, torch.SymFloat), "not the size that 1 makes of it as a whole number"
-
-
-@pytest.mark.usefixtures("remembered")
-def test_what_is_learnt_of_a_symbol_is_put_in(sizes: tuple[torch.SymInt, ...]) -> None:
-    first, _, last = sizes
-    before = str(first + 1), str(last + 1)
-    assert first == last  # a guard, which makes one symbol of both
-    assert before[0] != before[1]
-    assert str(first + 1) == str(last + 1)
-    assert first == 6
-    assert (last + 1).node.maybe_as_int() == 7
-
-
-@pytest.mark.usefixtures("remembered")
-def test_what_values_tell_is_left_out(env: ShapeEnv) -> None:
-    size = env.create_unbacked_symint()
-    assert (size * 2).node is not (size * 2).node
-
-
 def test_torch_is_as_it_was() -> None:
     before = dict(vars(SymNode))
     with pytest.raises(KeyError), cached_size_arithmetic():
@@ -70,23 +43,34 @@ def test_torch_is_as_it_was() -> None:
     assert dict(vars(SymNode)) == before
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+@pytest.mark.usefixtures("remembered")
+def test_equal_sizes_make_one_result(env: ShapeEnv, sizes: tuple[torch.SymInt, ...]) -> None:
+    first, second, last = sizes
+    assert (first * second).node is (first * second).node
+    assert str(first * second + 1) == str(second * first + 1)
+    before = str(first + 1), str(last + 1)
+    assert before[0] != before[1], "sizes that are equal in this call alone"
+    assert str(first + 1) != str(first + 2)
+    assert isinstance(first // 2 < second, torch.SymBool)
+    assert isinstance(first / 1, torch.SymFloat), "not the size that 1 makes of it as a whole number"
+    size = env.create_unbacked_symint()
+    assert (size * 2).node is not (size * 2).node, "a size that values tell is left out"
+    assert first == last  # a guard, which makes one symbol of both
+    assert str(first + 1) == str(last + 1)
+    assert first == 6
+    assert (last + 1).node.maybe_as_int() == 7
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).view(-1, 2, 2).transpose(1, 2).reshape(x.shape[0] * 1, 4)
-        return x.sum() * (2 if x.shape[0] > 2 else 3)
+
+@module(lambda: {"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})
+def Blocks(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        x = layer(x).view(-1, 2, 2).transpose(1, 2).reshape(x.shape[0] * 1, 4)
+    return x.sum() * (2 if x.shape[0] > 2 else 3)
 
 
 @pytest.mark.slow
 def test_a_graph_is_the_same_and_takes_less_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, methods = (
-        Counter[str](),
-        {name: getattr(SymNode, name) for name in CACHED_METHODS},
-    )
+    counts, methods = Counter[str](), {name: getattr(SymNode, name) for name in CACHED_METHODS}
 
     def counted(name: str) -> Method:
         def computed(self: SymNode, other: SymNode) -> SymNode:
@@ -106,13 +90,10 @@ def test_a_graph_is_the_same_and_takes_less_arithmetic(monkeypatch: pytest.Monke
 
 
 def _joint_graph() -> tuple[list[str], list[str]]:
-    """The operators with the shapes of what they compute, and the guards."""
+    """The operators with the shapes of their results, and the guards."""
     x = torch.zeros(4, 4)
     captured = capture_with_dynamo(Blocks(), (x,), [(x, 0)])
     joint = differentiate(captured, training=True)
-    nodes = [f"{x.target} {x.meta['val'].shape}" for x in joint.module.graph.nodes if _is_tensor(x)]
+    values = [(x.target, x.meta.get("val")) for x in joint.module.graph.nodes]
+    nodes = [f"{target} {value.shape}" for target, value in values if isinstance(value, Tensor)]
     return nodes, list(map(str, joint.guards))
-
-
-def _is_tensor(node: torch.fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
