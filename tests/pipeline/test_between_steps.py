@@ -3,10 +3,9 @@
 import gc
 import itertools
 import os
-import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from slow_params import slow
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from unsplit_reference import unsplit_step
 
 import pipec
 from pipec.compiler import compile_cache
@@ -84,18 +84,15 @@ class Pair:
         self.losses = Loss(), Loss()
         self.pipe = pipec.compile(self.models[0], 2, loss_fn=self.losses[0], microbatches=len(SIZES))
 
-    def microbatches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self.x.split(SIZES), self.y.split(SIZES), strict=True)
+    def unsplit_step(self) -> Tensor:
+        inputs = {"x": self.x, "y": self.y}
+        return unsplit_step(lambda x, y: self.losses[1](self.models[1](x), y), inputs, SIZES)
 
     def step(self) -> None:
         """One step of both."""
         for model in self.models:
             model.zero_grad()
-        loss, expected = self.pipe.step(self.x, target=self.y), torch.zeros((), dtype=self.x.dtype)
-        for x, y in self.microbatches():
-            part = self.losses[1](self.models[1](x), y) / len(SIZES)
-            part.backward()
-            expected = expected + part.detach()
+        loss, expected = self.pipe.step(self.x, target=self.y), self.unsplit_step()
         torch.testing.assert_close(loss, expected, atol=0, rtol=1e-6)
         for mine, theirs in zip(self.models[0].parameters(), self.models[1].parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None)
@@ -124,26 +121,17 @@ def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "frozen": (
-        lambda net, _: net.first.requires_grad_(False),
-        "requires_grad of model.first.weight changed from True to False, and 1 more",
-    ),
+    "frozen": (lambda net, _: net.first.requires_grad_(False), "requires_grad of model.first.weight changed"),
     "attribute": (lambda net, _: setattr(net, "scale", 3.0), "model.scale changed from 1.0 to 3.0"),
     "dropout": (lambda net, _: setattr(net.drop, "p", 1.0), "model.drop.p changed from 0.0 to 1.0"),
     "dict": (lambda net, _: net.options.update(power=2), "model.options.power changed from 1 to 2"),
     "global": (lambda *_: set_offset(2.0), "OFFSET changed from 0.0 to 2.0"),
     "loss": (lambda _, loss: setattr(loss, "weight", 0.5), "loss_fn.weight changed from 1.0 to 0.5"),
     "closure": (lambda _, loss: loss.annealed(None, 0.7), "0.7"),
-    "hook": (
-        lambda net, _: net.last.register_forward_hook(doubled),
-        "hooks of model.last changed from () to (",
-    ),
+    "hook": (lambda net, _: net.last.register_forward_hook(doubled), "hooks of model.last changed from ()"),
     "tensor": (lambda net, _: net.shifts.__setitem__(0, torch.ones(8)), "model.shifts.0 changed"),
     "in place": (lambda net, _: net.shifts[0].fill_(1), "model.shifts.0 changed"),
-    "class": (
-        lambda net, _: setattr(net, "drop", nn.Tanh()),
-        "class of model.drop changed from Dropout to Tanh",
-    ),
+    "class": (lambda net, _: setattr(net, "drop", nn.Tanh()), "model.drop changed from Dropout to Tanh"),
     "module": (lambda net, _: setattr(net, "last", fresh(lambda: nn.Linear(8, 4))), "last.weight, last.bias"),
     "layers": (
         lambda net, _: setattr(net, "last", fresh(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))),
@@ -185,10 +173,7 @@ def test_autocast_may_be_entered_and_left() -> None:
     pair.step()
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = pair.pipe.step(pair.x, target=pair.y)
-            with torch.no_grad():
-                parts = [pair.losses[1](pair.models[1](x), y) for x, y in pair.microbatches()]
-            assert torch.equal(loss, sum(parts) / len(SIZES))
+            assert torch.equal(pair.pipe.step(pair.x, target=pair.y), pair.unsplit_step())
         pair.step()
 
 
@@ -206,41 +191,34 @@ def test_freezing_and_unfreezing_again_compiles_once(said: list[str]) -> None:
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 2)
+        self.layer, self.sign = nn.Linear(4, 2), 0.0
 
     def forward(self, x: Tensor, factor: float) -> Tensor:
         return self.layer(x).square() * factor
 
 
-def test_a_call_like_the_last_one_has_its_own_number() -> None:
-    """Also a negative zero, which equals the other one."""
-    model, x = Scaled(), torch.randn(ROWS, 4)
-    pipe = pipec.compile(model, 2, microbatches=len(SIZES)).eval()
-    for factor in (1.0, 2.0, 3.0, 0.0, 0.0, 0.0, -0.0, -0.0, 0.0):
-        found, expected = pipe(x, factor), model(x, factor)
-        torch.testing.assert_close(found, expected.detach())
-        assert torch.equal(found.signbit(), expected.signbit()), factor
-
-
-class Signed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.sign = nn.Linear(4, 2), 0.0
-
+class Signed(Scaled):
     def forward(self, x: Tensor, factor: float) -> Tensor:
         signs = torch.stack([torch.tensor(factor), torch.tensor(self.sign)])
         return self.layer(x) * torch.copysign(torch.ones(2), signs).prod()
 
 
-def test_zeros_of_both_signs_are_two_numbers() -> None:
-    """As an argument that is a constant and then a variable, and as an attribute."""
-    model, x = Signed(), torch.randn(ROWS, 4)
+@pytest.mark.parametrize(
+    ("make", "factors"),
+    [
+        (Scaled, (1.0, 2.0, 3.0, 0.0, 0.0, 0.0, -0.0, -0.0, 0.0)),
+        (Signed, (0.0, -0.0, 0.0, 1.0, -0.0, 2.0, 0.0, -0.0)),
+    ],
+)
+def test_a_call_like_the_last_one_has_its_own_number(make: type[Scaled], factors: Sequence[float]) -> None:
+    """Also a negative zero, which equals the other one: as a constant, a variable and an attribute."""
+    model, x = make(), torch.randn(ROWS, 4)
     pipe = pipec.compile(model, 2, microbatches=len(SIZES)).eval()
-    for factor in (0.0, -0.0, 0.0, 1.0, -0.0, 2.0, 0.0, -0.0):
-        torch.testing.assert_close(pipe(x, factor), model(x, factor).detach())
-    for sign in (-0.0, 0.0):
+    for sign, factor in (*((0.0, each) for each in factors), (-0.0, 2.0), (0.0, 2.0)):
         model.sign = sign
-        torch.testing.assert_close(pipe(x, 2.0), model(x, 2.0).detach())
+        found, expected = pipe(x, factor), model(x, factor).detach()
+        torch.testing.assert_close(found, expected)
+        assert torch.equal(found.signbit(), expected.signbit()), (sign, factor)
 
 
 @pytest.mark.slow
@@ -270,25 +248,75 @@ def test_what_changes_again_and_again_takes_no_more_and_more_memory(
     assert not said
 
 
+# loops over the modules of a pipeline
+
+
+def initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight)
+        nn.init.zeros_(module.bias)
+
+
+LOOPS: dict[str, Callable[[Any], object]] = {
+    "modules": lambda model: [setattr(x, "p", 1.0) for x in model.modules() if isinstance(x, nn.Dropout)],
+    "mode": lambda model: [x.eval().__setattr__("p", 1.0) for x in model.modules() if type(x) is nn.Dropout],
+    "apply": lambda model: model.apply(initialise),
+    "named modules": lambda model: [initialise(x) for name, x in model.named_modules() if name == "last"],
+    "children": lambda model: [initialise(x) for x in model.children()],
+    "the root": lambda model: [setattr(x, "scale", 3.0) for x in model.modules() if hasattr(x, "scale")],
+    "attribute": lambda model: setattr(model, "scale", 3.0),
+    "submodule": lambda model: model.get_submodule("first").weight.requires_grad_(False),
+    "hook": lambda model: [x.register_forward_hook(doubled) for x in model.children()],
+    "replaced": lambda model: setattr(model, "drop", nn.Dropout(1.0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [*((name, "pipe") for name in LOOPS), *((name, "module") for name in ("mode", "attribute", "replaced"))],
+)
+def test_a_loop_over_modules_acts_on_the_model(name: str, of: str) -> None:
+    pair = Pair()
+    looped = pair.pipe if of == "pipe" else pair.pipe.as_module()
+    for _ in range(2):  # before the first call, and after it
+        for each in (looped, pair.models[1]):
+            torch.manual_seed(1)
+            LOOPS[name](each)
+        pair.step()
+
+
+def test_groups_by_class_have_the_pipelines_parameters() -> None:
+    pipe = Pair().pipe
+    linears = [each for each in pipe.modules() if isinstance(each, nn.Linear)]
+    assert {id(x) for each in linears for x in each.parameters()} == {id(x) for x in pipe.parameters()}
+    assert [name for name, _ in pipe.named_children()] == ["first", "drop", "last"]
+
+
+def test_the_models_own_train_decides_which_modules_train() -> None:
+    class Frozen(Net):
+        def train(self, mode: bool = True) -> nn.Module:
+            super().train(mode)
+            self.drop.eval()
+            return self
+
+    pipe = Pair(Frozen).pipe
+    assert pipe.train() is pipe
+    assert not pipe.drop.training
+    assert pipe.last.training
+
+
 # what is drawn
-
-
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
 
 
 @pytest.fixture(scope="module")
 def noisy() -> pipec.Pipeline:
     torch.manual_seed(0)
-    return pipec.compile(Noisy(), 2, loss_fn=nn.functional.mse_loss, microbatches=2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    return pipec.compile(model, 2, loss_fn=nn.functional.mse_loss, microbatches=2)
 
 
-def test_draws_follow_the_state_of_torchs_generator(noisy: pipec.Pipeline) -> None:
+def test_draws_follow_the_state_of_torchs_generator(noisy: pipec.Pipeline, tmp_path: Path) -> None:
+    """Of a loaded artifact, too."""
     x = torch.randn(ROWS, 4)
     calls: list[Callable[[], Tensor]] = [
         lambda: noisy.step(x, target=x),
@@ -301,10 +329,10 @@ def test_draws_follow_the_state_of_torchs_generator(noisy: pipec.Pipeline) -> No
     again = [call() for call in calls for _ in range(2)]
     assert all(map(torch.equal, first, again))
     assert not any(map(torch.equal, first[::2], first[1::2]))
-    torch.manual_seed(7)
-    one = noisy(x)
-    torch.manual_seed(7)
-    assert torch.equal(noisy(x), one)
+    noisy.save(tmp_path / "artifact", tensors=True)
+    loaded = pipec.load(tmp_path / "artifact")
+    torch.set_rng_state(state)
+    assert [loaded.step(x, target=x) for _ in range(2)] == first[:2]
 
 
 def test_a_call_takes_one_number_of_the_generator_and_only_if_it_draws(noisy: pipec.Pipeline) -> None:
@@ -318,16 +346,6 @@ def test_a_call_takes_one_number_of_the_generator_and_only_if_it_draws(noisy: pi
     noisy.eval_step(x, target=x)
     assert torch.equal(torch.get_rng_state(), after)
     noisy.train()
-
-
-def test_a_loaded_artifact_draws_as_the_pipeline_does(noisy: pipec.Pipeline, tmp_path: Path) -> None:
-    x = torch.randn(ROWS, 4)
-    noisy.prepare(x, target=x).save(tmp_path / "artifact", tensors=True)
-    loaded = pipec.load(tmp_path / "artifact")
-    state = torch.get_rng_state()
-    expected = [noisy.step(x, target=x) for _ in range(2)]
-    torch.set_rng_state(state)
-    assert [loaded.step(x, target=x) for _ in range(2)] == expected
 
 
 # what a script may do with the pipeline itself
@@ -350,64 +368,31 @@ def test_a_step_in_a_forked_child_is_refused(noisy: pipec.Pipeline) -> None:
     os.wait()
 
 
-def test_pickling_says_what_to_save_instead(noisy: pipec.Pipeline) -> None:
-    with pytest.raises(pipec.InputError, match=r"cannot be pickled.*state_dict\(\)"):
-        pickle.dumps(noisy)
-
-
-def test_a_copy_is_a_pipeline_of_a_copied_model() -> None:
-    """As weight averaging makes one: it has the averaged weights, and the original trains on."""
-    pair = Pair()
-    pair.step()
-    averaged = torch.optim.swa_utils.AveragedModel(pair.pipe, avg_fn=lambda old, new, _: (old + new) / 2)
-    averaged.update_parameters(pair.pipe)
-    expected = torch.optim.swa_utils.AveragedModel(pair.models[1], avg_fn=lambda old, new, _: (old + new) / 2)
-    expected.update_parameters(pair.models[1])
-    for model in pair.models:
-        torch.optim.SGD(model.parameters(), 0.5).step()
-    averaged.update_parameters(pair.pipe)
-    expected.update_parameters(pair.models[1])
-    torch.testing.assert_close(averaged(pair.x), expected(pair.x))
-    pair.step()
-    assert averaged.module.state_dict().keys() == pair.models[1].state_dict().keys()
-
-
-def test_half_and_double_reach_the_model_and_what_is_compiled() -> None:
-    pair = Pair()
-    pair.step()
-    for convert in (nn.Module.double, nn.Module.float):
-        convert(pair.pipe)
-        convert(pair.models[1])
-        pair.x, pair.y = pair.x.to(pair.models[1].last.weight), pair.y.to(pair.models[1].last.weight)
-        pair.step()
-
-
-SHIFT = 1.0
-
-
-def shifted(x: Tensor) -> Tensor:
-    return x - SHIFT
-
-
-class Unproven(nn.Module):
+class Unproven(Net):
     """Whether ``y`` is split along with ``x`` is found out by a capture."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (shifted(self.layers(x)) - y).square().mean()
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return (super().forward(x) - y).square().mean()
 
 
 def test_a_global_is_followed_where_it_was_found_out_which_arguments_are_split(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, (x, y) = Unproven(), torch.randn(2, 8, 4)
+    model, (x, y) = Unproven(), torch.randn(2, ROWS, 4)
     pipe = pipec.compile(model, 2, microbatches=2)
-    for shift in (1.0, 3.0):
-        monkeypatch.setitem(globals(), "SHIFT", shift)
+    for offset in (1.0, 3.0):
+        monkeypatch.setitem(globals(), "OFFSET", offset)
         assert torch.allclose(pipe.step(x, y), model(x, y))
+
+
+def test_parameters_that_inference_mode_places_can_be_trained() -> None:
+    pair = Pair()
+    with torch.inference_mode():
+        found = pair.pipe.eval()(pair.x.clone())
+    torch.testing.assert_close(found, pair.models[1](pair.x).detach())
+    pair.pipe.train()
+    pair.step()
+    assert not any(each.is_inference() for each in pair.pipe.parameters())
 
 
 # where the program updates

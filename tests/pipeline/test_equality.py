@@ -5,13 +5,13 @@ import copy
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import worker_processes
 from compile_variants import (
+    SIZES,
     VARIANTS,
     Captured,
     TrainingRun,
@@ -21,19 +21,20 @@ from compile_variants import (
     cut,
     expected,
     generated,
-    save_with_tensors,
+    pipeline,
     tied_parameters,
 )
 from equality_rows import Row, Script, batch_of, covering, diagnosis, difference, eager, piped
 from example_schedules import v_gpipe
-from huggingface_models import MODELS, Factory, each, gpt2, resnet
+from huggingface_models import MODELS, Factory, bert, each, gpt2, resnet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_graphs import WIDTH, RandomModel
 from slow_params import slow
 from torch import Tensor, nn
-from unsplit_reference import StepResult, assert_equal, relative_error, unsplit_step
-from worker_processes import read_outcome, run_ranks, train
+from torch.utils import _pytree as pytree
+from unsplit_reference import StepResult, assert_equal, relative_error, unsplit_output, unsplit_step
+from worker_processes import run_ranks
 
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture
@@ -66,11 +67,7 @@ def test_rows_over_processes_train_as_eager_torch(
     printed = run_ranks(HELPERS / "equality_rows.py", num_ranks, tmp_path, [*map(str, numbers)])
     for rank, text in enumerate(printed):
         found = json.loads(text.splitlines()[-1])
-        wrong = [
-            f"row {number}, rank {rank}: {rows[int(number)]}: {text}"
-            for number, text in found.items()
-            if text
-        ]
+        wrong = [f"row {k}, rank {rank}: {rows[int(k)]}: {text}" for k, text in found.items() if text]
         assert not wrong, "\n".join(wrong)
 
 
@@ -132,10 +129,7 @@ class WithTarget(nn.Module):
 
 def rows_of(number: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(number)
-    return {
-        name: torch.randn(number, 3, WIDTH, generator=generator, dtype=torch.float64)
-        for name in ("x", "target")
-    }
+    return {name: torch.randn(number, 3, WIDTH, generator=generator).double() for name in ("x", "target")}
 
 
 @functools.cache
@@ -164,39 +158,21 @@ def schedules(num_stages: int, num_microbatches: int) -> list[Schedule]:
     return made
 
 
-@dataclass(frozen=True)
-class Cut:
-    """One way to cut and run the model of ``seed``."""
-
-    seed: int
-    operators: tuple[int, ...]
-    recompute: frozenset[int]
-    sizes: tuple[int, ...]
-    schedule: Schedule
-
-
-@st.composite
-def cuts(draw: st.DrawFn) -> Cut:
-    seed = draw(st.integers(0, NUM_MODELS - 1))
-    graph = captured_graph(seed).graph
-    busy = sorted({node.meta["operator"] for node in graph.nodes if not is_constant(node)})
-    operators = tuple(sorted(draw(st.sets(st.sampled_from(busy[1:]), max_size=MAX_STAGES - 1))))
-    recompute = draw(st.frozensets(st.integers(0, len(operators))))
-    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    schedule = draw(st.sampled_from(schedules(len(operators) + 1, len(sizes))))
-    return Cut(seed, operators, recompute, tuple(sizes), schedule)
-
-
 @pytest.mark.slow
 @settings(max_examples=30)
-@given(cuts())
-def test_any_cut_under_any_schedule_has_the_bits_of_the_unsplit_model(case: Cut) -> None:
-    model = captured_graph(case.seed)
-    artifact = generated(cut(model, cut_before(case.operators), case.recompute), case.schedule)
+@given(data=st.data())
+def test_any_cut_under_any_schedule_has_the_bits_of_the_unsplit_model(data: st.DataObject) -> None:
+    model = captured_graph(data.draw(st.integers(0, NUM_MODELS - 1)))
+    busy = sorted({node.meta["operator"] for node in model.graph.nodes if not is_constant(node)})
+    operators = sorted(data.draw(st.sets(st.sampled_from(busy[1:]), max_size=MAX_STAGES - 1)))
+    recompute = data.draw(st.frozensets(st.integers(0, len(operators))))
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    schedule = data.draw(st.sampled_from(schedules(len(operators) + 1, len(sizes))))
+    artifact = generated(cut(model, cut_before(operators), recompute), schedule)
     run, unsplit = TrainingRun(artifact, model.model), copy.deepcopy(model.model)
-    inputs = rows_of(sum(case.sizes))
-    found = StepResult.of(run.step(inputs, case.sizes), run.model)
-    wanted = StepResult.of(unsplit_step(unsplit, inputs, case.sizes), unsplit)
+    inputs = rows_of(sum(sizes))
+    found = StepResult.of(run.step(inputs, sizes), run.model)
+    wanted = StepResult.of(unsplit_step(unsplit, inputs, sizes), unsplit)
     assert_equal(found, wanted, tied_parameters(artifact))
 
 
@@ -215,19 +191,15 @@ def test_a_step_has_the_bits_of_the_unsplit_model(factory: Factory, combination:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("factory", "combination"), [(gpt2, VARIANTS[3]), (resnet, VARIANTS[1])])
-def test_a_loaded_artifact_has_the_bits_of_the_unsplit_model(
-    factory: Factory, combination: Variant, tmp_path: Path
-) -> None:
-    """One process per rank, over gloo."""
-    model = captured(factory)
-    artifact = compiled(model, combination)
-    directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
-    num_ranks = combination.num_stages
-    assert train([directory] * num_ranks, model.inputs, tmp_path) == [""] * num_ranks
-    found, wanted = read_outcome(tmp_path, num_ranks), expected(model)
-    assert {value.name for value in artifact.plan.buffers} - artifact.constants.keys() == found.buffers.keys()
-    used = {fqn: wanted.buffers[fqn] for fqn in found.buffers}
-    assert_equal(
-        found, StepResult(wanted.loss, wanted.gradients, wanted.parameters, used), tied_parameters(artifact)
-    )
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("factory", each(gpt2, resnet, bert))
+def test_a_forward_returns_what_the_unsplit_model_returns(factory: Factory, training: bool) -> None:
+    pipe, trained, model = pipeline(factory)
+    pipe.train(training)
+    unsplit = copy.deepcopy(trained).train(training)
+    inputs = {**model.inputs, "use_cache": False} if factory is gpt2 else model.inputs
+    found, expected = pipe(**inputs), unsplit_output(unsplit, inputs, SIZES)
+    assert type(found) is type(expected)
+    assert found.keys() == expected.keys()
+    assert all(map(torch.equal, pytree.tree_leaves(found), pytree.tree_leaves(expected)))
+    assert all(map(torch.equal, trained.buffers(), unsplit.buffers()))

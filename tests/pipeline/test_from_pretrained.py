@@ -1,4 +1,4 @@
-"""``pipec.from_pretrained`` against transformers from the same folder: what is read, by whom, and refused."""
+"""Models of transformers: ``pipec.from_pretrained`` of their folders, and libraries that get a pipeline."""
 
 import copy
 import json
@@ -24,6 +24,7 @@ from pipec.errors import CheckpointError, InputError
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = Path(pretrained_script.__file__)
+LIBRARIES = Path(__file__).parents[1] / "helpers" / "libraries_script.py"
 MEMORY_SCRIPT = Path(pretrained_memory_script.__file__)
 RANKS = {4: ("gpt2", "mixtral", "headless"), 0: ("t5", "bert", "tied", "bfloat16", "sharded", "remote")}
 
@@ -52,9 +53,7 @@ def test_models_start_train_and_are_saved_as_by_transformers(num_ranks: int, tmp
             assert own["dtypes"] == reference["dtypes"]
             assert own["drawn"] == reference["drawn"]
             assert own["logits"] == pytest.approx(reference["logits"], abs=1e-6), name
-            rounded = (
-                name == "bfloat16"
-            )  # its gradients and weights are, to 8 bits, so the second loss differs more
+            rounded = name == "bfloat16"  # to 8 bits, so that the second loss differs more
             assert own["losses"] == pytest.approx(reference["losses"], abs=1e-4 if rounded else 2e-6), name
             assert own["state"] == pytest.approx(reference["state"], rel=1e-4 if rounded else 1e-7)
 
@@ -205,3 +204,41 @@ def test_values_are_refused_until_they_are_read(tmp_path: Path) -> None:
         pipec.compile(plain, 2, weights=tmp_path / "llama")
     with pytest.raises(InputError, match="takes a model of transformers"):
         pipec.compile(nn.Linear(2, 2, device="meta"), 2, weights=tmp_path / "llama")
+
+
+# libraries that save, clip and update over two processes: the whole model's, or an error with its remedy
+
+NOT_HERE = "and this process has none of its values"
+CALLED = "Call pipe(...), pipe.eval_step(...) or pipe.step(...), not the model"
+WRAPPED = "cannot take a pipeline, nor the model of one"
+
+EXPECTED = {
+    "transformers": {
+        "model.save_pretrained(folder)": NOT_HERE,
+        "model.save_pretrained(folder, state_dict=pipe.state_dict())": "right",
+        "model.generate(ids)": CALLED,
+        "model(ids)": CALLED,
+        "model.generate(ids) after pipe.gather_into(model)": "right",
+    },
+    "accelerate": {
+        "accelerator.prepare(pipe)": WRAPPED,
+        "accelerator.prepare(model)": WRAPPED,
+        "accelerator.prepare(pipe.as_module())": "Use PipecAccelerator",
+        "accelerator.get_state_dict(pipe)": "right",
+        "accelerator.clip_grad_norm_": "right",
+        "optimizer.state_dict() of accelerator.prepare(optimizer)": "right",
+        "accelerator.prepare(scheduler)": "Leave the scheduler out of prepare(...)",
+        "accelerator.save_model(model)": NOT_HERE,
+    },
+}
+"""By library and what is done with it: "right", or what the error says on every rank."""
+
+
+@pytest.mark.parametrize("library", EXPECTED)
+def test_what_a_library_does_is_right_or_refused(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    for printed in run_ranks(LIBRARIES, 2, tmp_path, [library]):
+        found = json.loads(printed.splitlines()[-1])
+        assert found.keys() == EXPECTED[library].keys()
+        for name, said in EXPECTED[library].items():
+            assert said in found[name], (name, found[name])

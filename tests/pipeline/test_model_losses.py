@@ -1,9 +1,11 @@
-"""The loss in a model's results: wherever a model returns it, a step trains it, or asks which one it is."""
+"""The loss of a step: wherever a model returns it, and as the result of a module, with a backward."""
 
 import copy
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,6 +43,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
         self.results, self.looks_at_the_clock = results, looks_at_the_clock
+        self.config = {"hidden_size": 8}
         self.double()
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
@@ -66,13 +69,16 @@ def compiled(model: nn.Module, **options: Any) -> pipec.Pipeline:
     return pipec.compile(model, **{"devices": 2, "microbatches": 4, "check": "off", **options})
 
 
-def require_gradients(model: nn.Module, loss: Tensor, eager: nn.Module) -> None:
-    loss.backward()
+def require_gradients(model: nn.Module, loss: Tensor | None, eager: nn.Module) -> None:
+    """Of the model, those that the eager model has after the backward of its loss."""
+    if loss is not None:
+        loss.backward()
     for (fqn, own), expected in zip(model.named_parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(own.grad, expected.grad, msg=fqn)
 
 
 FOUND: dict[str, Results] = {
+    "dict": lambda logits, loss: {"logits": logits, "loss": loss},
     "logits, loss": lambda logits, loss: (logits, loss),
     "list": lambda logits, loss: [loss, logits],
     "another key": lambda logits, loss: {"logits": logits, "total_loss": loss},
@@ -125,23 +131,6 @@ def test_a_loss_that_is_not_there_is_refused(results: Results, loss_fn: Any, key
         compiled(Net(results), loss_fn=loss_fn).step(*batch())
 
 
-@pytest.mark.parametrize("name", ["another key", "named tuple"])
-def test_a_module_returns_the_output_with_its_loss(name: str) -> None:
-    model, eager, (x, y) = Net(FOUND[name]), Net(loss_alone), batch()
-    results = compiled(model).as_module(outputs=True)(x, y)
-    assert type(results) is type(Net(FOUND[name])(x, y))
-    (2 * (results["total_loss"] if isinstance(results, dict) else results.objective)).backward()
-    require_gradients(model, 2 * eager(x, y), eager)
-
-
-def test_a_module_that_returns_the_loss_alone_says_so_when_it_is_unpacked() -> None:
-    module = compiled(Net(FOUND["logits, loss"])).as_module()
-    with pytest.raises(InputError, match="outputs=True"):
-        _, _ = module(*batch())
-    with pytest.raises(InputError, match="outputs=True"):
-        _ = module(*batch())[1]
-
-
 def raising(output: Tensor, target: Tensor) -> Tensor:
     raise ValueError("expected three classes")
 
@@ -154,40 +143,29 @@ class Loss(nn.Module):
 @pytest.mark.parametrize(
     ("loss_fn", "error"),
     [
-        (lambda output, y: F.cross_entropy(output, y.view(4, 4)), r"view\(4, 4\).* is invalid"),
-        (raising, r"at test_model_losses.py:\d+: raise ValueError.*ValueError: expected three classes"),
-        (lambda output: output.sum(), r"TypeError: .*takes 1 positional argument"),
-        (Loss(), r"at test_model_losses.py:\d+: .*output\[\"logits\"\].*IndexError"),
+        (lambda output, y: F.cross_entropy(output, y.view(4, 4)), r"fails on .*view\(4, 4\).* is invalid"),
+        (raising, r"fails on .*at test_model_losses.py:\d+: raise.*ValueError: expected three classes"),
+        (lambda output: output.sum(), r"fails on .*TypeError: .*takes 1 positional argument"),
+        (Loss(), r"fails on .*at test_model_losses.py:\d+: .*output\[\"logits\"\].*IndexError"),
+        (lambda output, y: F.cross_entropy(output, y).item(), r"cannot be captured.*at .*\.item\(\)"),
     ],
-    ids=["shape", "raise", "arguments", "module"],
+    ids=["shape", "raise", "arguments", "module", "value"],
 )
 def test_a_failing_loss_function_is_named_with_its_line(loss_fn: Callable[..., Any], error: str) -> None:
     x, y = batch()
-    pipe = compiled(nn.Linear(6, 5).double(), loss_fn=loss_fn)
-    with pytest.raises(InputError, match=rf"(?s)^loss_fn fails on these arguments.*{error}.*loss_fn expects"):
-        pipe.step(x, target=y)
+    with pytest.raises((InputError, CaptureError), match=rf"(?s)^loss_fn {error}"):
+        compiled(nn.Linear(6, 5).double(), loss_fn=loss_fn).step(x, target=y)
 
 
-def test_a_loss_function_that_needs_values_is_named_with_its_line() -> None:
-    x, y = batch()
-    pipe = compiled(nn.Linear(6, 5).double(), loss_fn=lambda output, y: F.cross_entropy(output, y).item())
-    with pytest.raises(CaptureError, match=r"(?s)^loss_fn cannot be captured.*at .*\.item\(\)"):
-        pipe.step(x, target=y)
-
-
-class TaskWeight(nn.Module):
+class TaskWeight(Net):
     """A loss that is weighted by a learned number, which is added to it so that it stays small."""
 
     def __init__(self, penalty: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
-        self.weight, self.penalty = nn.Parameter(torch.tensor(0.7)), penalty
-        self.double()
+        super().__init__(loss_alone)
+        self.weight, self.penalty = nn.Parameter(torch.tensor(0.7, dtype=torch.float64)), penalty
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.last(torch.tanh(self.first(x))), y)
-        return torch.exp(-self.weight) * loss + self.penalty(self.weight)
+        return torch.exp(-self.weight) * super().forward(x, y) + self.penalty(self.weight)
 
 
 @pytest.mark.parametrize(
@@ -205,3 +183,135 @@ def test_a_parameter_may_be_a_term_of_the_loss(
     loss = eager(x, y)
     torch.testing.assert_close(compiled(model, **layout).step(x, y), loss.detach())
     require_gradients(model, loss, eager)
+
+
+# the loss of a module
+
+
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"on_nan": "skip"}])
+def test_losses_of_several_models_and_a_weight_have_one_backward(options: dict[str, object]) -> None:
+    models, plain = [Net(loss_alone) for _ in range(2)], [Net(loss_alone) for _ in range(2)]
+    modules = [compiled(model, **options).as_module() for model in models]
+    weights = [nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2)]
+    x, y = batch()
+    for _ in range(2):
+        for weight, (first, second) in zip(weights, (modules, plain), strict=True):
+            found = [module(k * x, y) for k, module in enumerate([first, first, second])]
+            (found[0] * weight + 3 * found[1] + found[2].square()).backward()
+    for model, other in zip(models, plain, strict=True):
+        require_gradients(model, None, other)
+    torch.testing.assert_close(weights[0].grad, weights[1].grad)
+
+
+def test_the_loss_alone_is_where_a_loop_looks_for_it() -> None:
+    x, y = batch()
+    out, expected = compiled(Net(FOUND["dict"])).as_module()(x, y), Net(FOUND["dict"])(x, y)["loss"]
+    assert out.loss is out["loss"] is out[0] is out
+    assert f"{out:.6f}" == f"{expected.item():.6f}"
+    assert repr(out.detach()) == repr(expected.detach())
+    reads = (attrgetter("logits"), itemgetter("logits"), itemgetter(1), tuple)
+    for read, error in zip(reads, (AttributeError, KeyError, InputError, InputError), strict=True):
+        with pytest.raises(error, match=r"as_module\(outputs=True\)"):
+            read(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("another key", itemgetter("total_loss", "logits")),
+        ("named tuple", attrgetter("objective", "logits")),
+    ],
+)
+def test_a_module_returns_the_output_with_its_loss(name: str, read: Callable[[Any], Any]) -> None:
+    """A loss that the script makes of the output has a backward that explains itself."""
+    model, eager, (x, y) = Net(FOUND[name]), Net(FOUND[name]), batch()
+    module = compiled(model).as_module(outputs=True)
+    results, expected = module(x, y), eager(x, y)
+    assert type(results) is type(expected)
+    loss, logits = read(results)
+    torch.testing.assert_close(logits.detach(), read(expected)[1].detach())
+    with pytest.raises(InputError, match=r"outside of the pipeline.*differentiable"):
+        (loss + logits.square().mean()).backward()
+    module.zero_grad()
+    (2 * read(module(x, y))[0]).backward()
+    require_gradients(model, 2 * read(expected)[0], eager)
+
+
+def test_evaluation_is_the_forward_with_loss_and_outputs() -> None:
+    module, plain, (x, y) = compiled(Net(FOUND["dict"])).as_module(), Net(FOUND["dict"]), batch()
+    with torch.no_grad():
+        found, expected = module(x, y), plain(x, y)
+    for name in ("loss", "logits"):
+        assert not found[name].requires_grad
+        torch.testing.assert_close(found[name], expected[name])
+    module.eval()
+    assert not module.training
+    assert not module.first.training
+    with pytest.raises(InputError, match=r"evaluation mode.*module\.train\(\)"):
+        module(x, y)["loss"].backward()
+
+
+@pytest.fixture(scope="module")
+def pipe() -> pipec.Pipeline:
+    pipe = compiled(Net(loss_alone))
+    pipe.step(*batch())
+    pipe.zero_grad()
+    return pipe
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda loss: torch.amp.GradScaler("cpu").scale(loss / 2), 'precision="fp16-mixed"'),
+        (lambda loss: (loss.backward(retain_graph=True), loss.backward()), "again on the loss of one step"),
+        (lambda loss: loss.backward(create_graph=True), "create_graph=True"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_what_cannot_be_right_is_refused_by_name(
+    pipe: pipec.Pipeline, attempt: Callable[[Tensor], object], message: str
+) -> None:
+    loss = pipe.as_module()(*batch())
+    with pytest.raises(InputError, match=message):
+        attempt(loss)
+
+
+def test_inputs_that_require_a_gradient_are_refused_once_compiled_too(pipe: pipec.Pipeline) -> None:
+    pipe.zero_grad()
+    x, y = batch()
+    for call in (pipe.as_module(), pipe.step):
+        with pytest.raises(InputError, match=r"args\[0\] requires a gradient"):
+            call(x.requires_grad_(), y)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_a_loop_finds_the_model_behind_it() -> None:
+    model = Net(loss_alone)
+    module = compiled(model).as_module()
+    assert module.config is model.config
+    assert list(inspect.signature(module.forward).parameters) == ["x", "y"]
+    assert dict(module.named_modules())["first"] is model.first
+    assert list(dict(module.named_parameters())) == list(dict(model.named_parameters()))
+    assert all(one is other for one, other in zip(module.parameters(), model.parameters(), strict=True))
+    state = module.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    module.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    assert not any(parameter.any() for parameter in model.parameters())
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = module.no_such
+
+
+def test_a_module_around_it_lists_the_parameters_of_the_model_itself() -> None:
+    model = TaskWeight(lambda weight: weight)
+    model.register_buffer("shift", torch.zeros(3), persistent=False)
+    around = nn.Sequential(compiled(model).as_module())
+    names = [f"0.{name}" for name, _ in model.named_parameters()]
+    assert [name for name, _ in around.named_parameters()] == names
+    assert [name for name, _ in around.named_buffers()] == ["0.shift"]
+    assert {*around.state_dict()} == {*names}
+    around[0](*batch()).backward()
+    assert next(iter(around.parameters())) is model.weight
+    assert model.weight.grad is not None
+    around.float()
+    assert next(iter(around.parameters())) is model.weight
+    assert model.weight.dtype == torch.float32

@@ -9,23 +9,26 @@ from typing import Any
 import outside_losses
 import pytest
 import torch
-from huggingface_models import VOCABULARY
-from outside_losses import LOSSES, ActorCritic, train
+from huggingface_models import llama
+from outside_losses import LOSSES, EarlyOutputs, X, mixed, train
 from slow_params import slow
 from torch import Tensor, nn
 from worker_processes import run_ranks
 
 import pipec
 from pipec import InputError
+from pipec.ir import Payload
+from tests.pipeline.test_ranks import told
 
 SCRIPT = Path(outside_losses.__file__)
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b")
-X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+TRAININGS = [(name, outputs) for outputs in ("differentiable", "last") for name in LOSSES]
 
 
-@pytest.mark.parametrize(("number", "name"), [*enumerate(LOSSES)])
-def test_a_training_with_any_loss_is_that_of_the_model(number: int, name: str) -> None:
-    assert train(name, 4, 2, schedule=SCHEDULES[number % len(SCHEDULES)]) < 1e-9
+@pytest.mark.parametrize(("number", "training"), [*enumerate(TRAININGS)])
+def test_a_training_with_any_loss_is_that_of_the_model(number: int, training: tuple[str, Any]) -> None:
+    name, outputs = training
+    assert train(name, 4, 2, outputs, schedule=(*SCHEDULES, "zb-v")[number % 5]) < 1e-9
 
 
 LAYOUTS = {"2 ranks": (2, 1), "2x2 replicas": (4, 2)}
@@ -40,26 +43,17 @@ def test_ranks_compute_the_same_loss_of_the_same_outputs(
     layout: str, schedule: str, steps: int, outputs: str, tmp_path: Path
 ) -> None:
     ranks, replicas = LAYOUTS[layout]
-    names = ["preference_in_two", "one_head", "decorrelation"] if steps == 2 else [*LOSSES]
-    arguments = [outputs, schedule, str(replicas), str(steps), *names]
+    arguments = [outputs, schedule, str(replicas), str(steps)]
     for printed in run_ranks(SCRIPT, ranks, tmp_path, arguments):
         off = dict(line.split() for line in printed.splitlines() if line.split()[0] in LOSSES)
-        assert [*off] == names
+        assert [*off] == [*LOSSES]
         assert all(float(each) < 1e-9 for each in off.values()), off
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", LOSSES)
-def test_twenty_steps_of_each_schedule(name: str, schedule: str) -> None:
-    assert train(name, 20, 2, schedule=schedule) < 1e-9
-
-
-def net(*, dropout: float = 0.0, norm: bool = False, last: nn.Module | None = None) -> nn.Module:
+def net(between: nn.Module | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    between = [nn.BatchNorm1d(8)] if norm else [nn.Dropout(dropout)]
-    layers = [nn.Linear(6, 8), nn.Tanh(), *between, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
-    return nn.Sequential(*layers, *([last] if last else [])).double()
+    layers = nn.Linear(6, 8), nn.Tanh(), between or nn.Identity(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+    return nn.Sequential(*layers).double()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -79,10 +73,12 @@ def spread(output: Any) -> Tensor:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "frozen": {},
     "one microbatch": {"microbatches": 1, "devices": 1},
     "recompute": {"recompute": "full", "schedule": "zb-h1"},
     "replicas": {"replicas": 2, "devices": 4, "microbatches": 4},
     "uneven": {"microbatches": 3},
+    "weights on the host": {"devices": 1, "offload": "weights", "schedule": "looped-bfs-v3"},
 }
 
 
@@ -90,6 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_options(name: str) -> None:
     """Two forwards of different numbers of rows wait for one backward."""
     plain = net()
+    plain[0].weight.requires_grad_(name != "frozen")
     pipe = pipec.compile(copy.deepcopy(plain), **{"devices": 2, "microbatches": 2, **OPTIONS[name]})
     for model in (pipe, plain):
         (spread(model(X)) * spread(model(X[:7] + 1))).backward()
@@ -112,15 +109,8 @@ def test_saved_values_wait_on_the_host() -> None:
 def test_the_pipelines_own_optimizer_updates_with_the_gradients(level: str) -> None:
     plain = net()
     make = functools.partial(torch.optim.AdamW, lr=0.05)
-    pipe = pipec.compile(
-        copy.deepcopy(plain),
-        devices=4,
-        replicas=2,
-        microbatches=4,
-        shard=level,
-        optimizer=make,
-        clip_grad_norm=0.1,
-    )
+    options = {**OPTIONS["replicas"], "shard": level, "optimizer": make, "clip_grad_norm": 0.1}
+    pipe = pipec.compile(copy.deepcopy(plain), **options)
     module, optimizer = pipe.as_module(), make(plain.parameters())
     for step in range(3):
         for model in (module, plain):
@@ -151,7 +141,7 @@ def test_dropout_is_that_of_a_step(options: dict[str, Any]) -> None:
         return (output - target).square().mean()
 
     pipes = [
-        pipec.compile(net(dropout=0.5), **{"devices": 2, "microbatches": 2, **options}, loss_fn=given)
+        pipec.compile(net(nn.Dropout(0.5)), **{"devices": 2, "microbatches": 2, **options}, loss_fn=given)
         for given in (loss, None)
     ]
     for pipe in pipes:
@@ -165,7 +155,7 @@ def test_dropout_is_that_of_a_step(options: dict[str, Any]) -> None:
 
 
 def test_buffers_change_with_the_forward_and_backwards_read_the_old_ones() -> None:
-    plain = net(norm=True)
+    plain = net(nn.BatchNorm1d(8))
     pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=2)
     with pytest.warns(pipec.PipecWarning, match="batch norms"):
         outputs = [pipe(view) for view in (X, X + 1)]
@@ -176,17 +166,22 @@ def test_buffers_change_with_the_forward_and_backwards_read_the_old_ones() -> No
     torch.testing.assert_close(pipe.state_dict()["2.running_mean"], plain.state_dict()["2.running_mean"])
 
 
-@pytest.mark.parametrize("last", [nn.Tanh(), nn.Softmax(1), nn.ReLU(), nn.Flatten(0)])
-def test_gradients_of_outputs_are_the_scripts_own(last: nn.Module) -> None:
-    """No backward of a stage writes into them."""
-    plain, seen = net(last=last), list[tuple[Tensor, Tensor]]()
-    pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=1)
-    output = pipe(X)
-    output.register_hook(lambda gradient: seen.append((gradient, gradient.clone())))
-    (output * output.square()).sum().backward()
-    plain(X).pow(3).sum().backward()
+@pytest.mark.parametrize(("outputs", "microbatches"), [("differentiable", 1), ("last", 1), ("last", 2)])
+@pytest.mark.parametrize("last", [nn.Tanh(), nn.Softmax(1), nn.ReLU(), nn.Identity()])
+def test_gradients_of_outputs_are_the_scripts_own(last: nn.Module, outputs: Any, microbatches: int) -> None:
+    """No backward of a stage writes into them, also if they are those of an earlier stage, or of a view."""
+    plain, seen = EarlyOutputs(last), list[tuple[Tensor, Tensor]]()
+    pipe = pipec.compile(copy.deepcopy(plain), devices=3, microbatches=microbatches)
+    found = pipe.as_module(outputs)(X)
+    for name in ("early", "scale", "last", "turned"):
+        found[name].register_hook(lambda gradient: seen.append((gradient, gradient.clone())))
+    mixed(found).backward()
+    mixed(expected := plain(X)).backward()
+    assert len(seen) == 4
+    assert all(torch.equal(*pair) for pair in seen)
+    for name in ("class", "x", "early", "last", "turned"):
+        torch.testing.assert_close(found[name], expected[name])
     assert_same(pipe, plain)
-    assert torch.equal(*seen[0])
 
 
 def test_calls_come_between_a_forward_and_its_backward() -> None:
@@ -205,30 +200,6 @@ def test_calls_come_between_a_forward_and_its_backward() -> None:
     assert_same(pipe, plain)
 
 
-def test_what_a_loss_does_not_reach_gets_no_gradient() -> None:
-    plain = ActorCritic().double()
-    plain.body[0].weight.requires_grad_(False)
-    pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=2)
-    for model in (pipe, plain):
-        model(X)["value"].square().sum().backward()
-    assert_same(pipe, plain)
-    assert pipe.policy.weight.grad is None
-
-
-def language_model() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        vocab_size=VOCABULARY,
-    )
-    return LlamaForCausalLM(config).double()
-
-
 @pytest.mark.parametrize(
     ("given", "loss", "rounding"),
     [
@@ -241,8 +212,8 @@ def test_a_model_of_transformers(
     given: dict[str, Any], loss: Callable[[Any], Tensor], rounding: float
 ) -> None:
     """Its own loss is computed in float32."""
-    plain = language_model()
-    ids = torch.randint(VOCABULARY, (6, 9), generator=torch.Generator().manual_seed(0))
+    plain, inputs = llama()
+    plain, ids = plain.double(), inputs["input_ids"]
     mask = torch.ones_like(ids).tril(4)
     given = {"input_ids": ids, "attention_mask": mask, "use_cache": False, **given}
     if given.pop("labels", False):
@@ -270,14 +241,19 @@ def test_mixed_precision(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gradient, gradients(plain)[fqn], rtol=0.05, atol=0.02)
 
 
-def test_a_saved_artifact_has_both_halves(tmp_path: Path) -> None:
-    plain = net()
-    pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=2)
-    pipe(X)
+def compiled(outputs: Any, **options: Any) -> pipec.Pipeline:
+    pipe = pipec.compile(EarlyOutputs(nn.Tanh()), microbatches=4, recompute="none", **options)
+    pipe.as_module(outputs)(X.repeat(64, 1))
+    return pipe
+
+
+@pytest.mark.parametrize("outputs", ["differentiable", "last"])
+def test_a_saved_artifact_has_both_halves(outputs: str, tmp_path: Path) -> None:
+    plain, pipe = EarlyOutputs(nn.Tanh()), compiled(outputs, devices=2)
     pipe.save(tmp_path, tensors=True)
     loaded = pipec.load(tmp_path)
     for model in (loaded, plain):
-        spread(model(X + 1)).backward()
+        mixed(model(X)).backward()
     assert_same(loaded, plain)
 
 
@@ -290,51 +266,39 @@ def test_a_trace_has_both_halves() -> None:
     assert "measured behind the loss" in shown
 
 
-def refusals() -> dict[str, Callable[[nn.Module], object]]:
-    def second(module: nn.Module) -> None:
-        loss = spread(module(X))
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    def changed_weight(module: nn.Module) -> None:
-        loss = spread(module(X))
-        with torch.no_grad():
-            next(module.parameters()).mul_(2)
-        loss.backward()
-
-    def replaced_data(module: nn.Module) -> None:
-        loss = spread(module(X))
-        weight = next(module.parameters())
-        weight.data = weight.data * 2
-        loss.backward()
-
-    def changed_batch(module: nn.Module) -> None:
-        given = X.clone()
-        loss = spread(module(given))
-        given.zero_()
-        loss.backward()
-
-    def one_gradient(module: nn.Module) -> object:
-        return torch.autograd.grad(spread(module(X)), [next(module.parameters())])
-
-    return {
-        "again": second,
-        "0.weight was changed": changed_weight,
-        "give back the .data": replaced_data,
-        r"args\[0\] was changed": changed_batch,
-        "some tensors alone": one_gradient,
-        "inputs=": lambda module: spread(module(X)).backward(inputs=[*module.parameters()]),
-        "gradients of gradients": lambda module: spread(module(X)).backward(create_graph=True),
-        "leave one of both out": lambda module: module(X, target=X),
-    }
+def twice(loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
-@pytest.mark.parametrize("what", refusals())
+def with_change(module: nn.Module, change: Callable[[Tensor, Tensor], object]) -> None:
+    """A weight or the batch changes between the forward and the backward."""
+    rows = X.clone()
+    loss = spread(module(rows))
+    change(next(module.parameters()), rows)
+    loss.backward()
+
+
+REFUSALS: dict[str, Callable[[nn.Module], object]] = {
+    "again": lambda module: twice(spread(module(X))),
+    "0.weight was changed": lambda module: with_change(module, lambda weight, _: weight.detach().mul_(2)),
+    "give back the .data": lambda module: with_change(
+        module, lambda weight, _: setattr(weight, "data", 2 * weight.data)
+    ),
+    r"args\[0\] was changed": lambda module: with_change(module, lambda _, rows: rows.zero_()),
+    "some tensors alone": lambda module: torch.autograd.grad(spread(module(X)), [next(module.parameters())]),
+    "inputs=": lambda module: spread(module(X)).backward(inputs=[*module.parameters()]),
+    "gradients of gradients": lambda module: spread(module(X)).backward(create_graph=True),
+    "leave one of both out": lambda module: module(X, target=X),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_refusals(what: str) -> None:
     module = pipec.compile(net(), devices=2, microbatches=2).as_module(outputs="differentiable")
     with pytest.raises(InputError, match=what):
-        refusals()[what](module)
+        REFUSALS[what](module)
 
 
 def test_a_backward_of_some_parameters_is_refused_of_a_loss_inside() -> None:
@@ -350,3 +314,72 @@ def test_where_no_script_can_compute_the_loss(options: dict[str, Any]) -> None:
     pipe = pipec.compile(net(), devices=2, **options)
     with pytest.raises(InputError, match=r"asynchronous|local"):
         pipe.as_module(outputs="differentiable")(X)
+
+
+# outputs on the last stage alone
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_results_are_sent_among_the_replicas_of_the_last_stage_alone(replicas: int) -> None:
+    pipe = compiled("last", devices=3 * replicas, replicas=replicas)
+    last = pipe.plan.placement[-1]
+    ends = {
+        (program.rank, each.peer)
+        for program in pipe.programs
+        for each in program.instructions
+        if each.link and each.link.payload is Payload.RESULT
+    }
+    assert ends == {(one, other) for one in last for other in last if one != other}
+
+
+ONE_SCRIPT = """
+from outside_losses import EarlyOutputs, X, mixed
+
+plain = EarlyOutputs(nn.Tanh())
+pipe = compiled(copy.deepcopy(plain), None)
+module = pipe.as_module(outputs="last")
+
+def described(out):
+    return [(x.dtype, tuple(x.shape), x.device, x.requires_grad) for x in [*out.pop("tuple"), *out.values()]]
+
+print(described(module(X)))
+assert [each[:3] for each in described(module(X))] == [each[:3] for each in described(plain(X))]
+for model in (module, plain):
+    mixed(model(X)).backward()
+plain_grads = {name: p.grad for name, p in plain.named_parameters()}
+pairs = [(p.grad, plain_grads[name]) for name, p in pipe.named_parameters() if p.grad is not None]
+assert len(pairs) > 2 and all(torch.allclose(*pair, rtol=1e-9) for pair in pairs)
+pipe.zero_grad()
+out, other = module(X), module(X)
+assert (out["class"] == 3).sum().dtype == torch.int64
+if rank == 0:
+    refused(lambda: out["early"].mean().item(), "on rank 1 alone")
+with torch.no_grad():
+    assert module(X)["last"].mean().item() != 0
+
+refused(lambda: (mixed(out) if rank else mixed(other)).backward(), "the backward of forward")
+refused(lambda: (out["last"] if rank else out["early"]).sum().backward(), "gradient")
+loss = mixed(out)
+loss.backward()
+refused(lambda: loss.backward(), "", RuntimeError)
+refused(lambda: mixed(out).backward(), "call the module again")
+refused(lambda: out["last"].mul_(2), "modified inplace", RuntimeError)
+refused(lambda: torch.amp.GradScaler("cpu").scale(module(X)["last"].sum()), "fp16-mixed")
+refused(lambda: torch.autograd.grad(mixed(module(X)), [*module.parameters()]), "")
+"""
+
+
+def test_one_script_for_all_ranks(tmp_path: Path) -> None:
+    first, last = told(tmp_path, ONE_SCRIPT)
+    assert first == last
+
+
+def test_replicas_that_compute_other_losses_are_refused(tmp_path: Path) -> None:
+    body = """
+    from outside_losses import EarlyOutputs, X, mixed
+    module = compiled(EarlyOutputs(nn.Tanh()), None, devices=4, replicas=2).as_module(outputs="last")
+    loss = mixed(module(X))
+    refused(lambda: (loss * (1 + rank)).backward(), "computed other losses")
+    mixed(module(X)).backward()
+    """
+    told(tmp_path, body, 4)

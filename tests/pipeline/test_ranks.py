@@ -18,7 +18,6 @@ from pathlib import Path
 import torch, pipec
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.functional import mse_loss
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.manual_seed(0)
 x, y = torch.randn(8, 6), torch.randn(8, 3)
@@ -39,6 +38,14 @@ def attempt(call):
         call()
     except pipec.PipecError as error:
         print(f"{type(error).__name__}: {error}")
+
+def refused(call, word, kind=pipec.InputError):
+    try:
+        call()
+    except kind as error:
+        assert word in str(error), error
+    else:
+        raise AssertionError(word)
 """
 
 
@@ -95,60 +102,35 @@ def step(length, **kwargs):
     print("output", length, pipe(x, **kwargs).shape, float(pipe.eval_step(x, target=y, **kwargs)).hex())
 """
 
-ADVERSARIAL = """
-torch.set_default_dtype(torch.float64)
-generator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
-critic = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-z, x = torch.randn(16, 6), torch.randn(16, 6)
-
-class Both(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.generator, self.critic = generator, critic
-
-    def forward(self, z, x, which):
-        made = self.generator(z)
-        if which == "generator":
-            return F.softplus(-self.critic(made)).mean()
-        return (F.softplus(self.critic(made.detach())) + F.softplus(-self.critic(x))).mean()
-"""
-
 ALIKE = {
-    "a batch of rank 0": (
-        2,
-        """
+    "a batch of rank 0": """
         pipe = compiled(model(), batch="rank0")
         for step in range(2):
             loss = pipe.step(x + rank, target=y) if step == 0 or rank == 0 else pipe.step()
             print(float(loss).hex())
         print(float(pipe(x + rank).sum()).hex())
         """,
-    ),
-    "changes between steps": (
-        2,
-        NET
-        + textwrap.dedent("""
+    "weights of rank 0": """
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("pipec").addHandler(handler)
+        pipe = compiled(model(rank))
+        for step in range(2):
+            print(float(pipe.step(x, target=y)).hex())
+        print({name: p.sum().item() for name, p in sorted(pipe.full_state_dict(True).items())})
+        differed = [line for line in said if "tensors of rank 1 differed, and start with rank 0's" in line]
+        assert len(differed) == (size > 1 and rank == 0), said
+        """,
+    "changes between steps": NET
+    + textwrap.dedent("""
         step("first")
         loss_fn.weight = 3.0
         step("loss")
         net.scale = 0.5
         step("attribute")
-        for name, parameter in pipe.named_parameters():
-            parameter.requires_grad_(not name.startswith("0."))
-        step("frozen by the owner")
-        net[0].requires_grad_(True)
-        net[4].weight.requires_grad_(False)
-        step("frozen by all")
-        net[4].requires_grad_(True)
-        step("unfrozen")
-        print([parameter.requires_grad for parameter in net.parameters()])
         with torch.autocast("cpu", torch.bfloat16):
             step("autocast")
-        net[2] = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-        step("module")
-        with torch.no_grad():
-            net[0].weight = nn.Parameter(torch.ones(8, 6))
-        step("parameter")
         torch.manual_seed(5)
         step("seeded")
         state = torch.get_rng_state()
@@ -158,9 +140,7 @@ ALIKE = {
         for module in pipe.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.1
-        pipe.double()
-        x, y = x.double(), y.double()
-        step("double")
+        step("dropout")
         average = copy.deepcopy(pipe)
         step("after the copy")
         torch.manual_seed(5)
@@ -169,20 +149,14 @@ ALIKE = {
         step("eval")
         print({n: f"{float(value.sum()):.6f}" for n, value in sorted(pipe.full_state_dict(True).items())})
         """),
-    ),
-    "any length and number": (
-        2,
-        LENGTHS
-        + textwrap.dedent("""
+    "any length and number": LENGTHS
+    + textwrap.dedent("""
         for length in (4, 6, 10, 5, 1):
             step(length)
         for length, temperature in ((4, 1.0), (6, 0.5), (8, 0.7)):
             step(length, temperature=temperature)
         """),
-    ),
-    "a buffer that several ranks read, and others in evaluation": (
-        2,
-        """
+    "a buffer that several ranks read, and others in evaluation": """
         class Scaled(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -207,10 +181,7 @@ ALIKE = {
         losses.append(everywhere.step(inputs, goal=inputs))
         print(*losses, everywhere.full_state_dict(all_ranks=True)["scale"].tolist(), sep="\\n")
         """,
-    ),
-    "a model on meta that gets memory": (
-        2,
-        """
+    "a model on meta that gets memory": """
         with torch.device("meta"):
             net = model()
         pipe = compiled(net).prepare(x, target=y)
@@ -223,50 +194,7 @@ ALIKE = {
             optimizer.step()
             optimizer.zero_grad()
         """,
-    ),
-    "hidden states, a scaler that is off, an average": (
-        2,
-        """
-        class Recurrent(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.table, self.layers = nn.Embedding(11, 8), nn.LSTM(8, 8, 2, batch_first=True)
-                self.last = nn.Linear(8, 11)
-
-            def init_hidden(self, rows):
-                weight = next(self.parameters())
-                return weight.new_zeros(2, rows, 8), torch.zeros(2, rows, 8).type_as(weight)
-
-            def forward(self, x, hidden, cell):
-                return self.last(self.layers(self.table(x), (hidden, cell))[0]).transpose(1, 2)
-
-        model, x = Recurrent().double(), torch.randint(11, (16, 7))
-        eager = copy.deepcopy(model)
-        pipe = compiled(model, F.cross_entropy, microbatches=4, batched={"hidden": 1, "cell": 1})
-        optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, eager))
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        average = []
-        for _ in range(3):
-            loss = pipe.step(x, *model.init_hidden(16), target=x)
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            average = average or [torch.zeros_like(p) for p in pipe.parameters()]
-            for mean, parameter in zip(average, pipe.parameters()):
-                mean.mul_(0.9).add_(parameter.detach(), alpha=0.1)
-            expected = F.cross_entropy(eager(x, *eager.init_hidden(16)), x)
-            expected.backward()
-            plain.step()
-            plain.zero_grad()
-            print(abs(float(loss) - float(expected)) < 1e-12)
-        scaler.scale(pipe.as_module()(x, *model.init_hidden(16), target=x)).backward()
-        scaler.step(optimizer)
-        """,
-    ),
-    "two pipelines that share modules on the same ranks": (
-        2,
-        """
+    "two pipelines that share modules on the same ranks": """
         trunk = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8))
         deep = (nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
         models = nn.ModuleList([nn.Sequential(trunk, nn.Linear(8, 5)), nn.Sequential(trunk, *deep)]).double()
@@ -283,39 +211,76 @@ ALIKE = {
                 optimizer.step()
                 optimizer.zero_grad()
         """,
-    ),
-    "one pipeline of two models in turn": (
-        2,
-        ADVERSARIAL
-        + textwrap.dedent("""
-        both = Both()
-        eager, pipe = copy.deepcopy(both), compiled(both, None, microbatches=4)
-        for which in ("critic", "generator", "critic", "generator"):
-            loss, expected = pipe.step(z, x, which), eager(z, x, which)
-            expected.backward()
-            for each in (pipe, eager):
-                torch.optim.SGD(getattr(each, which).parameters(), lr=0.1).step()
-                each.zero_grad()
-            print(abs(float(loss) - float(expected)) < 1e-12)
-        """),
-    ),
-    "values that are read as they lie in memory": (
-        4,
-        """
+    "clipping by norms of the whole model": """
+        pipe, plain = compiled(model()), model()
+        for norm_type in (2.0, 1.0, float("inf")):
+            pipe.zero_grad()
+            plain.zero_grad()
+            pipe.step(x, target=y)
+            for rows in (slice(0, 4), slice(4, 8)):
+                (0.5 * mse(plain(x[rows]), y[rows])).backward()
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+            print(torch.equal(pipe.clip_grad_norm_(0.1, norm_type), expected))
+            gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+            assert len(gradients) >= 2
+            assert all(torch.equal(gradients[name], plain.get_parameter(name).grad) for name in gradients)
+        """,
+    "weights that a script swaps while replicas keep shares": """
+        adamw, x, y = functools.partial(torch.optim.AdamW, lr=1e-2), x.double(), y.double()
+        for shard in ("optimizer", "gradients"):
+            own, plain = model().double(), model().double()
+            pipe = compiled(own, stages=1, shard=shard, optimizer=adamw)
+            optimizer = adamw(plain.parameters())
+
+            def step():
+                loss, expected = pipe.step(x, target=y), mse(plain(x), y)
+                expected.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=0)
+                for mine, other in zip(own.parameters(), plain.parameters()):
+                    assert mine.grad is None
+                    torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+            step()
+            held = [[each.data for each in net.parameters()] for net in (own, plain)]
+            before = copy.deepcopy(held[0])
+            for net in (own, plain):
+                for each in net.parameters():
+                    each.data = 2 * each.data
+            pipe.eval_step(x, target=y)
+            step()
+            assert all(map(torch.equal, held[0], before))
+            for net, tensors in zip((own, plain), held):
+                for each, tensor in zip(net.parameters(), tensors):
+                    each.data = tensor
+            step()
+            print(shard, "swapped")
+            if size == 1:  # where replicas share parameters and gradients
+                continue
+            with pipe.accumulate():
+                pipe.step(x, target=y)
+            mse(plain(x), y).backward()
+            shown = own[0].weight.grad
+            assert shown.isnan().all() and shown.untyped_storage().nbytes() == shown.element_size()
+            refused(lambda: nn.utils.clip_grad_norm_(own.parameters(), 1.0), "clone", RuntimeError)
+            refused(lambda: pipe.save_checkpoint("nowhere"), "gradients have been accumulated")
+            step()
+            before = own[2].weight.data
+            own[2].weight.data = before.t()
+            refused(lambda: pipe.step(x, target=y), "2.weight has strides")
+            own[2].weight.data = before
+            step()
+        print("to the end")
+        """,
+    "values that are read as they lie in memory": """
         class Reads(nn.Module):
-            def __init__(self, read, from_input):
+            def __init__(self, read):
                 super().__init__()
-                self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-                self.read, self.from_input = read, from_input
+                self.read = read
 
             def forward(self, x):
-                x = self.read(x) if self.from_input else x
-                for layer in self.layers[:3]:
-                    x = layer(x)
-                x = x if self.from_input else self.read(x)
-                for layer in self.layers[3:]:
-                    x = layer(x)
-                return x.square().mean()
+                return self.read(x)
 
         def rows(x):
             return x.t().tanh().as_strided((x.shape[0], 4), (4, 1)).tanh()
@@ -326,23 +291,24 @@ ALIKE = {
         def from_start(x):
             return x.as_strided((x.shape[0], 4), (4, 1), 0)
 
-        for read, from_input in ((rows, False), (beyond, False), (from_start, True)):
+        for read, position in ((rows, 3), (beyond, 3), (from_start, 0)):
             torch.manual_seed(0)
-            net, x = Reads(read, from_input), torch.randn(8, 4)
-            whole = float(net(x))
-            pipe = compiled(net, None, devices=4, microbatches=1 + from_input)
-            loss = float(pipe.step(x))
+            net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), torch.randn(8, 4)
+            net.insert(position, Reads(read))
+            whole = float(net(x).square().mean())
+            squares = lambda output, target: output.square().mean()
+            pipe = compiled(net, squares, devices=4, microbatches=1 + (position == 0))
+            loss = float(pipe.step(x, target=x))
             assert abs(loss - whole) < 1e-7 * whole
             print(loss.hex(), float(pipe.clip_grad_norm_(1e9)))
         """,
-    ),
 }
-"""By what is tried: the number of ranks, and a script."""
+"""By what is tried: a script."""
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_ranks_do_what_one_process_does(name: str, tmp_path: Path) -> None:
-    num_ranks, body = ALIKE[name]
+    body, num_ranks = ALIKE[name], 4 if "devices=4" in ALIKE[name] else 2
     (alone,) = told(tmp_path, body, 0)
     assert len(alone) >= 3
     assert "False" not in alone
@@ -365,11 +331,13 @@ DIFFERENT = {
         assert all(p.grad is None for p in pipe.parameters())
         assert all(torch.equal(x, before[name]) for name, x in pipe.local_state_dict().items())
         print("loss", float(pipe.step(x, target=y)) > 0)
+        attempt(lambda: pipe.clip_grad_norm_(0.1 + rank))
         """,
         r"the ranks passed different batches to step:.*args\[0\]: float32\[8, 6\], values .* on rank 0; float"
         r".*InputError: .*rows: 8 on rank 0; 4 on rank 1.*InputError.*float64\[8, 6\]"
         r".*InputError: step cannot use the arguments of rank 1:.*target is missing"
-        r".*InputError: the ranks do not make the same calls:.*eval_step, after 1 steps on.*loss True$",
+        r".*InputError: the ranks do not make the same calls:.*eval_step, after 1 steps on.*loss True"
+        r".*call: clip_grad_norm_\(0.1, 2.0\), after \d steps on rank 0; clip_grad_norm_\(1.1, 2.0\)",
     ),
     "arguments": (
         """
@@ -429,56 +397,48 @@ DIFFERENT = {
         r".*deterministic algorithms: False on rank 0; True.*precision on CPUs: ieee on rank 0; tf32 on rank"
         r".*replaced: none on rank 0; 4.weight, 4.bias on rank 1",
     ),
-    "lengths": (
+    "what is compiled still": (
         LENGTHS
         + textwrap.dedent("""
-        step(4)
-        step(6)
-        attempt(lambda: step(6 + rank))
-        step(8)
+        from pipec.compiler import compile_cache
+        compile_cache.MAX_SIGNATURES, compile_cache.MAX_PROGRAMS = 1, 2
+        alive = []
+        for length, rows in ((4, 6), (6, 6), (6, 4), (8, 8), (6, 4), (6, 6)):
+            x, y = batch(length, rows)
+            loss = pipe.step(x, target=y)
+            alive.append(weakref.ref(pipe._executions.execution(pipe._artifact)))
+            gc.collect()
+            left = len(pipe._executions._linked)
+            print(float(loss).hex(), [execution() is not None for execution in alive], left)
         """),
-        r"args\[0\]: float32\[6, 6, 6\].*float32\[6, 7, 6\].*output 8 ",
-    ),
-    "norms": (
-        """
-        pipe = compiled(model())
-        pipe.step(x, target=y)
-        attempt(lambda: pipe.clip_grad_norm_(0.1 + rank))
-        """,
-        r"call: clip_grad_norm_\(0.1, 2.0\), after 1 steps on rank 0; clip_grad_norm_\(1.1, 2.0\)",
+        r"\[False, False, True, False, True, True\] 2$",
     ),
     "ranks of a module that two pipelines have": (
-        ADVERSARIAL
-        + textwrap.dedent("""
-        class Second(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.stem = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 6))
-                self.critic = critic
-
-            def forward(self, x):
-                return self.critic(self.stem(x)).mean()
-
-        behind = nn.Sequential(nn.Linear(1, 64), nn.Linear(64, 64), nn.Linear(64, 6))
-        first = compiled(nn.Sequential(critic, behind), microbatches=4)
-        second = compiled(Second(), None, microbatches=4)
+        """
+        shared = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+        large = [nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 6)) for _ in range(2)]
+        first, second = (compiled(nn.Sequential(*each)) for each in ((shared, large[0]), (large[1], shared)))
         first.step(x, target=x)
-        attempt(lambda: second.step(x))
-        """),
-        "InputError: critic.0.weight belongs to another pipeline, too, whose stages have it on rank 0",
+        attempt(lambda: second.step(x, target=x))
+        """,
+        "InputError: 1.0.weight belongs to another pipeline, too, whose stages have it on rank 0",
     ),
     "backwards of a module": (
         """
-        module = compiled(model()).as_module()
+        net = model()
+        net.generate = lambda: None
+        module = compiled(net).as_module()
         for factors in ((0.5, None), (1.0, 2.0)):
             loss = module(x, target=y)
             if factors[rank]:
                 (factors[rank] * loss).backward()
             attempt(lambda: module(x, target=y))
         module(x, target=y).backward()
+        print("norm", module.clip_grad_norm_(1e9) > 0)
+        attempt(module.generate)
         """,
         r"backward of step 1: times 0.5 on rank 0; absent on rank 1.*no `if rank == ...` keeps one away"
-        r".*backward of step 2: times 1 on rank 0; times 2 on rank 1",
+        r".*backward of step 2: times 1 on rank 0; times 2 on rank 1.*norm tensor.True.*gather_into\(model\)",
     ),
     "losses of a script": (
         """
@@ -596,115 +556,11 @@ def test_a_rank_that_saves_between_losses_of_a_stream_is_waited_for(tmp_path: Pa
     assert told(tmp_path, ON_TWO_HOSTS + LATE + textwrap.dedent(body), 3) == [["5 6"]] * 3
 
 
-def test_a_step_on_one_rank_only_is_named(tmp_path: Path) -> None:
-    body = """
-    pipe = compiled(model())
-    pipe.step(x, target=y)
-    if rank == 0:
-        attempt(lambda: pipe.step(x, target=y))
-    """
-    first, second = told(tmp_path, body)
-    assert (
-        "another rank failed while this one was calling step, after 1 steps, together with rank 1" in first[0]
-    )
-    assert "rank 1: its script ended, or freed its pipeline, before this call" in first[1]
-    assert second == []
-
-
 # what each rank has
 
 
-def test_weights_start_as_rank_0s_and_a_line_says_so(tmp_path: Path) -> None:
-    """Rank 0 looks at all of them, rank 1 at those that it keeps."""
-    body = """
-    from pipec.runtime.messages import exchange
-    digested, describe_leaf = [], exchange.describe_leaf
-    exchange.describe_leaf = lambda tensor: digested.append(tensor) or describe_leaf(tensor)
-    said = []
-    pipec.log, log = lambda line: said.append(line), pipec.log
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("pipec").addHandler(handler)
-    pipe = compiled(model(rank))
-    for step in range(2):
-        print(float(pipe.step(x, target=y)).hex())
-    print({name: p.sum().item() for name, p in sorted(pipe.full_state_dict(True).items())})
-    print(len(digested), sum(p.numel() > 0 for p in pipe.local_state_dict().values()))
-    print(*[line for line in said if "differed" in line])
-    """
-    (first, second), (alone,) = told(tmp_path, body), told(tmp_path, body, 0)
-    assert first[:3] == second[:3] == alone[:3]
-    num_kept = int(second[3].split()[-1])
-    assert first[3].split()[0] == "6"
-    assert second[3].split()[0] == str(num_kept)
-    assert 0 < num_kept < 6
-    assert first[4].startswith(f"{num_kept} tensors of rank 1 differed, and start with rank 0's: ")
-
-
-def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path) -> None:
-    """The bits of torch's own clipping of the unsplit model, with one process and with two."""
-    body = """
-    pipe, plain = compiled(model()), model()
-    for norm_type in (2.0, 1.0, float("inf")):
-        pipe.zero_grad()
-        plain.zero_grad()
-        pipe.step(x, target=y)
-        for rows in (slice(0, 4), slice(4, 8)):
-            (0.5 * mse(plain(x[rows]), y[rows])).backward()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-        assert torch.equal(pipe.clip_grad_norm_(0.1, norm_type), expected)
-        gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
-        assert all(torch.equal(gradients[name], plain.get_parameter(name).grad) for name in gradients)
-    print(len(gradients))
-    """
-    assert told(tmp_path, body, 0) == [["6"]]
-    assert sum(int(lines[0]) for lines in told(tmp_path, body)) == 6
-
-
-def test_a_module_trains_each_ranks_part_by_any_optimizer(tmp_path: Path) -> None:
-    """Of the script, or of the pipeline, which keeps shares. The model itself refuses by name."""
-    body = """
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    x, y, plain = x.double(), y.double(), copy.deepcopy(net)
-    net.generate = lambda: None
-    factory = functools.partial(torch.optim.AdamW, lr=0.1)
-    shared = {"stages": 1, "microbatches": 4, "optimizer": factory, "clip_grad_norm": 0.1}
-    for options in ({}, {"shard": "gradients"} | shared, {"shard": "parameters"} | shared):
-        own, other = (net if not options else copy.deepcopy(plain)), copy.deepcopy(plain)
-        pipe = compiled(own, **options)
-        module, expected = pipe.as_module(), factory(other.parameters())
-        optimizer = pipe.optimizer if options else factory(module.parameters())
-        for _ in range(3):
-            for k in range(2):
-                (module(x + k, target=y) / 2).backward()
-                (mse_loss(other(x + k), y) / 2).backward()
-            norm = nn.utils.clip_grad_norm_(other.parameters(), 0.1)
-            if not options:
-                torch.testing.assert_close(module.clip_grad_norm_(0.1), norm)
-            optimizer.step()
-            expected.step()
-            expected.zero_grad()
-            if not options:
-                print("held", sum(each.grad is not None for each in module.parameters()))
-                optimizer.zero_grad()
-                attempt(module.generate)
-            else:
-                attempt(optimizer.step)
-        if options:
-            attempt(optimizer.step if rank else lambda: module(x, target=y))
-        whole = pipe.full_state_dict(all_ranks=True)
-        torch.testing.assert_close(whole, dict(other.state_dict()))
-    """
-    for lines in told(tmp_path, body):
-        printed = "\n".join(lines)
-        assert printed.count("held 2") == 3
-        assert printed.count("pipe.gather_into(model)") == 3
-        assert printed.count("there are no gradients") == 6
-        assert printed.count("the ranks do not make the same calls") == 2
-
-
 def test_an_artifact_has_the_tensors_of_both_ranks(tmp_path: Path) -> None:
-    """One process loads it and has the loss that they have next; two compare what they pass."""
+    """One process loads it, and has the loss that they have next."""
     body = """
     place = Path(__file__).with_name("artifact")
     pipe = compiled(model())
@@ -714,17 +570,11 @@ def test_an_artifact_has_the_tensors_of_both_ranks(tmp_path: Path) -> None:
     print(float(pipe.step(x, target=y)).hex())
     """
     loaded = """
-    pipe = pipec.load(Path(__file__).with_name("artifact"), timeout=240.0)
-    attempt(lambda: pipe.step(x + rank, target=y))
-    pipe.zero_grad()
+    pipe = pipec.load(Path(__file__).with_name("artifact"))
     print(float(pipe.step(x, target=y)).hex())
     """
-    (expected, other), (alone,) = told(tmp_path, body), told(tmp_path, loaded, 0)
-    assert expected == other == alone[-1:]
-    first, second = told(tmp_path, loaded)
-    assert first == second
-    assert first[0] == "InputError: the ranks passed different batches to step:"
-    assert first[-1:] == expected
+    first, second = told(tmp_path, body)
+    assert told(tmp_path, loaded, 0) == [first] == [second]
 
 
 def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp_path: Path) -> None:
@@ -750,13 +600,10 @@ def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp
     pipe.load_state_dict({name: 2 * value for name, value in whole.items()})  # rank 0's, on every rank
     doubled = pipe.local_state_dict()
     assert all(torch.equal(value, 2 * every[name]) for name, value in doubled.items())
-    attempt(lambda: pipe.load_state_dict({name: value.view(-1)[:1] for name, value in whole.items()}))
-    try:
-        pipe.load_state_dict({"strange": torch.ones(()), **whole} if whole else whole)
-    except RuntimeError as error:
-        print(error.args[0].splitlines()[-1])
-    pipe.load_state_dict(pipe.state_dict())
-    assert all(torch.equal(value, doubled[name]) for name, value in pipe.local_state_dict().items())
+    short = {name: value.view(-1)[:1] for name, value in whole.items()}
+    refused(lambda: pipe.load_state_dict(short), "0.weight is [1] in the state and [8, 6] in the model")
+    strange = {"strange": torch.ones(()), **whole} if whole else whole
+    refused(lambda: pipe.load_state_dict(strange), "Unexpected key(s) in state_dict", RuntimeError)
     pipe.load_state_dict(every)
     pipe.load_state_dict(own)
     copy = Net()
@@ -764,15 +611,10 @@ def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp
     pipe.gather_into(copy, all_ranks=True)
     assert all(torch.equal(value, every[name]) for name, value in copy.state_dict().items())
     assert sorted(nn.ModuleDict({"pipe": pipe}).state_dict()) == sorted(names)
-    attempt(lambda: pipe.apply(lambda each: isinstance(each, nn.Linear) and nn.init.normal_(each.weight)))
     """
-    first, second = told(tmp_path, body)
-    for lines, owner in ((first, 1), (second, 0)):
-        assert "0.weight is [1] in the state and [8, 6] in the model; load the state of a" in lines[1]
-        assert lines[2].strip() == 'Unexpected key(s) in state_dict: "strange".'
-        assert re.match(rf"InputError: normal_ cannot use \d.weight: it is on rank {owner}", lines[3])
+    (first,), (second,) = told(tmp_path, body)
     names = [f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")]
-    assert sorted(first[0].split() + second[0].split()) == sorted([*names, "3.kept"])
+    assert sorted(first.split() + second.split()) == sorted([*names, "3.kept"])
 
 
 def test_where_every_rank_holds_the_model_none_waits_for_others(tmp_path: Path) -> None:
@@ -796,24 +638,6 @@ def test_where_every_rank_holds_the_model_none_waits_for_others(tmp_path: Path) 
     print("right", float(pipe.step(x, target=y)) > 0)
     """
     assert told(tmp_path, body) == [["right True"]] * 2
-
-
-def test_ranks_drop_what_they_compiled_alike(tmp_path: Path) -> None:
-    body = """
-    from pipec.compiler import compile_cache
-    compile_cache.MAX_SIGNATURES, compile_cache.MAX_PROGRAMS = 1, 2
-    alive = []
-    for length, rows in ((4, 6), (6, 6), (6, 4), (8, 8), (6, 4), (6, 6)):
-        x, y = batch(length, rows)
-        loss = pipe.step(x, target=y)
-        alive.append(weakref.ref(pipe._executions.execution(pipe._artifact)))
-        gc.collect()
-        left = len(pipe._executions._linked)
-        print(float(loss).hex(), [execution() is not None for execution in alive], left)
-    """
-    first, second = told(tmp_path, LENGTHS + textwrap.dedent(body))
-    assert first == second
-    assert first[-1].endswith("[False, False, True, False, True, True] 2")
 
 
 def test_nothing_travels_on_the_users_own_group_and_other_ranks_capture_nothing(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 """Streams: the losses and parameters of a loop over steps, whatever batches are and however they end."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from itertools import count
 from typing import Any
 
 import pytest
@@ -17,13 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pipec
 from pipec.errors import InputError
-from pipec.runtime.stream.read_ahead import ReadAhead
-
-ADAMW = partial(torch.optim.AdamW, lr=0.01)
-
-
-def tied() -> pipec.Pipeline:
-    return pipec.compile(model(), 2, microbatches=2, optimizer=ADAMW)
 
 
 def perceptron() -> nn.Module:
@@ -32,15 +23,8 @@ def perceptron() -> nn.Module:
 
 
 def classifier(**options: Any) -> pipec.Pipeline:
-    loss_fn = nn.functional.cross_entropy
-    return pipec.compile(
-        perceptron(),
-        2,
-        microbatches=2,
-        loss_fn=loss_fn,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        **options,
-    )
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.1), **options}
+    return pipec.compile(perceptron(), 2, microbatches=2, loss_fn=nn.functional.cross_entropy, **options)
 
 
 def rows() -> TensorDataset:
@@ -68,11 +52,10 @@ def test_a_batch_is_what_a_data_loader_yields(shape: str) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_returns_its_loss_takes_positional_batches() -> None:
-    pipe, batch = tied(), next(batches(1))
-    (one,) = tied().stream([(batch["words"],)])
-    (other,) = tied().stream([batch["words"]])
-    assert torch.equal(one, pipe.step(**batch))
-    assert torch.equal(one, other)
+    tied = [pipec.compile(model(), 2, microbatches=2, optimizer=torch.optim.AdamW) for _ in range(3)]
+    (batch,) = batches(1)
+    (one,), (other,) = tied[0].stream([(batch["words"],)]), tied[1].stream([batch["words"]])
+    assert one == other == tied[2].step(**batch)
 
 
 def test_what_the_iterator_draws_is_drawn_as_in_a_loop() -> None:
@@ -95,35 +78,12 @@ def test_what_the_iterator_draws_is_drawn_as_in_a_loop() -> None:
     assert run(stream=True) == run(stream=False)
 
 
-def test_the_next_batch_is_read_while_the_ranks_work() -> None:
-    """Each step but the last waits until the batch after it has been read, and would wait for ever if not."""
-    pipe, (x, y) = classifier(), rows()[:8]
-    read = [threading.Event() for _ in range(4)]
-
-    def reading() -> Iterator[list[Tensor]]:
-        for event in read:
-            event.set()
-            yield [x, y]
-
-    run, numbers, met = pipe._executions.run, count(1), list[bool]()
-
-    def waiting(call: Any, on_started: Any) -> Any:
-        results = run(call, on_started)
-        number = next(numbers)
-        met.extend(event.wait(120.0) for event in read[number : number + 1])
-        return results
-
-    pipe._executions.run = waiting  # type: ignore[method-assign]
-    assert len(list(pipe.stream(reading()))) == 4
-    assert met == [True] * 3
-
-
 @pytest.mark.slow
 def test_a_dropped_pipeline_trains_until_its_stream_ends_and_is_freed_then() -> None:
     gc.collect()
     gc.disable()
     try:
-        pipe = pipec.compile(perceptron(), 2, loss_fn=nn.functional.cross_entropy, microbatches=2)
+        pipe = classifier(optimizer=None)
         x, y = rows()[:8]
         alive, losses = weakref.ref(pipe), pipe.stream([(x, y)] * 2)
         del pipe
@@ -162,21 +122,3 @@ def test_a_batch_that_is_in_use_is_not_refilled(schedule: str) -> None:
         list(pipe.stream(refilled(1)))
     given, new = (classifier(schedule=schedule).eval() for _ in range(2))
     assert list(given.stream(refilled(6))) == list(new.stream(refilled(12)))
-
-
-def test_an_iterator_rests_between_settle_and_allow() -> None:
-    read: list[int] = []
-
-    def items() -> Iterator[int]:
-        for number in range(3):
-            read.append(number)
-            yield number
-
-    ahead = ReadAhead(items())
-    ahead.request(1)
-    ahead.wait()
-    assert read == [0, 1]
-    ahead.request(5)
-    assert ahead.item(2).value == 2
-    assert isinstance(ahead.item(5).error, StopIteration)
-    assert all(thread.name != "pipec batches" or thread.daemon for thread in threading.enumerate())

@@ -13,17 +13,21 @@ from torch.utils.checkpoint import checkpoint
 import pipec
 from pipec.errors import CaptureError, InputError, PipecWarning
 
+Loss = Callable[..., Tensor]
+
 
 class Net(nn.Module):
-    def __init__(self, loss: Callable[["Net", Tensor, Tensor], Tensor]) -> None:
+    """Three layers and a loss, ``loss(net, *arguments)``."""
+
+    def __init__(self, loss: Loss) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
         self.middle = nn.Linear(8, 8)
         self.last = nn.Linear(8, 5)
         self.loss = loss
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss(self, x, y)
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return self.loss(self, x, *others)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -31,7 +35,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(16, 6, dtype=torch.float64), torch.randint(5, (16,))
 
 
-def model_of(loss: Callable[[Net, Tensor, Tensor], Tensor]) -> Net:
+def model_of(loss: Loss) -> Net:
     torch.manual_seed(0)
     return Net(loss).double()
 
@@ -54,7 +58,7 @@ def check_step(
 # checkpoints
 
 
-def checkpointed(use_reentrant: bool) -> Callable[[Net, Tensor, Tensor], Tensor]:
+def checkpointed(use_reentrant: bool) -> Loss:
     def loss(net: Net, x: Tensor, y: Tensor) -> Tensor:
         hidden = checkpoint(lambda h: net.middle(h).tanh(), net.first(x), use_reentrant=use_reentrant)
         return F.cross_entropy(net.last(hidden), y)
@@ -148,34 +152,19 @@ def itself_on_two_stages(net: Net, x: Tensor, y: Tensor) -> Tensor:
 # covariance
 
 
-def of_rows(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    hidden = net.first(x)
-    return F.cross_entropy(net.last(hidden), y) + torch.cov(net.last(hidden).t()).square().mean()
-
-
-def of_weights(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(net.last(net.first(x)), y) + torch.cov(net.first.weight).square().sum()
-
-
-def weighted(net: Net, x: Tensor, y: Tensor) -> Tensor:
+def covariances(net: Net, x: Tensor, y: Tensor) -> Tensor:
     weights = torch.arange(1, 7, device=x.device)
-    spread = torch.cov(net.first.weight, correction=0, fweights=weights, aweights=weights / 7)
-    return F.cross_entropy(net.last(net.first(x)), y) + spread.square().sum()
+    spread = torch.cov(net.first.weight, correction=0, fweights=weights, aweights=weights / 7).square().sum()
+    spread = spread + net.middle.weight.corrcoef().square().sum()
+    return F.cross_entropy(net.last(net.first(x)), y) + spread
 
 
-def corrcoef(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(net.last(net.first(x)), y) + net.first.weight.corrcoef().square().sum()
-
-
-UNUSUAL = (
-    *(nested, of_a_parameter, on_two_stages, in_halves, itself, itself_on_two_stages),
-    *(of_rows, of_weights, weighted, corrcoef),
-)
+UNUSUAL = (nested, of_a_parameter, on_two_stages, in_halves, itself, itself_on_two_stages, covariances)
 
 
 @pytest.mark.parametrize("loss", UNUSUAL, ids=lambda loss: loss.__name__)
 @pytest.mark.filterwarnings("ignore:the losses of microbatches:pipec.PipecWarning")
-def test_an_unusual_loss_trains_as_in_eager_torch(loss: Callable[[Net, Tensor, Tensor], Tensor]) -> None:
+def test_an_unusual_loss_trains_as_in_eager_torch(loss: Loss) -> None:
     check_step(model_of(loss), batch(), schedule="zb-h1")
 
 
@@ -210,15 +199,9 @@ def test_a_script_module_is_named(model: nn.Module, path: str) -> None:
 # models that need the whole batch
 
 
-class GraphNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.last = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor, adjacency: Tensor, y: Tensor, chosen: Tensor | None = None) -> Tensor:
-        output = self.last(adjacency @ (adjacency @ self.first(x)).relu())
-        return F.cross_entropy(output, y) if chosen is None else F.cross_entropy(output[chosen], y[chosen])
+def of_a_graph(net: Net, x: Tensor, adjacency: Tensor, y: Tensor, chosen: Tensor | None = None) -> Tensor:
+    output = net.last(adjacency @ (adjacency @ net.first(x)).relu())
+    return F.cross_entropy(output, y) if chosen is None else F.cross_entropy(output[chosen], y[chosen])
 
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["all nodes", "some nodes"])
@@ -228,30 +211,23 @@ def test_an_adjacency_matrix_makes_one_microbatch(is_masked: bool) -> None:
     with pytest.warns(
         PipecWarning, match=r"one microbatch, the whole batch: with fewer rows, .*\n  at test_unus"
     ):
-        check_step(GraphNet().double(), (x, adjacency, y, *chosen), microbatches=None)
+        check_step(model_of(of_a_graph), (x, adjacency, y, *chosen), microbatches=None)
 
 
 def test_an_adjacency_matrix_is_refused_in_several_microbatches_with_the_remedy() -> None:
     (x, y), adjacency = batch(), torch.rand(16, 16, dtype=torch.float64)
     with pytest.raises(InputError, match="needs all rows at once, pass microbatches=1"):
-        pipec.compile(GraphNet().double(), devices=2, microbatches=4).step(x, adjacency, y)
-    check_step(GraphNet().double(), (x, adjacency, y), microbatches=1)
+        pipec.compile(model_of(of_a_graph), devices=2, microbatches=4).step(x, adjacency, y)
+    check_step(model_of(of_a_graph), (x, adjacency, y), microbatches=1)
     with pytest.raises(InputError, match=r"(?s)fails on these arguments(?!.*microbatch)"):
-        pipec.compile(GraphNet().double(), devices=2, microbatches=1).step(x, adjacency[:, 1:], y)
+        pipec.compile(model_of(of_a_graph), devices=2, microbatches=1).step(x, adjacency[:, 1:], y)
 
 
 # lists of a number for each row
 
 
-class Speech(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.last = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor, labels: Tensor, lengths: Any, label_lengths: Any) -> Tensor:
-        scores = self.last(self.first(x).relu()).log_softmax(-1)
-        return F.ctc_loss(scores.transpose(0, 1), labels, lengths, label_lengths)
+def ctc(output: Tensor, labels: Tensor, lengths: Any, label_lengths: Any) -> Tensor:
+    return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), labels, lengths, label_lengths)
 
 
 def speech() -> tuple[Tensor, Tensor, list[int], list[int]]:
@@ -263,10 +239,9 @@ def speech() -> tuple[Tensor, Tensor, list[int], list[int]]:
 
 def test_lengths_may_be_lists_or_tuples() -> None:
     x, labels, lengths, label_lengths = speech()
-    model = Speech().double()
+    model = model_of(lambda net, x, *target: ctc(net.last(net.first(x).relu()), *target))
     eager = copy.deepcopy(model)
-    batched = {"labels": 0, "lengths": 0, "label_lengths": 0}
-    pipe = pipec.compile(model, devices=2, microbatches=4, batched=batched)
+    pipe = pipec.compile(model, devices=2, microbatches=4, batched={1: 0, 2: 0, 3: 0})
     for kind, order in ((list, 1), (tuple, -1)):
         args = x, labels, kind(lengths[::order]), kind(label_lengths[::order])
         pipe.zero_grad()
@@ -274,8 +249,8 @@ def test_lengths_may_be_lists_or_tuples() -> None:
         loss = eager(*args)
         loss.backward()
         assert torch.allclose(pipe.step(*args), loss.detach(), rtol=1e-12)
-        for parameter, expected in zip(pipe.parameters(), eager.parameters(), strict=True):
-            assert torch.allclose(parameter.grad, expected.grad, rtol=1e-9)
+        for name in ("first.weight", "first.bias", "last.weight", "last.bias"):
+            assert torch.allclose(pipe.get_parameter(name).grad, eager.get_parameter(name).grad, rtol=1e-9)
 
 
 def test_a_target_may_hold_lists() -> None:
@@ -283,8 +258,7 @@ def test_a_target_may_hold_lists() -> None:
     model = nn.Linear(6, 5).double()
 
     def loss_fn(output: Tensor, target: dict[str, Any]) -> Tensor:
-        scores = output.log_softmax(-1).transpose(0, 1)
-        return F.ctc_loss(scores, target["labels"], target["lengths"], target["label_lengths"])
+        return ctc(output, **target)
 
     target = {"labels": labels, "lengths": lengths, "label_lengths": label_lengths}
     loss = loss_fn(model(x), target)
@@ -293,57 +267,83 @@ def test_a_target_may_hold_lists() -> None:
 
 
 def test_a_list_that_the_model_takes_stays_a_list() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 5)
+    def scaled(net: Net, x: Tensor, y: Tensor, powers: list[int]) -> Tensor:
+        assert isinstance(powers, list)
+        return F.cross_entropy(net.last(net.first(x)) * sum(powers), y)
 
-        def forward(self, x: Tensor, y: Tensor, powers: list[int]) -> Tensor:
-            assert isinstance(powers, list)
-            return F.cross_entropy(self.layer(x) * sum(powers), y)
-
-    check_step(Scaled().double(), (*batch(), [*range(16)]))
+    check_step(model_of(scaled), (*batch(), [*range(16)]))
 
 
 def test_what_fails_with_lists_and_with_tensors_says_why_with_lists() -> None:
-    class Failing(nn.Module):
-        def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
-            raise ValueError(f"cannot take a {type(lengths).__name__}")
+    def failing(net: Net, x: Tensor, lengths: list[int]) -> Tensor:
+        raise ValueError(f"cannot take a {type(lengths).__name__}")
 
     with pytest.raises(InputError, match="cannot take a list"):
-        pipec.compile(Failing(), devices=1, microbatches=4).step(batch()[0], [*range(16)])
+        pipec.compile(model_of(failing), devices=1, microbatches=4).step(batch()[0], [*range(16)])
 
 
-# remedies
+# tensors with more in their memory than in their elements
 
 
-class Mixing(nn.Module):
+class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.last = nn.Linear(8, 5)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        return self.last((hidden - hidden.mean(0)).relu())
+        return self.b(self.a(x).tanh())
 
 
-@pytest.mark.parametrize(
-    ("options", "offered", "left_out"),
-    [
-        ({}, "with microbatches=1; .*name the dimension.*microbatch_weight", "no replicas"),
-        ({"devices": 4, "replicas": 2}, "with microbatches=1 and no replicas;", ""),
-        ({"devices": 2, "stages": 1}, "with microbatches=1 and no replicas;", ""),
-        ({"batched": {"x": 0}}, "see that batched names the dimension", "name the dimension"),
-    ],
-    ids=["plain", "replicas", "stages", "batched"],
-)
-def test_remedies_are_those_that_are_not_taken_yet(
-    options: dict[str, Any], offered: str, left_out: str
-) -> None:
-    given = {"devices": 2, "microbatches": 4} | options
-    pipe = pipec.compile(Mixing().double(), loss_fn=F.cross_entropy, **given)
-    x, y = batch()
-    with pytest.raises(InputError, match=offered) as error:
-        pipe.step(x, target=y)
-    assert not left_out or left_out not in str(error.value)
+def same(model: Two) -> None:
+    model.b.weight.data = model.a.weight.data
+
+
+def transposed(model: Two) -> None:
+    model.b.weight = nn.Parameter(model.a.weight.detach().t())
+
+
+def buffer(model: Two) -> None:
+    model.register_buffer("view", model.a.weight.detach()[1:])
+
+
+@pytest.mark.parametrize("share", [same, transposed, buffer])
+def test_parameters_that_share_memory_are_refused(share: Callable[[Two], None]) -> None:
+    model = Two()
+    share(model)
+    with pytest.raises(InputError, match=r"a\.weight and (b\.weight|view) share memory .* make them one"):
+        pipec.compile(model, 2)
+
+
+def test_one_parameter_under_two_names_and_slices_of_one_memory_are_fine() -> None:
+    model, x, flat = Two(), torch.randn(4, 4), torch.randn(8)
+    model.b.weight = model.a.weight
+    model.a.bias.data, model.b.bias.data = flat[:4], flat[4:]
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, 2, loss_fn=nn.functional.mse_loss, microbatches=1)
+    loss = nn.functional.mse_loss(unsplit(x), x)
+    assert torch.equal(pipe.step(x, target=x), loss)
+    loss.backward()
+    torch.testing.assert_close(model.a.weight.grad, unsplit.a.weight.grad)
+    transposed(model)
+    with pytest.raises(InputError, match="share memory"):
+        pipe.step(x, target=x)
+
+
+@pytest.mark.parametrize("conjugate", [torch.conj, lambda x: x])
+def test_gradients_of_complex_parameters_are_summed(conjugate: Callable[[Tensor], Tensor]) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+            self.b = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x.to(torch.complex64) @ conjugate(self.a)
+            return (conjugate(hidden) @ self.b.mH).abs().square().mean()
+
+    model, x = Complex(), torch.randn(8, 4)
+    unsplit = copy.deepcopy(model)
+    torch.testing.assert_close(pipec.compile(model, 2, microbatches=2).step(x), unsplit(x))
+    unsplit(x).backward()
+    for mine, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -13,7 +13,6 @@ from unsplit_reference import relative_error
 
 import pipec
 from pipec.errors import ExecutionError, InputError
-from pipec.ir import Op
 
 DATA_PARALLEL = {"devices": 2, "stages": 1}
 TWO_PIPELINES = {"devices": 4, "stages": 4, "schedule": "looped-bfs"}
@@ -40,38 +39,6 @@ def test_twenty_steps_are_those_of_the_plain_script(
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-@pytest.mark.slow
-def test_what_is_recorded_of_an_update_is_its_own_program() -> None:
-    pipe, _ = pair(clip=0.5, shard="gradients", **DATA_PARALLEL)
-    with pipe.trace() as trace:
-        with pipe.accumulate():
-            pipe.step(**next(batches(1)))
-        pipe.optimizer.step()
-    microbatches, update = ({each.instruction.op for each in step.events} for step in trace.steps)
-    assert update == {Op.GRAD_NORM, Op.UPDATE, Op.UNSHARD}
-    assert not update & microbatches
-
-
-@pytest.mark.slow
-def test_a_step_that_fails_among_its_updates_says_so() -> None:
-    class Fails(optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise ValueError("no such learning rate")
-
-    def factory(named: Any) -> optim.Optimizer:
-        held = [parameter for _, parameter in named]
-        is_last = any(name.startswith("head") and not each.is_meta for name, each in named)
-        return (Fails if is_last else optim.SGD)(held, lr=0.1)
-
-    pipe, _ = pair(factory, **DATA_PARALLEL)
-    with pytest.raises(ExecutionError, match="no such learning rate") as caught:
-        pipe.step(**next(batches(1)))
-    assert caught.value.__notes__ == [
-        "the step failed when updates had begun, of stage 0: the parameters of the stages do not fit "
-        "together. Load a checkpoint to train on"
-    ]
-
-
 @pytest.mark.parametrize("shard", [None, "gradients", "parameters"])
 def test_a_step_that_fails_changes_nothing_and_the_next_one_is_right(shard: str | None) -> None:
     """A replica fails when the other one has started to sum gradients that it then never brings."""
@@ -94,14 +61,14 @@ def test_a_step_that_fails_changes_nothing_and_the_next_one_is_right(shard: str 
         pipe.optimizer.step()
 
 
-class Normalised(nn.Module):
-    def __init__(self) -> None:
+class Words(nn.Module):
+    def __init__(self, between: nn.Module, is_sparse: bool = False) -> None:
         super().__init__()
-        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.words, self.between = nn.Embedding(WORDS, WIDTH, sparse=is_sparse), between
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
-        logits = self.head(self.norm(self.words(words).flatten(0, 1)))
+        logits = self.head(self.between(self.words(words).flatten(0, 1)))
         return nn.functional.cross_entropy(logits, words.flatten())
 
 
@@ -111,7 +78,7 @@ def test_replicas_agree_on_buffers_as_if_a_step_that_failed_had_not_been() -> No
     left = []
     for fails in (False, True):
         torch.manual_seed(0)
-        own = Normalised().double()
+        own = Words(nn.BatchNorm1d(WIDTH)).double()
         pipe = pipec.compile(own, 2, stages=1, microbatches=4, optimizer=partial(optim.AdamW, lr=0.01))
         first, *later = batches(3)
         if fails:
@@ -125,19 +92,9 @@ def test_replicas_agree_on_buffers_as_if_a_step_that_failed_had_not_been() -> No
     assert all(torch.equal(tensor, left[1][name]) for name, tensor in left[0].items())
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.head(self.words(words)).flatten(0, 1), words.flatten())
-
-
 def sparse_model() -> nn.Module:
     torch.manual_seed(0)
-    return Sparse().double()
+    return Words(nn.Identity(), is_sparse=True).double()
 
 
 def sparse_and_dense(named: Any) -> list[optim.Optimizer]:

@@ -16,14 +16,22 @@ from memory_meter import measure_memory
 from slow_params import slow_but
 from torch import Tensor, nn
 from whole_batch_losses import LOSSES, Towers
-from worker_processes import run_ranks
+from worker_processes import run_lines
 
 import pipec
-from pipec.ir import Op
 
 ROWS = 12
-QUICK = ("info_nce", "vicreg", "centered", "of_both_kinds", "shared_scale")
-"""One loss of each kind, for the tests that are not slow."""
+QUICK = ("info_nce", "vicreg", "centered", "of_both_kinds", "shared_scale", "columns")
+"""One loss of each kind."""
+
+
+def columns(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    """Rows are not the first dimension of what the loss reads."""
+    u, v = u.movedim(0, -1), v.movedim(0, -1)
+    return F.cross_entropy(u.T @ v, torch.arange(u.shape[1]))
+
+
+EVERY = {**LOSSES, "columns": columns}
 
 
 def batch(rows: int = ROWS, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -41,34 +49,27 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return (found.detach() - expected.detach()).abs().max().item() / max(largest, 1e-12)
 
 
-def worst_of_training(net: nn.Module, pipe: pipec.Pipeline, rows: int = ROWS) -> float:
-    """The largest distance of losses, parameters and buffers to those of the model on one device."""
-    reference, distances = copy.deepcopy(net), list[float]()
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    for _ in range(2):
-        inputs = batch(rows)
-        loss = pipe.step(*inputs)
-        whole = reference(*inputs)
-        whole.backward()
-        distances.append(distance(loss, whole))
-        for each in (optimizer, expected):
-            each.step()
-            each.zero_grad()
-    pairs = zip(net.state_dict().values(), reference.state_dict().values(), strict=True)
-    return max(*distances, *(distance(found, whole) for found, whole in pairs))
-
-
 def made(loss: str) -> nn.Module:
     torch.manual_seed(0)
-    return Towers(LOSSES[loss]).double()
+    return Towers(EVERY[loss]).double()
 
 
-@pytest.mark.parametrize("loss", slow_but(LOSSES, *QUICK))
+@pytest.mark.parametrize("loss", slow_but(EVERY, *QUICK))
 def test_training_equals_the_whole_batch(loss: str) -> None:
     """Twelve rows in five microbatches: of three and of two."""
     net = made(loss)
-    assert worst_of_training(net, compiled(net, microbatches=5)) < 1e-6
+    pipe, reference = compiled(net, microbatches=5), copy.deepcopy(net)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (pipe, reference)]
+    for _ in range(2):
+        inputs = batch()
+        found, whole = pipe.step(*inputs), reference(*inputs)
+        whole.backward()
+        assert distance(found, whole) < 1e-6
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    for name, value in net.state_dict().items():
+        assert distance(value, reference.state_dict()[name]) < 1e-6, name
 
 
 @pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -97,20 +98,6 @@ def test_of_sums_a_tail_reads_a_number_a_row() -> None:
     pipe = compiled(made("dice"))
     pipe.prepare(*batch())
     assert tail_shapes(pipe) == [[], []]
-
-
-def test_rows_elsewhere_than_in_front_and_rows_of_one() -> None:
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            u, v = self.b(torch.tanh(self.a(x))).movedim(0, -1), self.a(y).movedim(0, -1)
-            return F.cross_entropy(u.T @ v, torch.arange(u.shape[1]))
-
-    net = TimeFirst().double()
-    assert worst_of_training(net, compiled(net), rows=5) < 1e-6
 
 
 def test_logs_outputs_and_evaluation_of_the_whole_batch() -> None:
@@ -161,38 +148,6 @@ def test_random_numbers_of_the_tail_are_drawn_once() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
-@pytest.mark.slow
-def test_the_plan_and_the_programs_show_the_tail() -> None:
-    net = made("info_nce")
-    pipe = compiled(net)
-    pipe.prepare(*batch())
-    (tail,) = [stage.tail for stage in pipe.plan.stages if stage.tail]
-    assert "matmul" in tail.location
-    assert re.search("tail: matmul .* between all forwards and all backwards", str(pipe.plan))
-    assert [stage for stage in (0, 1) if "def tail(" in pipe.source(stage)] == [1]
-    ops = [each.op for each in pipe.programs[1].instructions]
-    assert ops.count(Op.TAIL) == 1
-    assert (
-        max(k for k, op in enumerate(ops) if op is Op.FORWARD) < ops.index(Op.TAIL) < ops.index(Op.BACKWARD)
-    )
-    assert any(event.instruction.op is Op.TAIL for event in pipe.simulate().events)
-
-
-@pytest.mark.slow
-def test_predicted_bytes_are_the_measured_ones() -> None:
-    """And a tail of all rows needs less than a microbatch of all rows."""
-    torch.manual_seed(0)
-    net, (x, y) = Towers(LOSSES["info_nce"], width=64), batch(256, torch.float32)
-    peaks = {}
-    for microbatches in (1, 8):
-        pipe = compiled(copy.deepcopy(net), devices=1, microbatches=microbatches, recompute="full")
-        pipe.step(x, y)
-        measured, predicted = measure_memory(pipe, x, y)[0], pipe.memory()[0]
-        peaks[microbatches] = measured.peak_bytes
-        assert measured.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.03)
-    assert peaks[8] < peaks[1]
-
-
 def test_what_is_refused() -> None:
     class Deep(nn.Module):
         def __init__(self, is_exported: bool) -> None:
@@ -234,16 +189,40 @@ class CenteredInTraining(nn.Module):
         return self.heads(h - h.mean(0) if self.training else h).square().mean()
 
 
-def test_an_evaluation_leaves_what_the_tail_reads_where_it_is() -> None:
-    pipe, x = compiled(CenteredInTraining(1), batched=None), batch(dtype=torch.float32)[0]
-    pipe.step(x)
-    pipe.eval().eval_step(x)
-    stages = [
-        [stage.parameters for stage in compiled.plan.stages]
-        for compiled in pipe._executions.compiler.cache.compiled
-    ]
+def follow(**options: Any) -> None:
+    """Training and evaluation in turn are eager torch's, and leave what the tail reads where it is."""
+    net = CenteredInTraining(1)
+    reference = copy.deepcopy(net)
+    pipe: Any = compiled(net, batched=None, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, reference)]
+    torch.manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(13, 6)
+        found, whole = pipe.train().step(x), reference.train()(x)
+        whole.backward()
+        assert distance(found, whole) < 1e-6
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        assert distance(pipe.eval().eval_step(x), reference.eval()(x)) < 1e-6
+    (tail,) = [stage for stage in pipe.plan.stages if stage.tail]
     heads, body = ("heads.0.weight", "heads.0.bias"), ("body.weight", "body.bias")
-    assert stages == [[body, heads], [body, heads]]
+    assert (tail.index, tail.tail.parameters) == (1, heads)
+    stages = [[stage.parameters for stage in made.plan.stages] for made in pipe._executions._made.values()]
+    assert stages == [[body, heads]] * 2
+    for name, value in pipe.full_state_dict(all_ranks=True).items():
+        assert distance(value, reference.state_dict()[name]) < 1e-6, name
+
+
+def test_an_evaluation_leaves_what_the_tail_reads_where_it_is() -> None:
+    follow()
+
+
+@pytest.mark.slow
+def test_what_only_the_tail_reads_is_on_its_rank(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    text = f"import sys\nsys.path.insert(0, {root!r})\nfrom tests.pipeline import test_whole_batch_losses\n"
+    run_lines(text + "test_whole_batch_losses.follow(timeout=240.0)", 2, tmp_path)
 
 
 def test_a_tail_that_reads_tensors_of_several_stages_is_refused() -> None:
@@ -251,14 +230,6 @@ def test_a_tail_that_reads_tensors_of_several_stages_is_refused() -> None:
     pipe.eval().eval_step(x)
     with pytest.raises(pipec.PlanError, match=r"heads\S+ of stage 1, but no.*sub at .* needs all rows"):
         pipe.train().step(x)
-
-
-@pytest.mark.slow
-def test_the_mean_over_microbatches_on_request() -> None:
-    net = made("rmse")
-    pipe, (x, y) = compiled(net, microbatch_weight="rows"), batch()
-    parts = [net(a, b) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
-    assert distance(pipe.step(x, y), torch.stack(parts).mean()) < 1e-12
 
 
 class DeepTower(nn.Module):
@@ -309,42 +280,3 @@ def test_recomputing_forwards_take_the_predicted_bytes_and_fewer(schedule: str) 
             assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.03)
         peaks.append(highest(measured))
     assert peaks[1] < 0.9 * peaks[0]
-
-
-PLACED = """
-import copy, sys
-sys.path[:0] = {paths!r}
-import torch, pipec
-from test_whole_batch_losses import CenteredInTraining, compiled, distance
-net = CenteredInTraining(1)
-reference = copy.deepcopy(net)
-pipe = compiled(net, batched=None, timeout=240.0)
-optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-expected = torch.optim.SGD(reference.parameters(), lr=0.1)
-torch.manual_seed(1)
-for step in range(3):
-    x = torch.randn(13, 6)
-    found, whole = pipe.train().step(x), reference.train()(x)
-    whole.backward()
-    assert distance(found, whole) < 1e-6, (step, found, whole)
-    for each in (optimizer, expected):
-        each.step()
-        each.zero_grad()
-    assert distance(pipe.eval().eval_step(x), reference.eval()(x)) < 1e-6, step
-(tail,) = [stage for stage in pipe.plan.stages if stage.tail]
-assert (tail.index, tail.tail.parameters) == (1, ("heads.0.weight", "heads.0.bias"))
-made = pipe._executions._made.values()
-stages = [[x.parameters for x in each.plan.stages] for each in made]
-assert stages == 2 * [[("body.weight", "body.bias"), tail.tail.parameters]], stages
-for name, value in pipe.full_state_dict().items():
-    assert distance(value, reference.state_dict()[name]) < 1e-6, name
-print("equal")
-"""
-
-
-@pytest.mark.slow
-def test_what_only_the_tail_reads_is_on_its_rank(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
-    script.write_text(PLACED.format(paths=paths))
-    assert all("equal" in printed for printed in run_ranks(script, 2, tmp_path))
