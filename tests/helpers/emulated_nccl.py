@@ -16,7 +16,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -58,9 +57,6 @@ class Work:
     def get_future_result(self) -> "torch.futures.Future[int]":
         """Its result, which torch sets later than the message is over, or never."""
         return torch.futures.Future()
-
-    def exception(self) -> Exception | None:
-        raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")  # torch 2.11
 
 
 class Message(NamedTuple):
@@ -167,9 +163,11 @@ class Group:
 
 
 class Options:
+    """Those of an NCCL group."""
+
     def __init__(self, is_high_priority_stream: bool) -> None:
-        self._timeout = timedelta()
-        self.config = SimpleNamespace(max_ctas=0)
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=32)
 
 
 class Distributed:

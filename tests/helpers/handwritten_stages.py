@@ -5,38 +5,38 @@
     stage 0    skip = x @ a;  hidden_1 = tanh(skip)
     stage 1    hidden_2 = (relu(hidden_1 @ w + bias) - mean) * dropout mask;  mean moves with every microbatch
     stage 2    loss = mse((hidden_2 + skip) @ a.T + position, target)          a is borrowed from stage 0
-
-Started as a script it is one process of several: see ``main``.
 """
 
 import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from bare_programs import lower
 from torch import Tensor
 
 from pipec.ir import InputLeaf, Link, Mode, Payload, Plan, Schedule, Stage, Value
-from pipec.runtime import DistributedTransport, InProcessTransport, Interpreter, Transport
-from pipec.runtime.messages import shared_memory
+from pipec.runtime import InProcessTransport, Interpreter, Transport
 from pipec.runtime.random_seeds import OperatorGenerators
 from pipec.runtime.step.batch_slice import BatchSlice
-from pipec.schedules import make_schedule
 
 WIDTH, HIDDEN, DROPOUT_ID = 8, 6, 7
 CPU = torch.device("cpu")
 
 
-class Stage0:
+class _Stage:
+    BUFFERS = UPDATED_BUFFERS = INPUTS = ()
+
+    @classmethod
+    def backward(cls, frame):
+        sent, saved, _ = cls.backward_input(frame)
+        return sent, cls.backward_weight({"saved": saved})
+
+
+class Stage0(_Stage):
     PARAMETERS = ("a",)
-    BUFFERS = ()
-    UPDATED_BUFFERS = ()
     INPUTS = ("x",)
 
     @staticmethod
@@ -45,11 +45,6 @@ class Stage0:
         skip = x.mm(a)
         hidden_1 = skip.tanh()
         return {"hidden_1": hidden_1, "skip": skip}, [x, hidden_1], ()
-
-    @staticmethod
-    def backward(frame):
-        sent, saved, _ = Stage0.backward_input(frame)
-        return sent, Stage0.backward_weight({"saved": saved})
 
     @staticmethod
     def backward_input(frame):
@@ -64,11 +59,10 @@ class Stage0:
         return (x.t().mm(grad),)
 
 
-class Stage1:
+class Stage1(_Stage):
     PARAMETERS = ("w", "bias")
     BUFFERS = ("unused", "mean")
     UPDATED_BUFFERS = ("mean",)
-    INPUTS = ()
 
     @staticmethod
     def forward(frame):
@@ -85,11 +79,6 @@ class Stage1:
         return sent, [hidden_1, z, mask], (mean * 0.9 + z.mean(0) * 0.1,)
 
     @staticmethod
-    def backward(frame):
-        sent, saved, _ = Stage1.backward_input(frame)
-        return sent, Stage1.backward_weight({"saved": saved})
-
-    @staticmethod
     def backward_input(frame):
         grad_hidden_2 = frame.pop("grad_hidden_2")
         w, _ = frame["w"]
@@ -103,10 +92,8 @@ class Stage1:
         return hidden_1.t().mm(grad), grad.sum(0)
 
 
-class Stage2:
+class Stage2(_Stage):
     PARAMETERS = ("a",)
-    BUFFERS = ()
-    UPDATED_BUFFERS = ()
     INPUTS = ("target",)
 
     @staticmethod
@@ -123,11 +110,6 @@ class Stage2:
         difference = output - target
         loss = (difference * difference).mean()
         return {"loss": loss, "output": output}, [u, difference], ()
-
-    @staticmethod
-    def backward(frame):
-        sent, saved, _ = Stage2.backward_input(frame)
-        return sent, Stage2.backward_weight({"saved": saved})
 
     @staticmethod
     def backward_input(frame):
@@ -165,19 +147,11 @@ LINKS = (
 
 
 def make_plan(schedule: Schedule) -> Plan:
-    borrowed = {2: ("a",)}
-    stages = tuple(
-        Stage(
-            index,
-            index,
-            index,
-            parameters=code.PARAMETERS,
-            borrowed_parameters=borrowed.get(index, ()),
-            buffers=code.BUFFERS,
-            updated_buffers=code.UPDATED_BUFFERS,
-        )
-        for index, code in STAGES.items()
-    )
+    stages = []
+    for index, code in STAGES.items():
+        tensors = {"parameters": code.PARAMETERS, "borrowed_parameters": ("a",) if index == 2 else ()}
+        tensors |= {"buffers": code.BUFFERS, "updated_buffers": code.UPDATED_BUFFERS}
+        stages.append(Stage(index, index, index, **tensors))
     inputs = (
         InputLeaf(0, "x", True, _value("x", "b", WIDTH)),
         InputLeaf(1, "target", True, _value("target", "b", WIDTH)),
@@ -188,7 +162,7 @@ def make_plan(schedule: Schedule) -> Plan:
         num_microbatches=schedule.num_microbatches,
         microbatch_size=max(SIZES),
         placement=schedule.placement,
-        stages=stages,
+        stages=tuple(stages),
         links=LINKS,
         inputs=inputs,
     )
@@ -284,94 +258,9 @@ class Pipeline:
 
 
 NUM_RANKS, SIZES = 3, (4, 4, 3, 4, 1)
-TIMEOUT_SECONDS = 60.0
-
-Outcome = dict[str, Any]
 
 
 class FailingStage1(Stage1):
     @staticmethod
     def backward(frame):
         raise ValueError("the backward of stage 1 is broken")
-
-
-class SlowStage0(Stage0):
-    """Sends its first activation only after a peer gave up."""
-
-    given_up: Path
-
-    @staticmethod
-    def forward(frame):
-        while not SlowStage0.given_up.exists():
-            time.sleep(0.1)
-        return Stage0.forward(frame)
-
-
-def main(directory: Path) -> None:
-    """One of ``NUM_RANKS`` processes that go through every scenario; writes what it saw into a directory."""
-    dist.init_process_group("gloo")
-    outcomes: dict[str, Outcome] = {}
-    SlowStage0.given_up = directory / "given_up"
-    for scenario in (training, hang, aftermath):
-        outcomes[scenario.__name__] = scenario(dist.get_rank())
-        dist.barrier()
-    torch.save(outcomes, directory / f"{dist.get_rank()}.pt")
-
-
-def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
-    """Two steps: results, gradients and buffers of this rank, and where its borrowed parameter was."""
-    transport = DistributedTransport(CPU)
-    schedule, model = make_schedule(schedule_name, NUM_RANKS, len(SIZES)), make_model()
-    transport.connect(lower(schedule, LINKS), (), "the same text")
-    lent: list[int] = []
-
-    class Watching(Stage2):
-        @staticmethod
-        def forward(frame):
-            lent.append(frame["w"][0].data_ptr())
-            return Stage2.forward(frame)
-
-    interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
-    results = [interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step) for step in range(2)]
-    gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
-    shares_with = sorted(transport.gloo._shared.peers)
-    return {
-        "results": results,
-        "gradients": gradients,
-        "buffers": model.buffers,
-        "lent": lent,
-        "shares with": shares_with,
-    }
-
-
-def hang(rank: int) -> Outcome:
-    found = _error_of_step(rank, {**STAGES, 0: SlowStage0}, DistributedTransport(CPU, TIMEOUT_SECONDS))
-    SlowStage0.given_up.touch()
-    return found
-
-
-def aftermath(rank: int) -> Outcome:
-    """The process group that the failed transports were made in still works, and so does a new transport.
-
-    Of its ranks the last one shares no memory with the others, as if it were on another host.
-    """
-    total = torch.tensor(rank)
-    dist.all_reduce(total)
-    if rank == NUM_RANKS - 1:
-        shared_memory._host = lambda: ""
-    return {"sum of ranks": int(total), **training(rank, "gpipe")}
-
-
-def _error_of_step(rank: int, stages: Mapping[int, Any], transport: DistributedTransport) -> Outcome:
-    schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
-    transport.connect(lower(schedule, LINKS), (), "the same text")
-    interpreter = make_interpreter(schedule, rank, transport, make_model(), stages)
-    return _error_of(lambda: interpreter.run(make_batch(SIZES), whole_batch(SIZES)))
-
-
-def _error_of(call: Callable[[], object]) -> Outcome:
-    try:
-        call()
-    except Exception as error:
-        return {"type": type(error).__name__, "text": str(error)}
-    return {"type": None}

@@ -118,20 +118,24 @@ class Values:
 
 
 def test_copies_between_gpus_run_beside_what_both_compute(cuda: Cuda) -> None:
-    copies = PeerToPeerCopies(A, B)
+    """Ranks share the copies of a direction: streams are few, and what is under way counts together."""
+    ranks = InProcessTransport([A, B])
     x: Any = Values(cuda, "x")
-    take = copies.start([x])
-    assert cuda.log == [
-        "leaving waits for default of cuda:0",
-        "x is copied by leaving to arriving",
-        "x is kept for leaving",
-    ]
-    cuda.log.clear()
-    take()
-    assert cuda.log == [
-        "default of cuda:1 waits for arriving 1",
-        "copy of x is kept for default of cuda:1",
-    ]
+    for tag in (0, 1):
+        mailbox = ranks.mailbox(tag, 0, 1)
+        mailbox.send([x], {})
+        assert cuda.log == [
+            "leaving waits for default of cuda:0",
+            "x is copied by leaving to arriving",
+            "x is kept for leaving",
+        ]
+        cuda.log.clear()
+        mailbox.wait(0)
+        assert cuda.log == [
+            f"default of cuda:1 waits for arriving {tag + 1}",
+            "copy of x is kept for default of cuda:1",
+        ]
+        cuda.log.clear()
 
 
 def test_a_host_that_runs_ahead_of_copies_waits(cuda: Cuda) -> None:
@@ -142,35 +146,11 @@ def test_a_host_that_runs_ahead_of_copies_waits(cuda: Cuda) -> None:
     assert waits == ["host waits for arriving 1", "host waits for arriving 2"]
 
 
-def test_ranks_on_two_gpus_share_the_copies_of_a_direction(cuda: Cuda) -> None:
-    """Streams are few; and what a pair of GPUs has under way counts together."""
-    ranks = InProcessTransport([A, B])
-    x: Any = Values(cuda, "x")
-    for tag in (0, 1):
-        mailbox = ranks.mailbox(tag, 0, 1)
-        mailbox.send([x], {})
-        mailbox.wait(0)
-    copied = [line for line in cuda.log if "is copied" in line]
-    assert copied == ["x is copied by leaving to arriving"] * 2
-
-
 def test_what_gpus_read_of_a_batch_is_staged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else their copies wait for the GPU, or read what the script has filled with the next batch."""
-    copied: list[Tensor] = []
-    monkeypatch.setattr(execution, "pinned_copy", lambda tensor: copied.append(tensor) or tensor.clone())
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    pipe = pipec.compile(model, ["cpu"] * 2, microbatches=4, loss_fn=nn.functional.mse_loss)
-    x, y = torch.ones(8, 4), torch.ones(8, 2)
-    pipe.step(x, target=y)
-    assert copied == []
-    (linked,) = pipe._executions._linked.values()
-    linked._read_by_gpus = linked._interpreters[1].names_read  # as if that rank had a GPU
-    pipe.step(x, target=y)
-    assert [tuple(tensor.shape) for tensor in copied] == [(8, 2)]
+    """Else their copies wait for the GPU, or read what the script has filled with the next batch.
 
-
-def test_labels_are_counted_where_they_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the script's own labels to the GPU would wait for it."""
+    Labels are counted where they are staged: a copy of the script's own to the GPU would wait for it.
+    """
     staged, counted = list[Tensor](), list[Tensor]()
 
     def pinned_copy(tensor: Tensor) -> Tensor:
@@ -183,34 +163,33 @@ def test_labels_are_counted_where_they_are_staged(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(execution, "pinned_copy", pinned_copy)
     monkeypatch.setattr(bound_stage, "on_device", on_device)
-    loss_fn = nn.CrossEntropyLoss(ignore_index=0)
-    pipe = pipec.compile(nn.Linear(4, 3), ["cpu"], microbatches=4, loss_fn=loss_fn)
+    model, loss_fn = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.CrossEntropyLoss(ignore_index=0)
+    pipe = pipec.compile(model, ["cpu"] * 2, microbatches=4, loss_fn=loss_fn)
     x, y = torch.ones(8, 4), torch.arange(8) % 3
     pipe.step(x, target=y)
+    assert staged == []
     counted.clear()
     (linked,) = pipe._executions._linked.values()
-    linked._read_by_gpus = {given.value.name for given in pipe.plan.inputs}  # as if the rank had a GPU
+    linked._read_by_gpus = linked._interpreters[1].names_read  # as if that rank had a GPU
     pipe.step(x, target=y)
-    assert len(staged) == 2
-    assert counted
-    assert {tensor.data_ptr() for tensor in counted} == {staged[1].data_ptr()}
+    (labels,) = staged
+    assert torch.equal(labels, y)
+    assert {tensor.data_ptr() for tensor in counted} == {labels.data_ptr()}
 
 
 # times
 
 
-class Gpu:
-    """A GPU that the host is ahead of. ``now`` is when it is done with all that was launched, in ms."""
+class TimingEvent:
+    """An event of a GPU that the host is ahead of. ``now`` is when it is done with all launches, in ms."""
 
     now = 7000.0
 
-
-class TimingEvent:
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
     def record(self) -> None:
-        self._time, self._is_over = Gpu.now, False
+        self._time, self._is_over = TimingEvent.now, False
 
     def synchronize(self) -> None:
         self._is_over = True
@@ -229,7 +208,7 @@ class Launching:
 
     @staticmethod
     def forward(frame: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
-        Gpu.now += len(frame["x"])
+        TimingEvent.now += len(frame["x"])
         return {}, [], ()
 
 

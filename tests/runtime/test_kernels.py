@@ -1,6 +1,5 @@
 """Stages whose functions torch compiles, against the same ones as their source."""
 
-import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,33 +20,25 @@ pytestmark = pytest.mark.slow
 ROWS = [12, 12, 7]
 
 
-class Model(nn.Module):
-    """It draws by ``native_dropout`` and by another operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
-
-    @classmethod
-    def seeded(cls) -> "Model":
-        torch.manual_seed(0)
-        return cls()
-
+class Drawn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.dropout(self.norm(self.first(x)).relu(), 0.2, self.training)
-        x = nn.functional.dropout(self.last(x), 0.1, self.training)
         return x * torch.bernoulli(x.sigmoid())
+
+
+def make_model() -> nn.Module:
+    """It draws by ``native_dropout`` and by another operator."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)]
+    return nn.Sequential(*layers, nn.Dropout(0.1), Drawn())
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def train(
-    model: nn.Module, kernels: str, rows: list[int], devices: int = 2
-) -> tuple[list[Tensor], nn.Module]:
+def train(kernels: str, rows: list[int], devices: int = 2) -> tuple[list[Tensor], nn.Module]:
     """The losses of steps of so many rows each; gradients add up over all of them."""
-    model = copy.deepcopy(model)
+    model = make_model()
     pipe = pipec.compile(model, devices=devices, loss_fn=mean_square, microbatches=3, kernels=kernels)
     torch.manual_seed(1)
     batches = [(torch.randn(count, 8), torch.randn(count, 1)) for count in rows]
@@ -81,7 +72,7 @@ def refuse(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[Tensor], nn.Module]:
-    return train(Model.seeded(), "source", ROWS)
+    return train("source", ROWS)
 
 
 def test_compiled_functions_have_the_bits_of_their_source_where_their_kernels_have(
@@ -90,7 +81,7 @@ def test_compiled_functions_have_the_bits_of_their_source_where_their_kernels_ha
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     use_backend(monkeypatch, run_graph)
-    losses, compiled = train(Model.seeded(), "inductor", ROWS)
+    losses, compiled = train("inductor", ROWS)
     assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
     for own, other in zip(compiled.parameters(), expected[1].parameters(), strict=True):
         assert torch.equal(own.grad, other.grad)
@@ -104,7 +95,7 @@ def test_what_cannot_be_compiled_runs_as_its_source_and_says_why(
 ) -> None:
     use_backend(monkeypatch, refuse)
     with pytest.warns(UserWarning, match="inductor cannot compile") as warned:
-        losses, _ = train(Model.seeded(), "inductor", ROWS)
+        losses, _ = train("inductor", ROWS)
     assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
     told = [text for text in (str(each.message) for each in warned) if "inductor cannot" in text]
     named = Counter(text.split(",")[0].split("cannot compile ")[1] for text in told)
@@ -116,9 +107,9 @@ def test_what_cannot_be_compiled_runs_as_its_source_and_says_why(
 
 
 def test_inductor(recwarn: pytest.WarningsRecorder) -> None:
-    own, other = ([*train(Model.seeded(), kernels, [6], devices=1)] for kernels in ("inductor", "source"))
+    own, other = ([*train(kernels, [6], devices=1)] for kernels in ("inductor", "source"))
     torch.testing.assert_close(own[0], other[0])
-    torch.testing.assert_close(own[1].first.weight.grad, other[1].first.weight.grad)
+    torch.testing.assert_close(own[1][0].weight.grad, other[1][0].weight.grad)
     assert not [each for each in recwarn if "cannot compile" in str(each.message)]
 
 
@@ -165,8 +156,20 @@ CALLS: dict[str, tuple[list[dict[str, Any]], int]] = {
         [{"b": rows, "saved": [torch.rand(20, 3)[rows : 2 * rows], 2]} for rows in (4, 5, 6, 7)],
         2,
     ),
+    "always another number": ([{"saved": [torch.ones(4, 3), number / 2]} for number in range(2, 9)], 5),
+    "sizes without symbols": (sizes((4, 2), (5, 2), (6, 2), (5, 2)), 3),
+    "sizes by inductor": (sizes((4, 2), (5, 2), (17, 2), (3, 2)), 2),
 }
 """Calls that differ in these, and how often the function is compiled for them."""
+
+
+def refuse_symbols(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    if any(isinstance(each, torch.SymInt) for each in inputs):
+        raise NotImplementedError("symbols")
+    return run_graph(graph, inputs)
+
+
+BACKENDS = {"sizes without symbols": refuse_symbols, "sizes by inductor": None}
 
 
 @torch.no_grad()
@@ -174,49 +177,15 @@ CALLS: dict[str, tuple[list[dict[str, Any]], int]] = {
 def test_what_differs_between_calls_is_compiled_again_or_is_a_symbol(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    use_backend(monkeypatch, run_graph)
+    """What needs code of its own too often runs as source."""
+    monkeypatch.setattr(kernels, "MAX_COMPILED", 5)
+    if backend := BACKENDS.get(kind, run_graph):
+        use_backend(monkeypatch, backend)
     compiled = kernels.CompiledFunction(backward, "backward")
     calls, expected = CALLS[kind]
     for given in calls:
         assert_runs(compiled, **given)
     assert compiled._num_compiled == expected
-
-
-@torch.no_grad()
-def test_what_cannot_be_compiled_with_symbols_is_compiled_for_each_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse_symbols(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        if any(isinstance(each, torch.SymInt) for each in inputs):
-            raise NotImplementedError("symbols")
-        return run_graph(graph, inputs)
-
-    use_backend(monkeypatch, refuse_symbols)
-    compiled = kernels.CompiledFunction(backward, "backward")
-    for rows in (4, 5, 6, 5):
-        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), 2])
-    assert compiled._num_compiled == 3
-
-
-@torch.no_grad()
-def test_inductor_runs_other_sizes_with_symbols() -> None:
-    compiled = kernels.CompiledFunction(backward, "backward")
-    for rows in (4, 5, 17, 3):
-        assert_runs(compiled, b=rows, saved=[torch.ones(rows, 3), 2])
-    assert compiled._num_compiled == 2
-
-
-@torch.no_grad()
-def test_sizes_that_need_code_of_their_own_again_and_again_run_as_source(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    use_backend(monkeypatch, run_graph)
-    monkeypatch.setattr(kernels, "MAX_COMPILED", 3)
-    compiled = kernels.CompiledFunction(backward, "backward")
-    for number in range(2, 9):
-        given = {"saved": [torch.ones(4, 3), number / 2]}
-        torch.testing.assert_close(compiled(a_frame(**given)), backward(a_frame(**given)))
-    assert compiled._num_compiled == 3
 
 
 @torch.no_grad()

@@ -1,12 +1,18 @@
 """The optimizer of a program, in one process: its updates of tensors and pieces, its groups, its norm."""
 
+import copy
+import itertools
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from split_optimizers import (
     EVERY,
     SHAPES,
@@ -20,7 +26,7 @@ from split_optimizers import (
     require_same,
     two,
 )
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import ProfilerActivity
@@ -29,18 +35,29 @@ from pipec.errors import InputError
 from pipec.ir import ParameterShard
 from pipec.runtime.optimizers import (
     PipelineOptimizer,
+    StateShard,
     clip_factor,
     is_elementwise,
     sum_of_squares,
 )
 from pipec.runtime.optimizers.factory import Factory, Named
-
-every_factory = pytest.mark.parametrize("factory", EVERY.values(), ids=EVERY.keys())
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+from pipec.runtime.optimizers.state_shards import cut, merge
 
 
-@every_factory
-@dtypes
+def documented() -> dict[str, Factory]:
+    """The factories that docs/optimizers.md shows."""
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    scope: dict[str, Any] = {"torch": torch}
+    for block in re.findall(r"```python\n(def .*?)```", page, re.DOTALL):
+        exec(block, scope)
+    return {name: scope[name] for name in ("decayed", "muon")}
+
+
+FACTORIES = EVERY | documented()
+
+
+@pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_updates_have_the_bits_of_the_whole_optimizer(
     factory: Factory, num_replicas: int, dtype: torch.dtype
@@ -88,6 +105,11 @@ def test_norms_of_sparse_complex_and_no_gradients() -> None:
 
 # groups and hyperparameters
 
+
+def tensor_lr(named: Named) -> optim.Optimizer:
+    return optim.Adam(named, lr=torch.tensor(0.1), foreach=False)
+
+
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], LRScheduler]] = {
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
@@ -98,7 +120,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], LRScheduler]] = {
 
 
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
-@pytest.mark.parametrize("factory", [EVERY["SGD"], by_group], ids=["SGD", "groups"])
+@pytest.mark.parametrize("factory", [EVERY["SGD"], by_group, tensor_lr], ids=["SGD", "groups", "tensor"])
 def test_lr_schedulers_work_as_on_the_plain_optimizer(
     factory: Factory, make: Callable[[optim.Optimizer], LRScheduler]
 ) -> None:
@@ -112,19 +134,6 @@ def test_lr_schedulers_work_as_on_the_plain_optimizer(
             for each in schedulers:
                 each.step(1.0) if isinstance(each, lr_scheduler.ReduceLROnPlateau) else each.step()
     assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() != [0.1]
-    require_same(split, plain)
-
-
-def test_a_learning_rate_that_is_a_tensor_is_followed() -> None:
-    factories = [partial(optim.Adam, lr=torch.tensor(0.1), foreach=False) for _ in range(2)]
-    split, plain = Split(factories[0], 2), Plain(factories[1])
-    schedulers = [lr_scheduler.ExponentialLR(each, 0.5) for each in (split.optimizer, plain.optimizers[0])]
-    for number in range(5):
-        split.step(number)
-        plain.step(number)
-        for each in schedulers:
-            each.step()
-    assert split.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 32)
     require_same(split, plain)
 
 
@@ -208,21 +217,15 @@ def test_hooks_after_the_step_run_once_per_step() -> None:
 # what is refused
 
 
-class Coupled(optim.Optimizer):
+class Coupled(optim.SGD):
     """Keeps a number for all parameters in its group, as Prodigy does."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1.0, "d": 1.0})
-
     def step(self, closure: Any = None) -> None:
-        self.param_groups[0]["d"] *= 2
+        self.param_groups[0]["weight_decay"] += 1
 
 
-class Global(optim.Optimizer):
+class Global(optim.SGD):
     """Keeps state for no parameter."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1.0})
 
     def step(self, closure: Any = None) -> None:
         self.state["everything"] = {"calls": 1}
@@ -279,12 +282,9 @@ def test_an_optimizer_that_is_not_known_gets_whole_tensors() -> None:
     assert not is_elementwise(optim.Adafactor([FOREIGN]))
 
 
-def test_an_optimizer_with_numbers_for_all_parameters_is_refused() -> None:
-    with pytest.raises(InputError, match="Coupled changes 'd' of its parameter groups"):
+def test_numbers_and_state_of_no_one_parameter_are_refused() -> None:
+    with pytest.raises(InputError, match="Coupled changes 'weight_decay' of its parameter groups"):
         Split(Coupled).step(0)
-
-
-def test_state_of_no_parameter_is_refused() -> None:
     split = Split(Global)
     split.step(0)
     with pytest.raises(InputError, match="state under 'everything' that belongs to no parameter"):
@@ -301,3 +301,204 @@ def test_what_the_program_does_by_itself_is_refused() -> None:
         optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(InputError, match="before you pass it"):
         optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+# state
+
+
+every = pytest.mark.parametrize("factory", EVERY.values(), ids=EVERY.keys())
+
+
+def require_equal(found: Any, expected: Any) -> None:
+    """Equal to the last bit, types and shapes of tensors included."""
+    assert type(found) is type(expected)
+    if isinstance(expected, Mapping):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            require_equal(found[key], expected[key])
+    elif isinstance(expected, Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def copy_values(source: Split | Plain, target: Split | Plain) -> None:
+    with torch.no_grad():
+        for name, parameter in target.parameters.items():
+            parameter.copy_(source.parameters[name])
+
+
+def parts(process: Split) -> list[StateShard]:
+    return [part for stage in process.stages for part in stage.parts()]
+
+
+def run(*runs: Split | Plain, numbers: range) -> None:
+    for number in numbers:
+        for each in runs:
+            each.step(number)
+
+
+@pytest.mark.parametrize("name", [name for name, factory in EVERY.items() if factory is not two])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_the_state_dict_is_that_of_the_plain_optimizer(name: str, num_replicas: int) -> None:
+    factory = EVERY[name]
+    split, plain = Split(factory, num_replicas), Plain(factory)
+    run(split, plain, numbers=range(3))
+    found, expected = split.optimizer.state_dict(), plain.optimizers[0].state_dict()
+    for group in found["param_groups"] if factory is by_group else ():
+        del group["param_names"]  # which the factory lost
+    require_equal(found, expected)
+
+
+@every
+def test_the_state_of_plain_optimizers_can_be_loaded(factory: Factory) -> None:
+    plain, split = Plain(factory), Split(factory, 3, seed=1)
+    run(plain, numbers=range(5))
+    copy_values(plain, split)
+    states = [each.state_dict() for each in plain.optimizers]
+    split.optimizer.load_state_dict(states if factory is two else states[0])
+    run(plain, split, numbers=range(5, 10))
+    require_same(split, plain)
+
+
+@every
+@pytest.mark.parametrize(("first", "then"), [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize("has_stages", [True, False])
+def test_a_checkpoint_knows_no_layout(factory: Factory, first: int, then: int, has_stages: bool) -> None:
+    """Nor does it need stages: it is theirs once there are some."""
+    plain, one, other = Plain(factory), Split(factory, first), Split(factory, then, seed=1, attach=has_stages)
+    run(plain, one, numbers=range(5))
+    one.optimizer.param_groups[0]["lr"] = plain.optimizers[0].param_groups[0]["lr"] = 0.03
+    copy_values(one, other)
+    other.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+    if not has_stages:
+        require_equal(other.optimizer.state_dict(), one.optimizer.state_dict())
+        other.optimizer.attach(other.stages, other.parameters, alone)
+    run(plain, other, numbers=range(5, 10))
+    require_same(other, plain)
+
+
+def test_stages_on_other_tensors_take_over_the_state() -> None:
+    plain, split = Plain(EVERY["AdamW"]), Split(EVERY["AdamW"], 3)
+    run(plain, split, numbers=range(5))
+    split.parameters = {name: nn.Parameter(each.detach().clone()) for name, each in split.parameters.items()}
+    split.divide(2)
+    run(plain, split, numbers=range(5, 10))
+    require_same(split, plain)
+    assert split.optimizer.param_groups[0]["params"][-1] is split.parameters["b.bias"]
+
+
+def test_each_process_may_hold_a_part() -> None:
+    factory = EVERY["AdamW"]
+    whole, processes = Split(factory, 3), [Split(factory, 3) for _ in range(4)]
+    for rank, process in enumerate(processes):
+        process.stages = process.stages[rank::3] if rank < 3 else []  # one of them has nothing to update
+    for process in processes:
+        process.optimizer.attach(
+            process.stages,
+            process.parameters,
+            lambda own: [parts(each) for each in processes],
+        )
+    run(whole, *processes, numbers=range(5))
+    saved = whole.optimizer.state_dict()
+    for process in processes:
+        require_equal(process.optimizer.state_dict(), saved)
+        process.optimizer.load_state_dict(saved)
+    run(whole, *processes, numbers=range(5, 8))
+    require_equal(processes[1].optimizer.state_dict(), whole.optimizer.state_dict())
+
+
+def test_replicas_that_update_the_same_have_one_state() -> None:
+    factory = EVERY["AdamW"]
+    first, second = (Split(factory) for _ in range(2))
+    run(first, second, numbers=range(3))
+    expected = copy.deepcopy(first.optimizer.state_dict())
+    first.optimizer.attach(first.stages, first.parameters, lambda own: [own, parts(second)])
+    require_equal(first.optimizer.state_dict(), expected)
+    first.optimizer.attach([*first.stages, *second.stages], first.parameters, alone)
+    require_equal(first.optimizer.state_dict(), expected)
+    assert first.optimizer.param_groups[0]["params"][0] is first.parameters["a.weight"]
+
+
+def test_what_is_loaded_shares_no_memory_with_the_state_dict() -> None:
+    """Slices of a tensor would otherwise count the same ``step`` up, each of them."""
+    plain, split = Plain(EVERY["AdamW"]), Split(EVERY["AdamW"], 3)
+    run(plain, split, numbers=range(2))
+    saved = plain.optimizers[0].state_dict()
+    before = copy.deepcopy(saved)
+    split.optimizer.load_state_dict(saved)
+    run(split, numbers=range(2, 4))
+    require_equal(saved, before)
+
+
+@given(
+    shape=st.lists(st.integers(1, 6), max_size=3).map(torch.Size),
+    places=st.sets(st.integers(1, 215), max_size=5),
+)
+def test_state_that_was_cut_merges_into_what_it_was(shape: torch.Size, places: set[int]) -> None:
+    whole = {"step": torch.tensor(3.0), "sum": torch.arange(shape.numel()).view(shape), "calls": 7}
+    bounds = [0, *sorted(place for place in places if place < shape.numel()), shape.numel()]
+    pieces = [ParameterShard("w", start, stop) for start, stop in itertools.pairwise(bounds)]
+    parts = [StateShard(piece, cut(whole, shape, piece)) for piece in pieces]
+    merged = merge([parts[1::2], parts[::2]], {"w": shape})
+    require_equal(merged, {"w": whole})
+
+
+def test_state_is_loaded_by_name_where_there_are_names() -> None:
+    plain, split = Plain(EVERY["AdamW"]), Split(EVERY["AdamW"])
+    run(plain, split, numbers=range(2))
+    saved, backwards = split.optimizer.state_dict(), split.optimizer.state_dict()
+    (group,) = backwards["param_groups"]
+    group["param_names"] = group["param_names"][::-1]
+    backwards["state"] = {number: saved["state"][4 - number] for number in range(5)}
+    split.optimizer.load_state_dict(copy.deepcopy(backwards))
+    require_equal(split.optimizer.state_dict(), saved)
+
+
+def test_hyperparameters_that_a_state_dict_lacks_stay() -> None:
+    split = Split(EVERY["AdamW"])
+    saved = split.optimizer.state_dict()
+    del saved["param_groups"][0]["maximize"]
+    saved["param_groups"][0]["lr"] = 0.5
+    split.optimizer.load_state_dict(saved)
+    (group,) = split.optimizer.param_groups
+    assert (group["maximize"], group["lr"]) == (False, 0.5)
+
+
+# what is refused
+
+
+def spoiled(change: Any) -> dict[str, Any]:
+    split = Split(EVERY["AdamW"])
+    split.step(0)
+    saved = copy.deepcopy(split.optimizer.state_dict())
+    change(saved)
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["param_groups"][0]["params"].pop(), r"groups of \[4\] parameters.*groups of \[5\]"),
+        (lambda s: s["param_groups"].append({"params": []}), r"groups of \[5, 0\] parameters"),
+        (lambda s: s["param_groups"][0]["param_names"].__setitem__(0, "other"), "a.weight and 1 other names"),
+        (lambda s: s["state"][0].update(exp_avg=torch.zeros(4)), r"exp_avg of a.weight has shape \[4\]"),
+        (lambda s: s["state"].update(extra={}), "state for parameter 'extra'"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_is_refused(change: Any, message: str) -> None:
+    split = Split(EVERY["AdamW"], 2)
+    split.step(0)
+    before = copy.deepcopy(split.optimizer.state_dict())
+    with pytest.raises(InputError, match=message):
+        split.optimizer.load_state_dict(spoiled(change))
+    require_equal(split.optimizer.state_dict(), before)
+
+
+def test_a_part_that_no_process_has_is_missed() -> None:
+    split = Split(EVERY["AdamW"], 3)
+    split.step(0)
+    split.optimizer.attach(split.stages, split.parameters, lambda own: [own[1:]])
+    with pytest.raises(InputError, match=r"1027 elements of a.weight .* state for 448 to 896, 896 to 1027"):
+        split.optimizer.state_dict()

@@ -7,27 +7,25 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipec.errors import InputError, TransportError, VerifyError
-from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
+from pipec.ir import Instruction, Link, Op, Payload, Value
 from pipec.ir.sharding import shard_evenly
-from pipec.runtime import InProcessTransport, Interpreter, World, resolve_devices, world
-from pipec.runtime.absent_tensors import is_absent, materialized, plain_tensors, release_elsewhere
+from pipec.runtime import InProcessTransport, World, resolve_devices, world
+from pipec.runtime.absent_tensors import plain_tensors, release_elsewhere
 from pipec.runtime.call_agreement import mismatch_message
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.distributed_transport import require_own_gpus
-from pipec.runtime.model_tensors import (
-    ModelTensors,
-    fill_tensors,
-)
+from pipec.runtime.model_tensors import fill_tensors
 from pipec.runtime.processes.launch import default_num_ranks
 from pipec.runtime.processes.worker import Worker
 from pipec.runtime.random_operators import call_with_generator, dropout
@@ -35,8 +33,6 @@ from pipec.runtime.random_seeds import OperatorGenerators, mix_seed
 from pipec.runtime.stages.flat_bucket import ShardedBucket
 from pipec.runtime.stages.gradients import GradientAccumulator
 from pipec.runtime.stages.input_layout import as_contiguous
-from pipec.runtime.step import interpreter
-from pipec.runtime.step.batch_slice import BatchSlice
 from pipec.runtime.step.ranks import Ranks
 from pipec.runtime.step.step_results import check_mergeable, merge
 
@@ -46,34 +42,18 @@ CPU = torch.device("cpu")
 # what holds tensors
 
 
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(2, 2)
-        self.second = torch.nn.Linear(2, 2)
-        self.second.weight = self.first.weight
-        self.register_buffer("kept", torch.ones(1))
-        self.register_buffer("passing", torch.ones(1), persistent=False)
-
-
-def test_absent_tensors_hold_no_memory_and_get_some_for_a_while() -> None:
-    model = Tied()
-    tensors = ModelTensors.of(model)
-    release_elsewhere("first.weight", model.first.weight, "on rank 1")
+def test_absent_tensors_hold_no_memory_until_they_are_filled() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
+    model["second"].weight = model["first"].weight
+    model.register_buffer("kept", torch.ones(1))
+    release_elsewhere("first.weight", model["first"].weight, "on rank 1")
     release_elsewhere("kept", model.kept, "on rank 1")
     with plain_tensors():
-        assert model.second.weight.untyped_storage().nbytes() == model.kept.untyped_storage().nbytes() == 4
-    with materialized(tensors.unique().values()):
-        assert not is_absent(model.first.weight)
-        assert model.first.weight.is_contiguous()
-    assert is_absent(model.first.weight)
-    assert is_absent(model.kept)
-    assert (model.first.weight.shape, model.kept.shape) == ((2, 2), (1,))
-    fill_tensors(
-        model, {"first.weight": torch.ones(2, 2), "second.weight": torch.ones(2, 2), "kept": torch.ones(1)}
-    )
-    assert type(model.second.weight) is torch.nn.Parameter
-    assert torch.equal(model.second.weight, torch.ones(2, 2))
+        assert model["first"].weight.untyped_storage().nbytes() == model.kept.untyped_storage().nbytes() == 4
+    values = torch.ones(2, 2)
+    fill_tensors(model, {"first.weight": values, "second.weight": values, "kept": torch.ones(1)})
+    assert type(model["second"].weight) is nn.Parameter
+    assert torch.equal(model["second"].weight, values)
     with pytest.raises(InputError, match=r"has \[2\] on cpu as first.bias; expected \[3\] with memory"):
         fill_tensors(model, {"first.bias": torch.ones(3)})
 
@@ -81,7 +61,7 @@ def test_absent_tensors_hold_no_memory_and_get_some_for_a_while() -> None:
 @pytest.mark.parametrize("keeps", [False, True], ids=["gathered before use", "kept"])
 def test_a_shard_has_its_elements_of_each_parameter(keeps: bool) -> None:
     """Also of values that a script assigns, if they fit."""
-    first, last = torch.nn.Parameter(torch.arange(200.0)), torch.nn.Parameter(torch.ones(40))
+    first, last = nn.Parameter(torch.arange(200.0)), nn.Parameter(torch.ones(40))
     sharding = shard_evenly({"first": 200, "last": 40}, 2)
     bucket = ShardedBucket(sharding, 1, {"first": first, "last": last}, "", keeps, CPU)
     for offset in (0, 7):
@@ -116,14 +96,11 @@ def sum_of(parameters: Sequence[Tensor], *microbatches: list[Tensor | None]) -> 
 
 
 def test_first_gradient_is_kept_without_a_copy_even_behind_views() -> None:
-    weight = torch.nn.Parameter(torch.zeros(3, 4))
+    weight = nn.Parameter(torch.zeros(3, 4))
     with torch.no_grad():
         gradients = [torch.ones(3, 2).mm(torch.ones(2, 4)).t().t()]
     address = gradients[0].data_ptr()
-    total = GradientAccumulator([weight], ())
-    total.begin_step()
-    total.kept = gradients
-    total.accumulate()
+    sum_of([weight], gradients)
     assert weight.grad.data_ptr() == address
 
 
@@ -137,7 +114,7 @@ def test_a_gradient_that_is_shared_or_laid_out_otherwise_is_copied() -> None:
         "another layout": lambda: torch.ones(3, 2).t(),
     }
     for name, make_gradient in cases.items():
-        weight = torch.nn.Parameter(torch.zeros(2, 3))
+        weight = nn.Parameter(torch.zeros(2, 3))
         sum_of([weight], [make_gradient()], [make_gradient()])
         assert torch.equal(weight.grad, 2 * torch.ones(2, 3)), name
         assert weight.grad.stride() == weight.stride(), name
@@ -146,7 +123,7 @@ def test_a_gradient_that_is_shared_or_laid_out_otherwise_is_copied() -> None:
 
 
 def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
-    first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    first, second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
     gradient = torch.ones(3)
     both = [gradient, gradient]
     del gradient
@@ -156,7 +133,7 @@ def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
 
 
 def test_gradients_add_to_what_earlier_steps_left_in_place() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2))
+    weight = nn.Parameter(torch.zeros(2))
     before = weight.grad = torch.tensor([1.0, 2.0])
     sum_of([weight], [torch.ones(2)])
     assert weight.grad is before
@@ -180,18 +157,13 @@ def test_parts_with_a_batch_dimension_join_to_the_whole(sizes: list[int], dim: i
 def test_results_that_cannot_stand_for_the_batch_are_refused() -> None:
     count = Value("count", "int64", ())
     assert merge(count, [torch.tensor(2), torch.tensor(2)], [0.5, 0.5], {"b": 2}).item() == 2
-    with pytest.raises(
-        InputError, match=r"result count: i64\[\] differs between microbatches.*return it per sample"
-    ):
+    with pytest.raises(InputError, match=r"count: .* differs between microbatches.*return it per sample"):
         merge(count, [torch.tensor(2), torch.tensor(3)], [0.5, 0.5], {"b": 2})
     padded = Value("padded", "float32", ("b + 1",))
-    with pytest.raises(InputError, match=r"padded: f32\[b \+ 1\] has size 4 .* but 3 for the whole batch"):
+    with pytest.raises(InputError, match=r"padded: .* has size 4 .* but 3 for the whole batch"):
         merge(padded, [torch.zeros(2), torch.zeros(2)], [0.5, 0.5], {"b": 2})
-    similarity = Value("similarity", "float32", ("b", "b"))
-    with pytest.raises(
-        VerifyError, match=r"similarity: f32\[b, b\] has the batch in more than one dimension"
-    ):
-        check_mergeable(similarity)
+    with pytest.raises(VerifyError, match=r"similarity: .* has the batch in more than one dimension"):
+        check_mergeable(Value("similarity", "float32", ("b", "b")))
 
 
 # randomness
@@ -209,14 +181,9 @@ def test_draws_depend_on_their_generator_alone_and_leave_the_default_one_as_it_w
         before = torch.get_rng_state()
         assert torch.equal(make(OperatorGenerators(CPU, (0, 0))(1)), first)
         assert not torch.equal(make(OperatorGenerators(CPU, (0, 0))(2)), first)
+        with pytest.raises(RuntimeError, match="p_in >= 0"):
+            call_with_generator(OperatorGenerators(CPU, (0, 0))(1), torch.bernoulli, -x)
         assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_draw_that_fails_leaves_the_default_generator_as_it_was() -> None:
-    before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="p_in >= 0"):
-        call_with_generator(OperatorGenerators(CPU, (0, 0))(1), torch.bernoulli, -torch.ones(3))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_scales_what_its_mask_keeps() -> None:
@@ -243,17 +210,10 @@ def test_ranks_divide_the_threads_and_leave_the_callers_alone() -> None:
         assert InProcessTransport([CPU] * 2).run([torch.get_num_threads] * 2) == [2, 2]
         assert InProcessTransport([CPU] * 8).run([torch.get_num_threads] * 8) == [1] * 8
         assert torch.get_num_threads() == 4
-        assert run_in_thread(torch.get_num_threads) == 4
+        with ThreadPoolExecutor() as another:
+            assert another.submit(torch.get_num_threads).result() == 4
     finally:
         torch.set_num_threads(before)
-
-
-def run_in_thread(function: Callable[[], int]) -> int:
-    results: list[int] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def test_the_kth_message_is_for_the_kth_receive_whichever_is_awaited_first() -> None:
@@ -273,12 +233,15 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-def test_an_error_stops_ranks_that_wait_and_the_first_is_raised() -> None:
+def test_an_error_and_ctrl_c_stop_ranks_that_wait_and_the_first_is_raised() -> None:
     ranks, error = InProcessTransport([CPU, CPU]), ValueError("first")
     for _ in range(2):
         with pytest.raises(ValueError, match="first") as caught:
             ranks.run([make_waiting_rank(ranks), lambda: fail(error)])
         assert caught.value is error
+        assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
+        with pytest.raises(KeyboardInterrupt):
+            ranks.run([make_waiting_rank(ranks), lambda: os.kill(os.getpid(), signal.SIGINT)])
         assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
@@ -316,22 +279,6 @@ def test_an_error_stops_a_rank_that_only_sends() -> None:
     with pytest.raises(ValueError, match="elsewhere"):
         ranks.run([send_until_stopped, lambda: fail(ValueError("elsewhere"))])
     assert stopped == ["another rank of this process failed"]
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """What a terminal's Ctrl-C does, also where the tests run in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_stops_ranks_that_wait() -> None:
-    ranks = InProcessTransport([CPU, CPU])
-    with pytest.raises(KeyboardInterrupt):
-        ranks.run([make_waiting_rank(ranks), lambda: os.kill(os.getpid(), signal.SIGINT)])
-    assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
 def test_threads_end_with_the_transport(collect: Callable[[], int]) -> None:
@@ -404,13 +351,7 @@ ALONE, FIRST, SECOND = World(0, 1), torch.device("cuda", 0), torch.device("cuda"
         (2, {}, ALONE, 3, {0: FIRST, 1: SECOND, 2: FIRST}),
         (2, {}, ALONE, ["cpu"] * 2, {0: CPU, 1: CPU}),
         (2, {"LOCAL_RANK": 1}, World(3, 4), 4, {3: SECOND}),
-        (
-            2,
-            {"LOCAL_RANK": 2},
-            World(2, 4),
-            4,
-            "process 2 of this machine has no GPU .* are 2",
-        ),
+        (2, {"LOCAL_RANK": 2}, World(2, 4), 4, "process 2 of this machine has no GPU .* are 2"),
         (2, {"LOCAL_RANK": 2}, World(2, 4), ["cuda"] * 4, "process 2 of this machine has no GPU of its own"),
         (2, {"SLURM_LOCALID": 1}, World(3, 4), 4, {3: SECOND}),
         (1, {"LOCAL_RANK": 3}, World(3, 8), 8, {3: FIRST}),  # as Slurm lets each task see one
@@ -462,36 +403,6 @@ def test_a_process_of_several_makes_its_gpu_the_current_one_first_of_all(
     assert len(current) == 1
 
 
-def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton kernels and extensions ask for it, and a step may be made on any thread."""
-    entered: list[torch.device] = []
-
-    @contextlib.contextmanager
-    def current_device(device: torch.device) -> Iterator[None]:
-        entered.append(device)
-        yield
-        entered.append(torch.device("meta"))
-
-    seen: list[list[torch.device]] = []
-
-    class Code:
-        PARAMETERS = BUFFERS = UPDATED_BUFFERS = INPUTS = ()
-
-        @staticmethod
-        def forward(frame: object) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
-            seen.append(list(entered))
-            return {}, [], ()
-
-    monkeypatch.setattr(interpreter, "current_device", current_device)
-    plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=((0,),), stages=(Stage(0, 0, 0),), links=())
-    program = Program(0, [Instruction(Op.FORWARD, 0, 0)])
-    Interpreter(program, plan, {0: Code}, {}, {}, InProcessTransport([CPU]).endpoint(0), CPU).run(
-        [{}], BatchSlice([1], 1)
-    )
-    assert seen == [[CPU]]
-    assert entered == [CPU, torch.device("meta")]
-
-
 def test_a_gpu_is_current_only_while_its_instructions_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is set even if it is current: a new thread has no context until then."""
     asked: list[object] = []
@@ -518,9 +429,6 @@ def test_what_differs_between_ranks_is_named_by_its_kind(name: str) -> None:
     first, *differences = mismatch_message([{**same, name: "1"}, {**same, name: "2"}]).splitlines()
     assert KINDS_OF_DIFFERENCES[name] in first
     assert differences[0] == f"  {name}: 1 on rank 0; 2 on rank 1"
-
-
-def test_ranks_that_make_other_calls_are_told_so_first() -> None:
-    message = mismatch_message([{"call": "step, train", "x": "1"}, {"call": "eval_step, eval", "x": "2"}])
+    message = mismatch_message([{"call": "step, train", name: "1"}, {"call": "eval_step, eval", name: "2"}])
     assert "same calls" in message.splitlines()[0]
-    assert "x: " not in message
+    assert f"{name}: " not in message

@@ -1,16 +1,20 @@
 """The runtime on hand-written stages: the same bits as autograd, and errors that say where and why."""
 
+import contextlib
 import itertools
+import logging
 import re
 import threading
+import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from handwritten_stages import (
+    CPU,
     NUM_RANKS,
     SIZES,
     STAGES,
@@ -19,18 +23,18 @@ from handwritten_stages import (
     Stage0,
     Stage1,
     Stage2,
-    make_batch,
     make_model,
     reference_step,
     whole_batch,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
+import pipec
 from pipec.errors import ExecutionError
 from pipec.ir import Compute, Phase, Schedule, one_rank_per_stage
 from pipec.runtime.messages import transport
 from pipec.runtime.stages.gradients import GradientAccumulator
-from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step import interpreter
 from pipec.schedules import make_schedule
 
 
@@ -81,14 +85,6 @@ def test_steps_have_the_bits_of_autograd(schedule: Schedule) -> None:
         assert_same_bits(pipeline.model.buffers, model.buffers)
 
 
-def test_a_step_over_part_of_a_batch_weighs_the_loss_by_the_whole() -> None:
-    whole, half = Pipeline(SCHEDULES["one rank"]), Pipeline(SCHEDULES["one rank"])
-    whole.interpreters[0].run(make_batch(SIZES), whole_batch(SIZES))
-    half.interpreters[0].run(make_batch(SIZES), BatchSlice(SIZES, 2 * sum(SIZES)))
-    for name, gradient in gradients_of(half.model).items():
-        assert torch.equal(2 * gradient, whole.model.parameters[name].grad), name
-
-
 # what a rank holds on to
 
 
@@ -116,24 +112,6 @@ def test_a_received_value_is_dropped_by_its_last_reader_and_saved_values_when_th
     assert alive == [[False] * number for number in range(len(SIZES))]
 
 
-def test_nothing_of_a_step_outlives_it() -> None:
-    made = []
-
-    class Watching(Stage1):
-        @staticmethod
-        def forward(frame):
-            sent, saved, updates = Stage1.forward(frame)
-            made.extend(weakref.ref(tensor) for tensor in (*sent.values(), *saved, *updates))
-            return sent, saved, updates
-
-    pipeline = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Watching})
-    pipeline.step(SIZES)
-    for parameter in pipeline.model.parameters.values():
-        made.append(weakref.ref(parameter.grad))
-        parameter.grad = None
-    assert not any(reference() is not None for reference in made)
-
-
 @pytest.mark.parametrize("sizes", [SIZES, (4, 0, 3, 4, 0)], ids=["all", "some without rows"])
 def test_what_a_backward_sends_leaves_before_its_gradients_are_added(
     sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch
@@ -156,34 +134,25 @@ def test_what_a_backward_sends_leaves_before_its_gradients_are_added(
     assert found.count("send") == 2 * len(before)
 
 
-def test_a_received_value_may_be_read_by_several_phases() -> None:
-    class Rereading(Stage1):
+def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton kernels and extensions ask for it, and a step may be made on any thread."""
+    current = list[object]()
+
+    @contextlib.contextmanager
+    def current_device(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.append("another")
+
+    class Watching(Stage1):
         @staticmethod
         def forward(frame):
-            sent, saved, updates = Stage1.computed(frame, frame["hidden_1"])
-            return sent, saved[1:], updates
+            assert current == [CPU]
+            return Stage1.forward(frame)
 
-        @staticmethod
-        def backward(frame):
-            return Stage1.backward({**frame, "saved": [frame.pop("hidden_1"), *frame.pop("saved")]})
-
-    pipeline, model = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Rereading}), make_model()
-    assert_same_bits(pipeline.step(SIZES)[0], reference_step(model, SIZES, 0))
-    assert_same_bits(gradients_of(pipeline.model), gradients_of(model))
-
-
-# linking
-
-
-def test_a_name_that_nothing_provides_is_an_error_of_the_step() -> None:
-    class Asking(Stage1):
-        @staticmethod
-        def forward(frame):
-            return Stage1.computed(frame, frame.pop("hidden_9"))
-
-    pipeline = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Asking})
-    with pytest.raises(ExecutionError, match="rank 1, stage 1, microbatch 0, forward: KeyError: 'hidden_9'"):
-        pipeline.step(SIZES)
+    monkeypatch.setattr(interpreter, "current_device", current_device)
+    Pipeline(SCHEDULES["one rank"], {**STAGES, 1: Watching}).step(SIZES)
+    assert current == [CPU, "another"]
 
 
 # failing
@@ -250,3 +219,21 @@ def test_an_error_before_the_first_and_after_the_last_instruction_says_so() -> N
     pipeline = Pipeline(SCHEDULES["one rank"], {**STAGES, 2: Counting})
     with pytest.raises(ExecutionError, match="rank 0, finishing the step: InputError: the result loss"):
         pipeline.step(SIZES)
+
+
+def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("the loss is not to be had")
+
+
+def test_an_error_shows_the_frames_of_the_script_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "pipec")
+    pipe = pipec.compile(nn.Linear(2, 2), devices=1, loss_fn=failing)
+    with pytest.raises(pipec.InputError, match="the loss is not to be had") as caught:
+        pipe.step(torch.ones(2, 2), target=torch.ones(2, 2))
+    shown = traceback.format_exception(caught.value)
+    files = {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)}
+    assert files == {__file__}
+    assert not any("torch/_dynamo" in line for line in shown)
+    assert sum(each.count("\n") for each in shown) < 20
+    logged = next(record for record in caplog.records if record.exc_info)
+    assert logged.levelno == logging.DEBUG
