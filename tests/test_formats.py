@@ -18,7 +18,7 @@ from torch import nn
 import pipec
 from pipec.checkpoint.plain_values import read, written
 from pipec.cost.profile import load_profile
-from pipec.errors import ArtifactError, CheckpointError, InputError, PipecError, PlanError
+from pipec.errors import ArtifactError, CheckpointError, PipecError, PlanError
 from pipec.hardware.topology import read_topology
 from pipec.saved_folders import CHECKSUMS, sync_file
 from pipec.schedules import parse_orders
@@ -140,7 +140,6 @@ def test_every_version_has_every_file() -> None:
 UNKNOWN: dict[str, tuple[str, str, str, type[PipecError]]] = {
     "artifact": ("artifact/plan.json", '"pipec artifact 9"', '"pipec artifact 99"', ArtifactError),
     "checkpoint": ("checkpoint/checkpoint.pt", "pipec checkpoint 3", "pipec checkpoint 99", CheckpointError),
-    "profile.json": ("profile.json", '"version": 1', '"version": 99', InputError),
     "topology.toml": ("topology.toml", "topology 1", "topology 99", PlanError),
 }
 

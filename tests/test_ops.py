@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from slow_params import slow_but
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from unsplit_reference import StepResult, relative_error
+from unsplit_reference import StepResult, relative_error, unsplit_step
 from worker_processes import read_outcome, run_ranks, train
 
 import pipec
@@ -99,12 +99,9 @@ LOSSES: dict[str, Loss] = {
 def reference(loss_fn: Loss, rounds: int = 1, make: Factory = model) -> StepResult:
     """What the plain script computes of one round after the other."""
     unsplit, (x, y) = make(), batch()
-    total = torch.zeros((), dtype=torch.float64)
-    for inputs, targets in zip(x.chunk(rounds), y.chunk(rounds), strict=True):
-        loss = loss_fn(unsplit(inputs), targets) / rounds
-        loss.backward()
-        total += loss.detach()
-    return StepResult.of(total, unsplit)
+    sizes = [ROWS // rounds] * rounds
+    loss = unsplit_step(lambda x, y: loss_fn(unsplit(x), y), {"x": x, "y": y}, sizes, unsplit)
+    return StepResult.of(loss, unsplit)
 
 
 def step(loss_fn: Loss, make: Factory = model, **options: Any) -> StepResult:
@@ -169,14 +166,6 @@ def test_replicas_join_their_microbatches_to_the_loss_of_the_batch(name: str) ->
     check(step(LOSSES[name], linear, devices=2, stages=1), reference(LOSSES[name], make=linear))
 
 
-def test_the_numbers_of_rows_in_the_batch_are_an_argument() -> None:
-    def numbered(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(x @ ops.all_gather(x).T, torch.arange(len(x)))
-
-    with pytest.raises(MixedRowsError, match=r"numbers of rows.* as an argument"):
-        step(numbered, linear, devices=2, stages=1)
-
-
 @pytest.mark.slow
 def test_the_fallback_joins_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     fallback = {"make_fx": tracer.FRONT_ENDS["make_fx"]}
@@ -207,15 +196,6 @@ def test_a_checkpointed_batch_norm_sees_the_round() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.slow
-def test_a_batch_of_another_size_is_joined() -> None:
-    trained, unsplit, (x, y) = model(), model(), batch()
-    pipe = pipec.compile(trained, devices=2, stages=1, loss_fn=contrastive)
-    pipe.prepare(x, target=y)
-    wanted = contrastive(unsplit(x[:6]), y[:6]).detach()
-    assert relative_error(pipe.step(x[:6], target=y[:6]), wanted) < ROUNDING
-
-
 PLANS: dict[str, dict[str, Any]] = {
     "1x4": {"devices": 4, "stages": 1},
     "2x2": {"devices": 4, "replicas": 2},
@@ -225,40 +205,46 @@ PLANS: dict[str, dict[str, Any]] = {
     "2x2 zb-h1": {"devices": 4, "replicas": 2, "schedule": "zb-h1", "microbatches": 4},
     "2x2 zb-v": {"devices": 4, "replicas": 2, "schedule": "zb-v", "microbatches": 4},
     "2x2 interleaved": {"devices": 4, "replicas": 2, "schedule": "interleaved-1f1b", "microbatches": 4},
+    "one replica": {"devices": 2, "replicas": 1},
 }
 
 
 @pytest.mark.parametrize("name", slow_but(PLANS, "1x4", "2x2", "2x2 alone", "2x2 zb-v"))
-def test_plans_make_the_gradients_of_the_rounds_and_the_same_bits_again(name: str) -> None:
+def test_plans_make_the_gradients_of_the_rounds_and_the_same_bits_again(name: str, said: list[str]) -> None:
+    """Alone, a replica computes the bits of the plain script, in programs without collectives."""
     options = PLANS[name]
     replicas = options.get("replicas", options["devices"])
+    rounds = options.get("microbatches", replicas) // replicas
     trained, (x, y) = model(), batch()
     pipe = pipec.compile(trained, loss_fn=contrastive, **options)
-    found = StepResult.of(pipe.step(x, target=y), trained)
-    check(found, reference(contrastive, options.get("microbatches", replicas) // replicas))
-    gradients = {name: gradient.clone() for name, gradient in found.gradients.items()}
+    found, wanted = StepResult.of(pipe.step(x, target=y), trained), reference(contrastive, rounds)
+    check(found, wanted)
     trained.zero_grad()
     again = StepResult.of(pipe.step(x, target=y), trained)
-    assert torch.equal(again.loss, found.loss)
-    assert all(torch.equal(again.gradients[name], each) for name, each in gradients.items())
+    for expected in (found, wanted) if replicas == 1 else (found,):
+        assert torch.equal(again.loss, expected.loss)
+        assert all(torch.equal(again.gradients[name], each) for name, each in expected.gradients.items())
+    assert any(stage.model_collectives for stage in pipe.plan.stages) == (replicas > 1)
+    told = [each for each in said if "rounds of" in each and "all_gather at test_ops.py" in each]
+    assert len(told) == (rounds > 1)
 
 
 def test_training_with_updates_in_the_program_and_shared_state_follows_the_plain_script(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Three steps with the same code, and then an evaluation, in which batch norms join nothing."""
+    """Steps with the same code, one of fewer rows, and an evaluation, in which batch norms join nothing."""
     unsplit, trained, (x, y) = model(), model(), batch()
     factory = functools.partial(torch.optim.SGD, lr=0.1)
     optimizer = factory(unsplit.parameters())
     pipe = pipec.compile(
         trained, devices=4, replicas=2, loss_fn=contrastive, optimizer=factory, shard="parameters"
     )
-    for _ in range(3):
-        loss = contrastive(unsplit(x), y)
+    for rows in (ROWS, ROWS, ROWS, 6):
+        loss = contrastive(unsplit(x[:rows]), y[:rows])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert relative_error(pipe.step(x, target=y), loss.detach()) < ROUNDING
+        assert relative_error(pipe.step(x[:rows], target=y[:rows]), loss.detach()) < ROUNDING
     assert "recompiling" not in "".join(capsys.readouterr())
     with pytest.raises(InputError, match="2 microbatches share 15 rows"):
         pipe.step(x[:15], target=y[:15])
@@ -268,82 +254,38 @@ def test_training_with_updates_in_the_program_and_shared_state_follows_the_plain
     assert relative_error(pipe(x), unsplit(x).detach()) < ROUNDING
 
 
-@pytest.mark.slow
-def test_alone_they_are_the_identity_and_cost_nothing() -> None:
-    """One replica: the bits of the plain script, and programs without collectives."""
-    trained, (x, y) = model(), batch()
-    pipe = pipec.compile(trained, devices=2, loss_fn=contrastive)
-    found, wanted = StepResult.of(pipe.step(x, target=y), trained), reference(contrastive)
-    assert torch.equal(found.loss, wanted.loss)
-    assert all(torch.equal(found.gradients[name], each) for name, each in wanted.gradients.items())
-    assert pipe.plan.num_microbatches == 1
-    assert not any(stage.model_collectives for stage in pipe.plan.stages)
-
-
-@pytest.mark.slow
-def test_more_rounds_than_one_are_told_once(said: list[str]) -> None:
-    (x, y), pipe = (
-        batch(),
-        pipec.compile(model(), devices=2, stages=1, loss_fn=contrastive, microbatches=4),
-    )
-    pipe.step(x, target=y)
-    pipe.step(x, target=y)
-    (told,) = (message for message in said if "rounds" in message)
-    assert "reduces rounds of 2 of the 4 microbatches, not the whole batch" in told
-    assert "all_gather at test_ops.py" in told
-
-
-def diagonal(x: Tensor, y: Tensor) -> Tensor:
-    return (x @ ops.all_gather(x).T).diagonal().mean()
-
-
-def sliced(x: Tensor, y: Tensor) -> Tensor:
-    return (x - ops.all_gather(x)[: len(x)]).square().mean()
+def replayed(x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = checkpoint(contrastive, x, y, use_reentrant=False)
+    return loss
 
 
 def found_among_own(x: Tensor, y: Tensor) -> Tensor:
     return (x - x[(x @ ops.all_gather(x).T).argmax(1)]).square().mean()
 
 
-def gathered_numbers(x: Tensor, y: Tensor) -> Tensor:
-    return (ops.all_gather(torch.arange(len(x))).sum() * x).mean()
+def numbered(x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x @ ops.all_gather(x).T, torch.arange(len(x)))
 
 
-def replayed(x: Tensor, y: Tensor) -> Tensor:
-    loss: Tensor = checkpoint(contrastive, x, y, use_reentrant=False)
-    return loss
-
-
-def sum_of_means(x: Tensor, y: Tensor) -> Tensor:
-    return ops.all_reduce(x.mean())
-
-
-def of_truth(x: Tensor, y: Tensor) -> Tensor:
-    return x.mean() * ops.all_reduce(y == 1).sum()
-
-
+SAME_NUMBER, SHARED = "the same number, known beforehand", "2 replicas share 3; pass a multiple of 2"
 REFUSED: dict[str, tuple[Loss, dict[str, Any], type[Exception], str]] = {
-    "diagonal": (diagonal, {}, MixedRowsError, "diagonal at test_ops.py"),
-    "sliced": (sliced, {}, MixedRowsError, "getitem at test_ops.py"),
+    "diagonal": (lambda x, y: (x @ ops.all_gather(x).T).diagonal().mean(), {}, MixedRowsError, "diagonal at"),
+    "sliced": (lambda x, y: (x - ops.all_gather(x)[: len(x)]).mean(), {}, MixedRowsError, "getitem at"),
     "found": (found_among_own, {}, MixedRowsError, "getitem at test_ops.py"),
-    "gathered numbers": (gathered_numbers, {}, MixedRowsError, "all_gather at test_ops.py"),
+    "gathered numbers": (
+        lambda x, y: (ops.all_gather(torch.arange(len(x))).sum() * x).mean(),
+        {},
+        MixedRowsError,
+        "all_gather at",
+    ),
+    "numbers of rows": (numbered, {}, MixedRowsError, r"numbers of rows.* as an argument"),
     "replayed": (replayed, {}, CaptureError, "call it outside of torch.utils.checkpoint"),
-    "sum of means": (sum_of_means, {}, MixedRowsError, "all_reduce at test_ops.py"),
-    "truth": (of_truth, {}, pipec.PipecError, "all_reduce adds numbers"),
+    "sum of means": (lambda x, y: ops.all_reduce(x.mean()), {}, MixedRowsError, "all_reduce at"),
+    "truth": (lambda x, y: x.mean() * ops.all_reduce(y == 1).sum(), {}, pipec.PipecError, "adds numbers"),
     "unequal": (contrastive, {"replicas": (2, 1), "devices": 3}, InputError, "the same number, known"),
-    "searched": (contrastive, {"replicas": "auto"}, InputError, "the same number, known beforehand"),
-    "batch norm": (
-        F.cross_entropy,
-        {"replicas": "auto"},
-        InputError,
-        "the nn.SyncBatchNorm '1' joins the replicas",
-    ),
-    "half a round": (
-        contrastive,
-        {"microbatches": 3},
-        InputError,
-        "2 replicas share 3; pass a multiple of 2",
-    ),
+    "searched": (contrastive, {"replicas": "auto"}, InputError, SAME_NUMBER),
+    "batch norm": (F.cross_entropy, {"replicas": "auto"}, InputError, "SyncBatchNorm '1' joins the replicas"),
+    "half a round": (contrastive, {"microbatches": 3}, InputError, SHARED),
     "uneven rows": (contrastive, {"microbatches": 6}, InputError, "6 microbatches share 16 rows"),
 }
 
@@ -365,15 +307,15 @@ def test_a_profile_knows_of_one_replica_alone() -> None:
         pipe.prepare(x, target=y)
 
 
+class Gathered(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.all_gather(x)
+
+
 def test_gathered_rows_are_no_result_of_the_batch() -> None:
     (x, _), both = batch(), nn.Sequential(linear(), Gathered())
     with pytest.raises(InputError, match=r"a value of all rows together[\s\S]* all_gather"):
         pipec.compile(both, devices=2, stages=1)(x)
-
-
-class Gathered(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.all_gather(x)
 
 
 @pytest.fixture(scope="module")
@@ -396,9 +338,7 @@ class _WithLoss(nn.Module):
 
 def _expected() -> StepResult:
     whole, (x, y) = _WithLoss(), batch()
-    loss = whole(x, y)
-    loss.backward()
-    return StepResult.of(loss.detach(), whole)
+    return StepResult.of(unsplit_step(whole, {"x": x, "y": y}, [ROWS]), whole)
 
 
 def test_an_artifact_joins_as_the_pipeline_does(saved: Path) -> None:

@@ -5,8 +5,8 @@ import functools
 
 import pytest
 import torch
-from torch import nn
-from unsplit_reference import StepResult, assert_equal
+from torch import Tensor, nn
+from unsplit_reference import StepResult, assert_equal, unsplit_step
 
 import pipec
 from pipec.programs.verify import verify
@@ -23,26 +23,19 @@ def tiny_model() -> nn.Module:
 
 
 def eager_step(model: nn.Module, num_microbatches: int) -> StepResult:
-    """The same microbatches one after another, their gradients added up."""
-    total = torch.zeros(())
-    for x, y in zip(X.chunk(num_microbatches), Y.chunk(num_microbatches), strict=True):
-        loss = nn.functional.mse_loss(model(x), y) / num_microbatches
-        loss.backward()
-        total += loss.detach()
-    return StepResult.of(total, model)
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model(x), y)
+
+    sizes = [len(X) // num_microbatches] * num_microbatches
+    return StepResult.of(unsplit_step(loss, {"x": X, "y": Y}, sizes, model), model)
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *SEARCHED_SCHEDULES])
 def test_a_step_equals_eager_torch(schedule: str) -> None:
     model = tiny_model()
     expected = eager_step(copy.deepcopy(model), NUM_MICROBATCHES)
-    pipe = pipec.compile(
-        model,
-        devices=2,
-        loss_fn=nn.functional.mse_loss,
-        schedule=schedule,
-        microbatches=NUM_MICROBATCHES,
-    )
+    options = {"schedule": schedule, "microbatches": NUM_MICROBATCHES}
+    pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, **options)
     loss = pipe.step(X, target=Y)
     assert pipe.plan.schedule == schedule
     verify(pipe.plan, pipe.programs)

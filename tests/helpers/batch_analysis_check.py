@@ -4,12 +4,13 @@ The rewritten graph runs on the mini-batch and on each microbatch. What the anal
 microbatches' values, one behind the other; what it calls a sum must add up; what is whole must be the same.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import batch_comparison
 import torch
-from batch_comparison import scale_of, wide
+from batch_comparison import wide
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -93,14 +94,19 @@ def check_graph(
         "refused" if isinstance(claim, MixedRows) else "unproven" if unproven else "proved", claim
     )
     try:
-        whole, *runs = rewritten_runs(module, inputs, parts, sizes)
+        whole = Run(module, 0, sum(sizes), sum(sizes))
+        result = whole.run(*copied(inputs))
+        runs = list[Run]()
+        for place, part in enumerate(parts):
+            runs.append(Run(module, sum(sizes[:place]), sizes[place], sum(sizes), whole.counted))
+            runs[-1].run(*copied(part))
     except NodeError as failed:
         if isinstance(walk.dependence_of(failed.node), MixedRows):
             return checked  # nothing runs that needs it
         error = failed.__cause__
         checked.wrong.append(f"the rewritten graph fails: {error}".split("While executing")[0].strip())
         return checked
-    found = pytree.tree_leaves(whole.result)
+    found = pytree.tree_leaves(result)
     returned = pytree.tree_leaves(module.graph.output_node().args)
     for node, mine, theirs in zip(returned, found, expected, strict=True):
         is_refused = isinstance(node, fx.Node) and node.target is OUTPUT_MERGE and node.args[1]
@@ -108,22 +114,6 @@ def check_graph(
             checked.wrong.append("the rewritten graph computes something else of the whole batch")
     checked.wrong += compare(walk, whole, runs, checked)
     return checked
-
-
-def rewritten_runs(
-    module: fx.GraphModule,
-    inputs: Mapping[str, Any],
-    parts: Sequence[Mapping[str, Any]],
-    sizes: Sequence[int],
-) -> Iterator["Run"]:
-    """A run of the whole mini-batch, and one of each microbatch."""
-    whole = Run(module, 0, sum(sizes), sum(sizes))
-    whole.result = whole.run(*copied(inputs))
-    yield whole
-    for place, part in enumerate(parts):
-        run = Run(module, sum(sizes[:place]), sizes[place], sum(sizes), whole.counted)
-        run.result = run.run(*copied(part))
-        yield run
 
 
 def split(
@@ -190,7 +180,6 @@ class Run(fx.Interpreter):
         self.first, self.rows, self.total, self.batch_counts = first, rows, total, batch_counts
         self.values: dict[fx.Node, Any] = {}
         self.counted: dict[fx.Node, Tensor] = {}
-        self.result: Any = None
 
     def run_node(self, node: fx.Node) -> Any:
         if node.target is BATCH_COUNT and self.batch_counts is not None:
@@ -272,16 +261,4 @@ def joined(rows: PerRow, parts: Sequence[Tensor], runs: Sequence[Run]) -> Tensor
 def is_close(found: Any, wanted: Any) -> bool:
     if not isinstance(found, Tensor) or not isinstance(wanted, Tensor):
         return bool(found is not None and found == wanted)
-    if found.shape != wanted.shape:
-        return False
-    return torch.allclose(
-        wide(found), wide(wanted), rtol=0, atol=TOLERANCE * scale_of(wanted), equal_nan=True
-    )
-
-
-def traced(function: Callable[..., Any]) -> fx.GraphModule:
-    """A graph of a function of tensors."""
-    return fx.symbolic_trace(function)
-
-
-__all__ = ["Checked", "SkippedError", "check_graph", "traced"]
+    return found.shape == wanted.shape and batch_comparison.is_close(found, wanted, TOLERANCE)

@@ -61,14 +61,7 @@ ALLOWED: Mapping[Expect, frozenset[ComparisonStatus]] = {
         {ComparisonStatus.RIGHT, ComparisonStatus.WARNED, ComparisonStatus.REFUSED}
     ),
     Expect.REFUSED: frozenset({ComparisonStatus.REFUSED}),
-    Expect.TOLD: frozenset(
-        {
-            ComparisonStatus.RIGHT,
-            ComparisonStatus.WARNED,
-            ComparisonStatus.WARNED_WRONG,
-            ComparisonStatus.REFUSED,
-        }
-    ),
+    Expect.TOLD: frozenset(ComparisonStatus) - {ComparisonStatus.RAW, ComparisonStatus.SILENT},
 }
 
 
@@ -205,9 +198,7 @@ def _compared(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Iterator[s
         mine, theirs = found[name], wanted[name]
         if mine.shape != theirs.shape:
             yield f"{name} has the shape {tuple(mine.shape)}, expected {tuple(theirs.shape)}"
-        elif not torch.allclose(
-            wide(mine), wide(theirs), rtol=0, atol=TOLERANCE * scale_of(theirs), equal_nan=True
-        ):
+        elif not is_close(mine, theirs):
             yield f"{name} is off by {float((wide(mine) - wide(theirs)).abs().max()):.1e}"
 
 
@@ -216,42 +207,34 @@ def wide(x: Tensor) -> Tensor:
     return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def scale_of(x: Tensor) -> float:
-    """The largest finite number of a tensor, and at least 0.001."""
-    finite = wide(x).abs().nan_to_num(0.0, 0.0, 0.0)
-    return max(1e-3, float(finite.max()) if finite.numel() else 0.0)
+def is_close(found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> bool:
+    """Whether numbers differ by no more than this part of the largest finite one, or of 0.001."""
+    finite = wide(wanted).abs().nan_to_num(0.0, 0.0, 0.0)
+    scale = max(1e-3, float(finite.max()) if finite.numel() else 0.0)
+    return torch.allclose(wide(found), wide(wanted), rtol=0, atol=tolerance * scale, equal_nan=True)
 
 
 def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
 
 
-class _Told(logging.Handler):
-    """Collects what pipec's loggers warn of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not OTHER_WARNINGS.search(record.getMessage()):
-            self.messages.append(record.getMessage())
-
-
 @contextmanager
 def logged_batch_warnings() -> Iterator[list[str]]:
     """What pipec says of the batch meanwhile, by its loggers or by ``warnings``."""
-    log, told = logging.getLogger("pipec"), _Told()
-    log.addHandler(told)
+    told, log, handler = list[str](), logging.getLogger("pipec"), logging.Handler(logging.WARNING)
+
+    def note(message: str) -> None:
+        if not OTHER_WARNINGS.search(message):
+            told.append(message)
+
+    handler.emit = lambda record: note(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield told.messages
-            told.messages += [
-                str(each.message)
-                for each in caught
-                if each.category is PipecWarning or re.search(r"\bmicrobatch", str(each.message))
-                if not OTHER_WARNINGS.search(str(each.message))
-            ]
+            yield told
+            for each in caught:
+                if each.category is PipecWarning or re.search(r"\bmicrobatch", str(each.message)):
+                    note(str(each.message))
     finally:
-        log.removeHandler(told)
+        log.removeHandler(handler)

@@ -4,7 +4,7 @@ import ast
 import sys
 from typing import Any
 
-import pytest
+import huggingface_models
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,34 +30,15 @@ def arguments() -> tuple[str, str, dict[str, Any]]:
     return folder, kind, options
 
 
-def model() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=48,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config).double().train()
-
-
 def llama() -> nn.Module:
     """Its first half is frozen, so that ranks of the first stages have no gradients."""
-    import huggingface_models
-
     llama = huggingface_models.llama()[0].double()
     for part in (llama.model.embed_tokens, llama.model.layers[0]):
         part.requires_grad_(False)
     return llama
 
 
-MODELS = {"bert": model, "llama": llama}
+MODELS = {"bert": huggingface_models.bert_classifier, "llama": llama}
 
 
 def rows(count: int = NUM_ROWS) -> list[dict[str, Tensor]]:
@@ -81,15 +62,6 @@ def sums(state: dict[str, Any]) -> dict[str, float]:
     return {name: tensor.double().abs().sum().item() for name, tensor in sorted(state.items())}
 
 
-def assert_close(found: Any, expected: Any, path: str = "") -> None:
+def assert_close(found: Any, expected: Any, name: str) -> None:
     """Both have the same structure, and the same numbers to 1e-6."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        for name in expected:
-            assert_close(found[name], expected[name], f"{path}/{name}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), path
-        for number, each in enumerate(expected):
-            assert_close(found[number], each, f"{path}/{number}")
-    else:
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), path
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=lambda text: f"{name}: {text}")

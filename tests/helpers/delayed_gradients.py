@@ -152,6 +152,7 @@ def stages_of(plan: Plan) -> dict[str, int]:
 LOSS = nn.functional.cross_entropy
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+FACTORIES = {"sgd": SGD, "adam": ADAM}
 
 Batch = tuple[Tensor, Tensor]
 
@@ -249,29 +250,22 @@ class Row:
     def pipeline(self, **options: Any) -> pipec.Pipeline:
         if self.has_replicas:
             options["replicas"] = self.replicas if len({*self.replicas}) > 1 else self.replicas[0]
-        factory = {"sgd": SGD, "adam": ADAM}[self.optimizer]
         options |= {"clip_grad_norm": self.clip, "precision": self.precision, "model": self.make()}
-        return pipeline(sum(self.replicas), factory, self.schedule, microbatches=self.microbatches, **options)
+        options |= {"optimizer": FACTORIES[self.optimizer], "schedule": self.schedule}
+        return pipeline(sum(self.replicas), microbatches=self.microbatches, **options)
 
     def make(self) -> nn.Module:
         torch.manual_seed(0)
         return Scaled() if self.model == "scaled" else model(5)
 
     def reference(self, pipe: pipec.Pipeline) -> Delayed:
-        name = self.schedule
-        if self.has_replicas and name == "pipedream":
-            name = "-".join(map(str, self.replicas))
-        in_parts = losses_in(pipe.plan.num_microbatches)
-
-        def losses(call: Any, batch: Batch) -> Any:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.precision is not None):
-                return in_parts(call, batch)
-
-        factory, replicas = {"sgd": SGD, "adam": ADAM}[self.optimizer], self.replicas
-        replicas = replicas if self.schedule == "pipedream" else ()
-        return delayed(
-            pipe, factory, LAGS[name], losses, model=self.make(), clip=self.clip, replicas=replicas
-        )
+        is_round_robin = self.has_replicas and self.schedule == "pipedream"
+        lag = LAGS["-".join(map(str, self.replicas)) if is_round_robin else self.schedule]
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.precision is not None)
+        losses = autocast(losses_in(pipe.plan.num_microbatches))
+        options = {"model": self.make(), "clip": self.clip}
+        replicas = self.replicas if self.schedule == "pipedream" else ()
+        return delayed(pipe, FACTORIES[self.optimizer], lag, losses, replicas=replicas, **options)
 
     @property
     def begun(self) -> int:
@@ -337,27 +331,21 @@ class Script:
 
     def happen(self, event: str) -> None:
         pipe, (x, y) = self.pipe, next(batches(1))
-        match event:
-            case "raises":
-                raise RuntimeError("the script's own")
-            case "drain":
-                pipe.drain()
-            case "eval":
-                pipe.eval()
-            case "eval_step":
-                self.results.append(pipe.eval_step(x, target=y))
-            case "forward":
-                self.results.append(pipe(x))
-            case "state_dict":
-                pipe.full_state_dict(all_ranks=True)
-            case "optimizer":
-                pipe.optimizer.state_dict()
-            case "load":
-                pipe.optimizer.load_state_dict(pipe.optimizer.state_dict())
-            case "step":
-                self.results.append(pipe.step(x, target=y))
-            case "other stream":
-                self.results += pipe.stream(batches(4))
+        if event == "raises":
+            raise RuntimeError("the script's own")
+        ways: dict[str, Callable[[], Any]] = {
+            "drain": pipe.drain,
+            "eval": pipe.eval,
+            "eval_step": lambda: pipe.eval_step(x, target=y),
+            "forward": lambda: pipe(x),
+            "state_dict": lambda: pipe.full_state_dict(all_ranks=True),
+            "optimizer": pipe.optimizer.state_dict,
+            "load": lambda: pipe.optimizer.load_state_dict(pipe.optimizer.state_dict()),
+            "step": lambda: pipe.step(x, target=y),
+            "other stream": lambda: [*pipe.stream(batches(4))],
+        }
+        found = ways[event]()
+        self.results += found if isinstance(found, list) else [found] if isinstance(found, Tensor) else []
 
 
 def expected(row: Row, reference: Delayed) -> tuple[list[Tensor], list[Tensor]]:

@@ -79,21 +79,17 @@ def require_shown(shown: str, actual: str, where: object) -> None:
 
     An excerpt, with lines ``...`` or lines that end so, is compared without the width of blanks.
     """
-    printed = [line.rstrip() for line in actual.rstrip().splitlines()]
-    wanted = [line.rstrip() for line in shown.rstrip().splitlines()]
+    wanted, printed = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (shown, actual))
     if any(line.endswith("...") for line in wanted):
-        printed, wanted = [[" ".join(line.split()) for line in lines] for lines in (printed, wanted)]
-    position, may_skip = 0, False
+        wanted, printed = ([" ".join(line.split()) for line in lines] for lines in (wanted, printed))
+    pattern = ""
     for line in wanted:
-        if line == "...":
-            may_skip = True
-            continue
-        while may_skip and position < len(printed) and not _is(printed[position], line):
-            position += 1
-        found = printed[position] if position < len(printed) else "(nothing more)"
-        assert _is(found, line), f"{where}: shown: {line}\nprinted: {found}\nall of it:\n{actual}"
-        position, may_skip = position + 1, False
-    assert may_skip or position == len(printed), f"{where}: also printed:\n" + "\n".join(printed[position:])
+        rest = ".*" if line.endswith("...") else ""
+        pattern += (
+            r"(.*\n)*?" if line == "..." else re.escape(line.removesuffix("...").rstrip()) + rest + r"\n"
+        )
+    text = "".join(f"{line}\n" for line in printed)
+    assert re.fullmatch(pattern, text), f"{where} shows:\n{shown}\nprinted:\n{actual}"
 
 
 def replace(block: Block, printed: str) -> None:
@@ -103,12 +99,6 @@ def replace(block: Block, printed: str) -> None:
         fence, _, rest = page.partition(f"```{block.language}\n{block.text}```")
         lines = "".join(f"{line.rstrip()}\n" for line in printed.rstrip().splitlines())
         block.page.write_text(f"{fence}```{block.language}\n{lines}```{rest}", encoding="utf-8")
-
-
-def _is(printed: str, wanted: str) -> bool:
-    if wanted.endswith("..."):
-        return printed.startswith(wanted.removesuffix("...").rstrip())
-    return printed == wanted
 
 
 def without_pipec(block: Block) -> str:

@@ -62,14 +62,20 @@ class Tied(nn.Module):
         return self.head(self.body(self.words(x.argmax(-1)))).mean(1)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(WIDTH, 8, 2, batch_first=True)
-        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+class Apply(nn.Module):
+    """A function as a layer."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0][:, -1])
+    def __init__(self, function: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Tensor:
+        return self.function(x)
+
+
+def _recurrent() -> nn.Module:
+    layers = [nn.LSTM(WIDTH, 8, 2, batch_first=True), Apply(lambda found: found[0][:, -1])]
+    return nn.Sequential(*layers, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
 class Unusual(nn.Module):
@@ -126,61 +132,37 @@ class Odd(nn.Module):
         return checkpoint(self.head, self.spectral(hidden).tanh().mean(1), use_reentrant=True)
 
 
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = _dense()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x.transpose(0, 1))
-
-
-class Norms(nn.Module):
+def _norms() -> nn.Module:
     """Its statistics are those of each microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [nn.Conv1d(WIDTH, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6), nn.Tanh()]
-        layers += [nn.Conv1d(6, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten()]
-        self.body = nn.Sequential(*layers, nn.Linear(6 * TOKENS, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x.transpose(1, 2))
+    layers = [nn.Conv1d(WIDTH, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6), nn.Tanh()]
+    layers += [nn.Conv1d(6, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten()]
+    layers += [nn.Linear(6 * TOKENS, 8), nn.Tanh(), nn.Linear(8, CLASSES)]
+    return nn.Sequential(Apply(lambda x: x.transpose(1, 2)), *layers)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x).mean(1))
+def _attention() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(layer, Apply(lambda x: x.mean(1)), nn.Linear(WIDTH, CLASSES))
 
 
-class Graph(nn.Module):
+def _graph(seed: int) -> nn.Module:
     """A random graph of layers, branches and skips."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.widen, self.body, self.head = nn.Linear(WIDTH, 8), RandomModel(seed), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.widen(x)).tanh()).mean(1)
+    layers = [nn.Linear(WIDTH, 8), RandomModel(seed), nn.Tanh(), nn.Linear(8, CLASSES)]
+    return nn.Sequential(*layers, Apply(lambda x: x.mean(1)))
 
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "dense": _dense,
     "tied": Tied,
-    "recurrent": Recurrent,
+    "recurrent": _recurrent,
     "unusual": Unusual,
     "odd": Odd,
-    "time first": TimeFirst,
-    "norms": Norms,
-    "attention": Attention,
+    "time first": lambda: nn.Sequential(Apply(lambda x: x.transpose(0, 1)), *_dense()),
+    "norms": _norms,
+    "attention": _attention,
     "dropout": lambda: _dense(nn.Dropout(0.3)),
-    "graph 1": lambda: Graph(1),
-    "graph 3": lambda: Graph(3),
+    "graph 1": lambda: _graph(1),
+    "graph 3": lambda: _graph(3),
 }
 
 
@@ -270,14 +252,16 @@ AXES: dict[str, Sequence[Any]] = {
 """``run`` is how a script trains: by steps, by ``backward`` of a module's loss, a stream, or an artifact."""
 
 FOLDERS = {
-    **{
-        "model": "pipec/capture",
-        "loss": "pipec/capture/batch",
-        "schedule": "pipec/schedules, pipec/programs",
-    },
-    **{"layout": "pipec/plan, pipec/runtime/messages", "recompute": "pipec/passes"},
-    **{"update": "pipec/runtime/optimizers", "shard": "pipec/plan, pipec/runtime/optimizers"},
-    **{"precision": "pipec/passes", "batch": "pipec/runtime/messages", "evaluates": "pipec/pipeline"},
+    "model": "pipec/capture",
+    "loss": "pipec/capture/batch",
+    "schedule": "pipec/schedules, pipec/programs",
+    "layout": "pipec/plan, pipec/runtime/messages",
+    "recompute": "pipec/passes",
+    "update": "pipec/runtime/optimizers",
+    "shard": "pipec/plan, pipec/runtime/optimizers",
+    "precision": "pipec/passes",
+    "batch": "pipec/runtime/messages",
+    "evaluates": "pipec/pipeline",
     "run": "pipec/pipeline, pipec/artifact",
 }
 """Where to look first if the difference goes away with the axis's plainest value."""
@@ -549,24 +533,20 @@ def eager(row: Row) -> Script:
     given |= {"clip_grad_norm": options.get("clip_grad_norm")}
     if row.loss != "of the model":
         given["loss_fn"] = LOSSES[row.loss]
+    if row.precision is not None:
+        autocast = torch.autocast("cpu", torch.bfloat16)
+        model.forward = autocast(model.forward)  # type: ignore[method-assign]
+        given |= {name: autocast(given[name]) for name in {"loss_fn"} & {*given}}
     kind = functools.partial(ByMicrobatches, row) if row.goes_by_microbatches else Plain
     return Script(dataclasses.replace(row, batch="same", run="step"), model, kind(model, **given))
 
 
 class ByMicrobatches(Plain):
-    """Runs the microbatches one after another, under autocast, and averages statistics as replicas do."""
+    """Runs the microbatches one after another, and averages statistics as replicas do."""
 
     def __init__(self, row: Row, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self.row = row
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.row.precision is not None):
-            return super().__call__(*args, **kwargs)
-
-    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.row.precision is not None):
-            return super().loss(*args, **kwargs)
 
     def add(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         inputs = {**kwargs, **({"first": args[0]} if args else {})}

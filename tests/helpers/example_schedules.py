@@ -1,48 +1,32 @@
-"""Schedules beyond those that ship, written by hand: split backwards, and several stages on a rank."""
+"""A schedule written by hand, and links between stages."""
 
 import itertools
 
 from pipec.ir import Compute, Link, Payload, Phase, Schedule, Value, one_rank_per_stage
 
-FORWARD, BACKWARD, INPUT, WEIGHT = (
-    Phase.FORWARD,
-    Phase.BACKWARD,
-    Phase.BACKWARD_INPUT,
-    Phase.BACKWARD_WEIGHT,
-)
-
 
 def v_gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """GPipe on the V placement: a rank runs the forwards of its two stages, then their fused backwards."""
-
-    def order(rank: int) -> tuple[Compute, ...]:
+    orders, microbatches = [], range(num_microbatches)
+    for rank in range(num_ranks):
         stages = (rank, 2 * num_ranks - 1 - rank)
-        forwards = [Compute(FORWARD, stage, mb) for stage in stages for mb in range(num_microbatches)]
-        backwards = [
-            Compute(BACKWARD, stage, mb) for stage in reversed(stages) for mb in range(num_microbatches)
-        ]
-        return (*forwards, *backwards)
-
-    return _v_schedule("v-gpipe", num_ranks, num_microbatches, [order(rank) for rank in range(num_ranks)])
-
-
-def _v_schedule(
-    name: str, num_ranks: int, num_microbatches: int, orders: list[tuple[Compute, ...]]
-) -> Schedule:
+        forwards = [Compute(Phase.FORWARD, stage, mb) for stage in stages for mb in microbatches]
+        backwards = [Compute(Phase.BACKWARD, stage, mb) for stage in reversed(stages) for mb in microbatches]
+        orders.append((*forwards, *backwards))
     placement = one_rank_per_stage((*range(num_ranks), *reversed(range(num_ranks))))
-    return Schedule(name, num_microbatches, placement, tuple(orders))
+    return Schedule("v-gpipe", num_microbatches, placement, tuple(orders))
 
 
 def value(name: str, *shape: int | str) -> Value:
     return Value(name, "float32", shape or ("b",))
 
 
-def skip_links(source: int, target: int, training: bool = True) -> tuple[Link, ...]:
+def skip_links(source: int, target: int) -> tuple[Link, ...]:
     """A skip connection of two values, with the gradient of the first."""
     name = f"skip_{source}_{target}"
     forward = Link(source, target, Payload.ACTIVATION, (value(name), value(f"mask_{name}")))
     backward = Link(target, source, Payload.GRADIENT, (value(f"grad_{name}"),))
-    return (forward, backward) if training else (forward,)
+    return forward, backward
 
 
 def shared_links(*stages: int) -> tuple[Link, ...]:

@@ -11,16 +11,17 @@ import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from batch_analysis_check import Checked, SkippedError, check_graph, traced
+from batch_analysis_check import Checked, SkippedError, check_graph
 from batch_comparison import BatchCase, BrokenCase, ComparisonStatus, compare_with_eager
 from random_batch_programs import BATCHED, ROWS, SIZES, TRAINED, WIDTH, Program, arguments, draw_program
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-Told = Callable[[str], None]
+MOST_FAULTS = 10
+"""A run ends after so many wrong programs."""
 
 
 @dataclass
@@ -44,12 +45,11 @@ def claims_of(program: Program) -> Checked:
     """What is claimed of the results of all statements, the last one first."""
     function = program.function(f"({', '.join(reversed(program.names))},)", program.reads)
     given = {name: x for name, x in arguments().items() if name in program.reads}
-    return check_graph(traced(function), given, BATCHED, SIZES, TRAINED)
+    return check_graph(fx.symbolic_trace(function), given, BATCHED, SIZES, TRAINED)
 
 
-def fault_of(program: Program, tally: Tally | None = None) -> str:
+def fault_of(program: Program, tally: Tally) -> str:
     """What is wrong about a program, or nothing."""
-    tally = tally or Tally()
     try:
         checked = claims_of(program)
     except SkippedError as error:
@@ -61,35 +61,20 @@ def fault_of(program: Program, tally: Tally | None = None) -> str:
     return "\n".join(checked.wrong[:3])
 
 
-def reduced(program: Program) -> Program:
-    """The program without statements that its fault does not need."""
-    for place in reversed(range(len(program.names))):
-        fewer = Program(
-            program.statements[:place] + program.statements[place + 1 :],
-            program.names[:place] + program.names[place + 1 :],
-            program.seed,
-        )
-        try:
-            if fewer.names and fault_of(fewer):
-                program = fewer
-        except Exception:
-            continue
-    return program
-
-
-def fuzz(
-    seeds: Iterable[int], seconds: float = float("inf"), most_faults: int = 10, told: Told = lambda text: None
-) -> Tally:
+def fuzz(seeds: Iterable[int], is_whole: bool = False, seconds: float = float("inf")) -> Tally:
     """Try the programs of these seeds, for at most so many seconds of the processor."""
     tally, end = Tally(), time.process_time() + seconds
     for seed in seeds:
-        if time.process_time() > end or len(tally.faults) >= most_faults:
+        if time.process_time() > end or len(tally.faults) >= MOST_FAULTS:
             break
-        program = draw_program(seed)
-        if program.names and (fault := fault_of(program, tally)):
-            tally.faults[seed] = f"{reduced(program).source}\n{fault}"
-            told(f"seed {seed}\n{tally.faults[seed]}\n")
+        program = draw_program(seed, 3 if is_whole else 6)
+        fault = (fault_of_pipeline if is_whole else fault_of)(program, tally) if program.names else ""
+        if fault:
+            tally.faults[seed] = f"{program.source}\n{fault}"
     return tally
+
+
+fuzz_whole = functools.partial(fuzz, is_whole=True)
 
 
 class ProgramModel(nn.Module):
@@ -112,8 +97,9 @@ def weighted(y: Tensor, target: Tensor) -> Tensor:
     return y.sin().mean()
 
 
-def case_of(program: Program) -> BatchCase:
-    return BatchCase(
+def fault_of_pipeline(program: Program, tally: Tally) -> str:
+    """What is wrong after a step of a pipeline of the program, or nothing."""
+    case = BatchCase(
         lambda: ProgramModel(program),
         lambda rows: tuple(arguments(rows)[name] for name in BATCHED),
         lambda rows: arguments(rows, 1)["w"],
@@ -122,29 +108,14 @@ def case_of(program: Program) -> BatchCase:
         options={"batched": {**dict.fromkeys(BATCHED, 0), "target": 0}},
         name=f"seed {program.seed}",
     )
-
-
-def fuzz_whole(
-    seeds: Iterable[int], seconds: float = float("inf"), most_faults: int = 10, told: Told = lambda text: None
-) -> Tally:
-    """Train a pipeline of each program for a step."""
-    tally, end = Tally(), time.process_time() + seconds
-    for seed in seeds:
-        if time.process_time() > end or len(tally.faults) >= most_faults:
-            break
-        program = draw_program(seed, 3)
-        if not program.names:
-            continue
-        try:
-            result = compare_with_eager(case_of(program))
-        except BrokenCase:
-            tally.outcomes["skipped"] += 1
-            continue
-        tally.outcomes[result.verdict] += 1
-        if result.verdict in (ComparisonStatus.SILENT, ComparisonStatus.RAW, ComparisonStatus.WARNED_WRONG):
-            tally.faults[seed] = f"{program.source}\n{result.verdict}: {result.message}"
-            told(f"seed {seed}\n{tally.faults[seed]}\n")
-    return tally
+    try:
+        result = compare_with_eager(case)
+    except BrokenCase:
+        tally.outcomes["skipped"] += 1
+        return ""
+    tally.outcomes[result.verdict] += 1
+    wrong = ComparisonStatus.SILENT, ComparisonStatus.RAW, ComparisonStatus.WARNED_WRONG
+    return f"{result.verdict}: {result.message}" if result.verdict in wrong else ""
 
 
 def main() -> None:
@@ -152,21 +123,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=10**9)
-    parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--whole", action="store_true")
     options = parser.parse_args()
-    seeds = range(options.seed, options.seed + options.count)
     if options.count == 1:
         print(draw_program(options.seed, 3 if options.whole else 6).source, "\n")
-    tally = (fuzz_whole if options.whole else fuzz)(
-        seeds, options.seconds, options.faults, functools.partial(print, flush=True)
-    )
-    print(tally)
+    seeds = range(options.seed, options.seed + options.count)
+    tally = fuzz(seeds, options.whole, options.seconds)
+    print(*(f"seed {seed}\n{fault}\n" for seed, fault in tally.faults.items()), tally, sep="\n")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     main()

@@ -76,18 +76,9 @@ def experts() -> Model:
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    return Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(
-            vocab_size=30,
-            num_key_value_heads=2,
-            use_cache=False,
-            shared_expert_intermediate_size=8,
-            output_router_logits=True,
-            **sizes,
-            **routed,
-        )
-    )
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "vocab_size": 30}
+    sizes |= {"num_key_value_heads": 2, "shared_expert_intermediate_size": 8}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(use_cache=False, output_router_logits=True, **sizes))
 
 
 def rows(number: int) -> Microbatch:

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 ROWS, TOKENS, VOCABULARY = 8, 12, 48
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"vocab_size": VOCABULARY, "max_position_embeddings": TOKENS}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 Factory = Callable[[], tuple[nn.Module, dict[str, Any]]]
 
@@ -20,18 +23,9 @@ def gpt2(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
     """Its output head is its token embedding, which is used on the first stage and on the last."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=2,
-        vocab_size=VOCABULARY,
-        n_positions=TOKENS,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": TOKENS}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
     ids = _ids()
     return _made(GPT2LMHeadModel, config), {"input_ids": ids, "labels": ids}
 
@@ -40,16 +34,8 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
     """Nothing is tied; two heads share their keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=TOKENS,
-    )
     ids = _ids()
+    config = LlamaConfig(**SIZES, num_key_value_heads=1)
     return _made(LlamaForCausalLM, config), {"input_ids": ids, "labels": ids}
 
 
@@ -57,20 +43,8 @@ def mixtral() -> tuple[nn.Module, dict[str, Any]]:
     """Four experts, balanced by a loss of all tokens that are no padding."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=TOKENS,
-        output_router_logits=True,
-        router_aux_loss_coef=0.5,
-        use_cache=False,
-    )
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = MixtralConfig(**SIZES, **experts, num_key_value_heads=1, use_cache=False)
     ids, mask = _ids(), _padding()
     labels = ids.masked_fill(mask == 0, -100)
     return _made(MixtralForCausalLM, config), {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -80,34 +54,23 @@ def bert() -> tuple[nn.Module, dict[str, Any]]:
     """Bidirectional, with padding; its output head is its token embedding, plus a bias."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=TOKENS,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    ids = _ids()
+    ids, config = _ids(), BertConfig(**SIZES, **NO_DROPOUT)
     return _made(BertForMaskedLM, config), {"input_ids": ids, "attention_mask": _padding(), "labels": ids}
+
+
+def bert_classifier() -> nn.Module:
+    """Of three classes, in double precision."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return _made(BertForSequenceClassification, BertConfig(**SIZES, **NO_DROPOUT, num_labels=3)).double()
 
 
 def t5() -> tuple[nn.Module, dict[str, Any]]:
     """Encoder and decoder: every layer of the second reads the last value of the first."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        d_model=32,
-        d_ff=48,
-        d_kv=16,
-        num_layers=2,
-        num_heads=2,
-        vocab_size=VOCABULARY,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+    config = T5Config(**sizes, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0)
     kwargs = {"input_ids": _ids(), "attention_mask": _padding(), "labels": _ids(TOKENS // 2)}
     return _made(T5ForConditionalGeneration, config), kwargs
 

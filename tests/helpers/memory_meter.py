@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 from unittest import mock
 
 import numpy as np
@@ -36,6 +36,13 @@ from pipec.runtime.step.interpreter import Interpreter
 TensorsByUse = Mapping[str, Iterable[Tensor]]
 """Tensors by their use, one of ``pipec.ir.memory_figures.MEMORY_CATEGORIES``."""
 
+UNCOUNTED: list[tuple[Any, str]] = [
+    *((host_copies, "host_memory"), (host_bucket, "host_memory_like"), (flat_bucket, "host_memory_like")),
+    *((collective_group, name) for name in ("_all_reduce", "_reduce_scatter", "_all_gather")),
+    (OffloadedState, "_copied"),
+]
+"""Functions that make tensors on the host, or in the memory of another rank."""
+
 _current = threading.local()
 
 
@@ -49,26 +56,20 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
         meter = CudaMemoryMeter(device) if device.type == "cuda" and on_device == 1 else TensorMemoryMeter()
         with meter:
             meter.begin(_memory_at_start(interpreter))
+            instructions = interpreter._part.instructions
             for position, action in enumerate(actions):
                 interpreter.position = position
-                is_on_host = _op_at(interpreter, position) is Op.HOST_UPDATE
+                is_on_host = [each.op for each in instructions[position : position + 1]] == [Op.HOST_UPDATE]
                 with meter.paused() if is_on_host else contextlib.nullcontext():
                     action()
-                if position < len(interpreter._part.instructions):
+                if position < len(instructions):
                     meter.note(sum(_host_bytes(interpreter, each) for each in interpreter.stages))
         found[rank] = max(found.get(rank), meter.memory(rank), key=lambda x: x.peak_bytes if x else -1)
 
-    with (
-        mock.patch.object(Interpreter, "_execute", execute),
-        mock.patch.object(host_copies, "host_memory", _uncounted(host_copies.host_memory)),
-        mock.patch.object(host_bucket, "host_memory_like", _uncounted(host_bucket.host_memory_like)),
-        mock.patch.object(flat_bucket, "host_memory_like", _uncounted(flat_bucket.host_memory_like)),
-        mock.patch.object(OffloadedState, "_copied", _uncounted(OffloadedState._copied)),
-        contextlib.ExitStack() as stack,
-    ):
-        for name in ("_all_reduce", "_reduce_scatter", "_all_gather"):
-            own = _uncounted(getattr(collective_group, name))
-            stack.enter_context(mock.patch.object(collective_group, name, own))
+    with mock.patch.object(Interpreter, "_execute", execute), contextlib.ExitStack() as stack:
+        for owner, name in UNCOUNTED:
+            own = _uncounted(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, own))
         pipe.step(*args, **kwargs)
     if pipe.ranks.world.is_distributed:
         everyones: list[Any] = [None] * dist.get_world_size()
@@ -133,11 +134,6 @@ def _host_weights(interpreter: Interpreter, stage: int) -> list[Tensor]:
     shards = [x for x in own.shards.values() if x.on_host] if own else []
     gradients = [*(each.grad for each in whole), *(each._gradient for each in shards)]
     return [*whole, *(each._own for each in shards), *(each for each in gradients if each is not None)]
-
-
-def _op_at(interpreter: Interpreter, position: int) -> Op | None:
-    instructions = interpreter._part.instructions
-    return instructions[position].op if position < len(instructions) else None
 
 
 def _received(endpoint: Any) -> list[Tensor]:
@@ -220,23 +216,6 @@ transport._Endpoint.receiver = _receiver  # type: ignore[method-assign, assignme
 # meters
 
 
-class MemoryMeter(Protocol):
-    """Measures the rank whose program this thread runs inside a ``with``."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *raised: object) -> None: ...
-
-    def begin(self, held: TensorsByUse) -> None:
-        """Count the tensors of the rank before its first instruction."""
-
-    def note(self, host_bytes: int = 0) -> None:
-        """Record the peak since the previous instruction, and the bytes offloaded to host memory."""
-
-    def memory(self, rank: int) -> RankMemory:
-        """The measurements. Tensors that the step itself made have the use "step"."""
-
-
 def current_meter() -> "TensorMemoryMeter | None":
     """The meter that counts the tensors of this thread, if one does."""
     return getattr(_current, "meter", None)
@@ -254,66 +233,48 @@ def _uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Readings:
-    """The readings of a meter: bytes at the start by use, and two figures for each instruction."""
+    """Bytes at the start by use, and for each instruction the most, those after it, and those on the host."""
 
     def __init__(self) -> None:
         self.first: dict[str, float] = {}
-        self._most: list[float] = []
-        self._after: list[float] = []
-        self._host: list[float] = []
-
-    def add(self, most: float, after: float, host_bytes: int) -> None:
-        self._most.append(most)
-        self._after.append(after)
-        self._host.append(host_bytes)
+        self.rows: list[tuple[float, float, float]] = []
 
     def memory(self, rank: int) -> RankMemory:
-        most, after = np.array(self._most), np.array(self._after)
+        most, after, host = np.array(self.rows, dtype=float).T
         peak = int(most.argmax())
         parts = {**self.first, "step": float(most[peak]) - sum(self.first.values())}
-        host = np.array(self._host)
-        return RankMemory(
-            rank,
-            parts,
-            peak,
-            host_bytes=float(host.max()),
-            most=most,
-            after=after,
-            host_after=host,
-        )
+        most_on_host = float(host.max())
+        return RankMemory(rank, parts, peak, host_bytes=most_on_host, most=most, after=after, host_after=host)
 
 
-class CudaMemoryMeter:
-    """Reads the allocator of one GPU: the tensors of the rank."""
+class CudaMemoryMeter(_Readings):
+    """Reads the allocator of one GPU, which counts all the time: the tensors of the rank."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._readings = device, _Readings()
-        self._others = 0.0
+        super().__init__()
+        self._device, self._others = device, 0.0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Do nothing: the allocator counts all the time."""
+        """Nothing is to be undone."""
 
     def begin(self, held: TensorsByUse) -> None:
-        self._readings.first = {
+        self.first = {
             kind: sum(storage.nbytes() for storage in found) for kind, found in _storages_by_use(held).items()
         }
-        self._others = torch.cuda.memory_allocated(self._device) - sum(self._readings.first.values())
+        self._others = torch.cuda.memory_allocated(self._device) - sum(self.first.values())
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def note(self, host_bytes: int = 0) -> None:
         most = torch.cuda.max_memory_allocated(self._device) - self._others
         after = torch.cuda.memory_allocated(self._device) - self._others
-        self._readings.add(most, after, host_bytes)
+        self.rows.append((most, after, host_bytes))
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def memory(self, rank: int) -> RankMemory:
-        return self._readings.memory(rank)
 
-
-class TensorMemoryMeter(TorchDispatchMode):
+class TensorMemoryMeter(TorchDispatchMode, _Readings):
     """Counts the memory of the tensors that this thread's operators make, while it is referenced.
 
     A view has no memory of its own, and keeps its base's alive. Memory used inside kernels is not counted.
@@ -321,8 +282,9 @@ class TensorMemoryMeter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._readings, self._lock = _Readings(), threading.RLock()
+        TorchDispatchMode.__init__(self)
+        _Readings.__init__(self)
+        self._lock = threading.RLock()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._now = self._most = 0
         self._is_paused = False
@@ -354,16 +316,13 @@ class TensorMemoryMeter(TorchDispatchMode):
             before = self._now
             for storage in found:
                 self._count(storage)
-            self._readings.first[kind] = self._now - before
+            self.first[kind] = self._now - before
         self._most = self._now
 
     def note(self, host_bytes: int = 0) -> None:
         with self._lock:
-            self._readings.add(self._most, self._now, host_bytes)
+            self.rows.append((self._most, self._now, host_bytes))
             self._most = self._now
-
-    def memory(self, rank: int) -> RankMemory:
-        return self._readings.memory(rank)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

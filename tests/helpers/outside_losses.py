@@ -20,6 +20,34 @@ Model = Callable[[Tensor], Any]
 Data = tuple[Tensor, Tensor, Tensor]
 """Two views of a batch of eight rows, and their classes."""
 
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class EarlyOutputs(nn.Module):
+    """Returns values of all its stages, a view, whole numbers and its argument."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), last
+        self.rest = nn.Sequential(*(x for _ in range(4) for x in (nn.Linear(8, 8), nn.Tanh())))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        early = self.last(self.first(x))
+        h = self.rest(early)
+        found = {"early": early, "again": early, "scale": self.scale.view(2, 4), "last": h}
+        found["turned"] = self.last(h).t()
+        return found | {"class": early.argmax(-1), "x": x, "tuple": (h.detach(), h[:, 0])}
+
+
+def mixed(found: dict[str, Any]) -> Tensor:
+    """A loss that reaches all stages, and mixes rows."""
+    early, scale = found["early"].pow(3), found["scale"].square().sum()
+    both = (found["last"] * found["again"]).std(0).sum() + found["turned"].pow(3).sum()
+    return both + early.logsumexp(0).sum() * scale
+
 
 class ActorCritic(nn.Module):
     """A policy over five actions, a value, and an embedding, with a mean over rows beside them."""
@@ -61,50 +89,12 @@ def preference_in_two(model: Model, data: Data) -> Tensor:
     return -F.logsigmoid(0.5 * (chosen - rejected)).mean()
 
 
-def distillation(model: Model, data: Data) -> Tensor:
-    x, other, y = data
-    found, teacher = model(x)["policy"], (other @ other.t())[:, :5]
-    soft = F.kl_div((found / 2).log_softmax(-1), (teacher / 2).softmax(-1), reduction="batchmean")
-    return 0.5 * F.cross_entropy(found, y) + 2 * soft
-
-
 def contrastive(model: Model, data: Data) -> Tensor:
     """Rows of both views against all others, with a learned temperature."""
     x, other, _ = data
     first, second = model(x), model(other)
     one, two = F.normalize(first["embedding"], dim=1), F.normalize(second["embedding"], dim=1)
     return F.cross_entropy(one @ two.t() * first["scale"].exp(), torch.arange(len(x)))
-
-
-def clipped_policy(model: Model, data: Data) -> Tensor:
-    """PPO: a clipped ratio with normalised advantages, a value loss, and an entropy."""
-    x, other, y = data
-    found = model(x)
-    log_p = found["policy"].log_softmax(-1)
-    advantages = other.sum(1)
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    ratio = (log_p.gather(1, y[:, None])[:, 0] + 1.6).exp()
-    losses = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-    entropy = -(log_p.exp() * log_p).sum(-1).mean()
-    return losses.mean() + 0.5 * (found["value"] - other[:, 0]).square().mean() - 0.01 * entropy
-
-
-def group_relative(model: Model, data: Data) -> Tensor:
-    """GRPO: advantages relative to groups of four rows."""
-    x, other, y = data
-    rewards = other.sum(1).view(-1, 4)
-    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1)
-    log_p = _log_probs(model, x, y)
-    return -((log_p - log_p.detach()).exp() * advantages).mean()
-
-
-def hardest_triplet(model: Model, data: Data) -> Tensor:
-    """Each row with the nearest row of another class, and the farthest of its own."""
-    x, _, y = data
-    distances = torch.cdist(found := model(x)["embedding"], found)
-    same = y[:, None] == y
-    farthest = distances.masked_fill(~same, -1).amax(1)
-    return (farthest - distances.masked_fill(same, 99).amin(1) + 1).relu().mean()
 
 
 def decorrelation(model: Model, data: Data) -> Tensor:
@@ -115,14 +105,6 @@ def decorrelation(model: Model, data: Data) -> Tensor:
         (each - each.mean(1, keepdim=True)) / (each.std(1, keepdim=True) + 1e-3) for each in (one, two)
     )
     return (one @ two.t() / len(x) - torch.eye(len(one))).square().sum() / 10
-
-
-def variational(model: Model, data: Data) -> Tensor:
-    x, other, _ = data
-    found = model(x)
-    mean, log_variance = found["policy"], found["embedding"][:, :5]
-    kl = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
-    return kl + (mean - other[:, :5]).abs().mean()
 
 
 def one_head(model: Model, data: Data) -> Tensor:
@@ -140,21 +122,11 @@ def consistency(model: Model, data: Data) -> Tensor:
     return F.nll_loss(first, y) + both.mean() + (one["activity"] * two["activity"]).sqrt()
 
 
-def fairness(model: Model, data: Data) -> Tensor:
-    """The worst of the classes, smoothed, and a penalty of the spread between them."""
-    x, _, y = data
-    losses = F.cross_entropy(model(x)["policy"], y, reduction="none")
-    means = torch.stack([losses[y == each].mean() for each in y.unique()])
-    return means.logsumexp(0) + means.var()
-
-
 LOSSES: Mapping[str, Callable[[Model, Data], Tensor]] = {
     each.__name__: each
-    for each in (
-        *(preference, preference_in_two, distillation, contrastive, clipped_policy, group_relative),
-        *(hardest_triplet, decorrelation, variational, one_head, consistency, fairness),
-    )
+    for each in (preference, preference_in_two, contrastive, decorrelation, one_head, consistency)
 }
+"""They differ in the outputs that get gradients, and in the number of forwards before a backward."""
 
 
 def train(

@@ -3,15 +3,12 @@
 import base64
 import gzip
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import pytest
 from bare_programs import lower, uniform_costs
-from chromium import CHROMIUM
 from example_schedules import result_link
 from playwright.sync_api import Page
 
@@ -22,11 +19,6 @@ from pipec.timeline.curves import Curve, MemoryCurves
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import simulate
 from pipec.viz import DrawnStep
-
-in_browser = pytest.mark.skipif(
-    CHROMIUM is None and "PIPEC_REQUIRE_CHROMIUM" not in os.environ,  # with that they fail
-    reason="no `chromium`: `make setup` fetches one for Linux on x86-64, else install it to test the page",
-)
 
 Open = Callable[..., Page]
 

@@ -1,7 +1,7 @@
 """Finds the private symbols of torch that Python source uses, and what of torch it replaces.
 
-Private is a dotted path of torch with a part that begins with one underscore. It is cut after the first part
-that is not a module, unless a later one is private. A module counts by what is used of it::
+``pipec.torch_compat.private_symbols`` says which symbols are private. A path is cut after the first part that
+is not a module, unless a later one is private. A module counts by what is used of it::
 
     from torch.utils._pytree import tree_map      torch.utils._pytree.tree_map
     Unsupported.msg                               torch._dynamo.exc.Unsupported
@@ -9,28 +9,16 @@ that is not a module, unless a later one is private. A module counts by what is 
     getattr(module, f"_global_{kind}")            torch.nn.modules.module._global_*
 
 Replaced is whatever of torch is assigned, public or not, at its whole path; ``setattr(Tensor, name, ...)``
-replaces ``torch.Tensor.*``.
-
-Not private, by decision:
-
-* ``torch._dynamo.config``, ``torch._dynamo.mark_dynamic``, ``torch._functorch.config``,
-  ``torch._inductor.config`` and ``torch._check``, which torch documents or tells users to set;
-* the Python names of operators, such as ``torch._foreach_add_``, ``tensor._version`` or
-  ``torch.ops.aten._softmax``: graphs are made of them;
-* ``_modules``, ``_parameters`` and ``_buffers`` of a module, which every library reads that saves models;
-* names inside files that torch writes, and those that ``mark_dynamic`` leaves in ``vars(tensor)``.
-
-``python tests/helpers/private_torch_scan.py [folder]`` prints what it finds.
+replaces ``torch.Tensor.*``. Names inside files that torch writes, and those that ``mark_dynamic`` leaves in
+``vars(tensor)``, do not count.
 """
 
 import ast
+import contextlib
 import functools
 import importlib
 import re
-import sys
-import types
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -58,15 +46,14 @@ def uses(source: str) -> Iterator[Use]:
     nodes = [*ast.walk(ast.parse(source))]
     names = _torch_names(nodes)
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    inner: set[ast.AST] = set()
+    inner = {node.value for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
         match node:
             case ast.ImportFrom(module=str() as module) if _is_torch(module):
                 for alias in node.names:
                     yield from _of_path(f"{module}.{alias.name}", node.lineno)
             case ast.Attribute() if node not in inner:
-                root, parts, within = _chain(node)
-                inner |= within
+                root, parts = _chain(node)
                 if isinstance(root, ast.Name) and root.id in names:
                     path = ".".join([names[root.id], *parts])
                     yield from _of_path(path, node.lineno)
@@ -80,7 +67,7 @@ def uses(source: str) -> Iterator[Use]:
                     if part not in own or is_inherited:
                         yield from _of_field(part, node.lineno)
             case ast.Call(func=called, args=[first, second, *_]) if _last_name(called) in _READERS | _WRITERS:
-                root, parts, _ = _chain(first)
+                root, parts = _chain(first)
                 if isinstance(root, ast.Name) and root.id in names:
                     path = ".".join([names[root.id], *parts, _text(second)])
                     yield from _of_path(path, node.lineno)
@@ -107,24 +94,23 @@ def _torch_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
                 ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute() as value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.Attribute() as value)
             ):
-                root, parts, _ = _chain(value)
+                root, parts = _chain(value)
                 if isinstance(root, ast.Name) and root.id in names:
                     names.setdefault(name, ".".join([names[root.id], *parts]))
     return names
 
 
-def _chain(node: ast.expr) -> tuple[ast.expr, list[str], set[ast.AST]]:
-    """``a.b.c`` as the node of ``a``, ["b", "c"], and the inner attributes, here that of ``a.b``."""
-    parts, inner = list[str](), set[ast.AST]()
+def _chain(node: ast.expr) -> tuple[ast.expr, list[str]]:
+    """``a.b.c`` as the node of ``a``, and ["b", "c"]."""
+    parts = list[str]()
     while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
+        parts.insert(0, node.attr)
         node = node.value
-        inner.add(node)
-    return node, parts[::-1], inner
+    return node, parts
 
 
 def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return ast.unparse(node).rpartition(".")[2]
 
 
 def _text(node: ast.expr) -> str:
@@ -167,24 +153,19 @@ def _of_field(name: str, line: int) -> Iterator[Use]:
 def shortened(path: str) -> str:
     """A path up to the first part that is no module, or to the last that is private; empty for a module."""
     parts = path.split(".")
-    if is_public(path):
+    count = len(parts)
+    while not _is_module(".".join(parts[:count])):
+        count -= 1
+    if is_public(path) or count == len(parts) or parts[count].startswith("__"):
         return ""
-    current: Any = importlib.import_module(parts[0])
-    for place, part in enumerate(parts[1:], 1):
-        try:
-            current = _member(current, part)
-        except (AttributeError, ImportError):
-            return path
-        if not isinstance(current, types.ModuleType):
-            last = max([place, *(k for k, each in enumerate(parts) if _is_private(each))])
-            return "" if part.startswith("__") else ".".join(parts[: last + 1])
-    return ""
+    last = max([count, *(k for k, each in enumerate(parts) if _is_private(each))])
+    return ".".join(parts[: last + 1])
 
 
-def _member(owner: Any, name: str) -> Any:
-    if isinstance(owner, types.ModuleType) and not hasattr(owner, name):
-        return importlib.import_module(f"{owner.__name__}.{name}")
-    return getattr(owner, name)
+def _is_module(name: str) -> bool:
+    with contextlib.suppress(ImportError):
+        return bool(importlib.import_module(name))
+    return False
 
 
 @functools.cache
@@ -205,13 +186,3 @@ def fields() -> frozenset[str]:
         *(SymNode, ShapeEnv()),
     ]
     return frozenset(name for each in objects for name in dir(each) if _is_private(name))
-
-
-if __name__ == "__main__":
-    found = dict[str, list[str]]()
-    for path in sorted(Path(*sys.argv[1:] or ["pipec"]).rglob("*.py")):
-        for use in uses(path.read_text()):
-            found.setdefault(use.symbol, []).append(f"{path}:{use.line}{' replaced' * use.is_replaced}")
-    for symbol, places in sorted(found.items()):
-        print(symbol, *places, sep="\n    ")
-    print(len(found), "symbols")

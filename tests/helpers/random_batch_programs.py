@@ -186,34 +186,22 @@ eye(6)[k] * {v} | eye({v}.shape[0]).diagonal() * w | {v} * ({v}.shape[0] > 0) | 
 {v}.sum(0) / {v}.shape[0] ** 0.5 | {v}.shape[0] / {v}.numel() * {v} | {v}.sum(0) * (1 / {v}.shape[0])
 """
 
-WRITING = """
-{o} = {v}.clone(); setitem({o}, 0, 0.5)
-{o} = {v}.clone(); setitem({o}, slice(None, 2), 0.5)
-{o} = {v}.clone(); setitem({o}, (slice(None), 0), 0.5)
-{o} = {v}.clone(); setitem({o}, (Ellipsis, slice(1, None)), 0.5)
-{o} = {v}.clone(); setitem({o}, m, 0.5)
-{o} = {v}.clone(); setitem({o}, {v} > 0.3, 0.5)
-{o} = {v}.clone(); setitem({o}, (slice(None), 0), {u}[:, 1])
-{o} = {v}.clone(); setitem({o}, 0, {u}[1])
-{o} = {v}.clone(); setitem({o}, p, {u})
-{o} = {v}.clone(); setitem({o}, (arange({v}.shape[0]), p), 0.5)
-{o} = {v}.clone(); {o}[0].mul_(2)
-{o} = {v}.clone(); {o}[:, 0].mul_(2)
-{o} = {v}.clone(); {o}.select({d}, 0).copy_({u}.select({d}, 1))
-{o} = {v}.clone(); {o}.narrow({d}, 0, 2).add_(1)
-{o} = {v}.clone(); {o}.transpose({d}, {e}).mul_(2)
-{o} = {v}.clone(); {o}.view(-1)[0].add_(1)
-{o} = {v}.clone(); {o}.view(-1).mul_(2)
-{o} = {v}.clone(); {o}.fill_diagonal_(0.5)
-{o} = {v}.clone(); {o}.masked_fill_(m[:, None], 0.5)
-{o} = {v}.clone(); {o}.index_fill_({d}, torch.tensor([1]), 0.5)
-{o} = {v}.clone(); {o}.sub_({o}.mean({d}, keepdim=True))
-{o} = {v}.clone(); {o}.copy_({u}.flip({d}))
-{o} = {v}.clone(); {o}.chunk(2, {d})[0].zero_()
-{o} = {v}.clone(); {o}.diagonal(0, {d}, {e}).mul_(3)
-{o} = {v}.clone(); {o}.unbind({d})[0].mul_(3)
-{o} = {v}.clone(); {o}.squeeze().mul_(3)
-{o} = {v}.clone(); {o}.unsqueeze({d}).expand_as({o}.unsqueeze({d})).mul_(3)
+WRITING_INTO_A_COPY = """
+setitem({o}, 0, 0.5) | setitem({o}, slice(None, 2), 0.5) | setitem({o}, (slice(None), 0), 0.5)
+setitem({o}, (Ellipsis, slice(1, None)), 0.5) | setitem({o}, m, 0.5) | setitem({o}, {v} > 0.3, 0.5)
+setitem({o}, (slice(None), 0), {u}[:, 1]) | setitem({o}, 0, {u}[1]) | setitem({o}, p, {u})
+setitem({o}, (arange({v}.shape[0]), p), 0.5) | {o}[0].mul_(2) | {o}[:, 0].mul_(2)
+{o}.select({d}, 0).copy_({u}.select({d}, 1)) | {o}.narrow({d}, 0, 2).add_(1) | {o}.transpose({d}, {e}).mul_(2)
+{o}.view(-1)[0].add_(1) | {o}.view(-1).mul_(2) | {o}.fill_diagonal_(0.5) | {o}.masked_fill_(m[:, None], 0.5)
+{o}.index_fill_({d}, torch.tensor([1]), 0.5) | {o}.sub_({o}.mean({d}, keepdim=True))
+{o}.copy_({u}.flip({d})) | {o}.chunk(2, {d})[0].zero_() | {o}.diagonal(0, {d}, {e}).mul_(3)
+{o}.unbind({d})[0].mul_(3) | {o}.squeeze().mul_(3) | {o}.unsqueeze({d}).expand_as({o}.unsqueeze({d})).mul_(3)
+{o}.view(-1, 2)[:, 0].mul_(3) | {o}.reshape(-1, 2)[0].mul_(3) | {o}.detach().mul_(2) | {o}.t().copy_({u}.t())
+{o}.cumsum_({d}) | {o}.unflatten({d}, (-1, 2)).select({d} + 1, 0).mul_(3)
+{o}.unflatten({d}, (2, -1)).select({d}, 0).mul_(3)
+"""
+
+WRITING_INTO_NEW = """
 {o} = {v}.new_zeros({v}.shape); {o}.add_({v}.sum({d}, keepdim=True))
 {o} = {v}.new_zeros({v}.shape); {o}.scatter_({d}, {v}.argsort({d}), {u})
 {o} = {v}.new_zeros({v}.shape[0], 2); setitem({o}, (slice(None), 1), w)
@@ -221,22 +209,13 @@ WRITING = """
 {o} = {v}.new_zeros({v}.shape[0]); {o}[1:].add_(w[:-1])
 {o} = {v}.new_zeros({v}.shape[0]); {o}.add_(w); {o}.resize_({v}.shape[0])
 {o} = {v}.new_empty({v}.shape[0], 2); {o}.fill_(0.5); {o}[:, :1].add_(w[:, None])
-{o} = {v}.new_zeros(6); {o}.index_add_(0, k, w)
-{o} = {v}.new_zeros(6); {o}.add_(w.sum())
-{o} = {v}.clone(); {o}.view(-1, 2)[:, 0].mul_(3)
-{o} = {v}.clone(); {o}.reshape(-1, 2)[0].mul_(3)
-{o} = {v}.clone(); {o}.detach().mul_(2)
-{o} = {v}.clone(); {o}.t().copy_({u}.t())
-{o} = {v}.clone(); {o}.cumsum_({d})
-{o} = {v}.clone(); {o}.unflatten({d}, (-1, 2)).select({d} + 1, 0).mul_(3)
-{o} = {v}.clone(); {o}.unflatten({d}, (2, -1)).select({d}, 0).mul_(3)
+{o} = {v}.new_zeros(6); {o}.index_add_(0, k, w) | {o} = {v}.new_zeros(6); {o}.add_(w.sum())
 """
 
 
-def _menu(text: str) -> list[str]:
+def _menu(text: str, before: str = "{o} = ") -> list[str]:
     """Statements, one or several a line."""
-    parts = [part.strip() for line in text.strip().splitlines() for part in line.split(" | ")]
-    return [part if part.startswith("{o}") else f"{{o}} = {part}" for part in parts]
+    return [before + part.strip() for line in text.strip().splitlines() for part in line.split(" | ")]
 
 
 MENU = {
@@ -245,9 +224,8 @@ MENU = {
     "moving": _menu(MOVING),
     "mixing": _menu(MIXING),
     "numbers of rows": _menu(NUMBERS_OF_ROWS),
-    "writing": _menu(WRITING),
+    "writing": _menu(WRITING_INTO_A_COPY, "{o} = {v}.clone(); ") + _menu(WRITING_INTO_NEW, before=""),
 }
-TEMPLATES = [template for templates in MENU.values() for template in templates]
 
 
 @dataclass(frozen=True)

@@ -442,9 +442,10 @@ class SymbolicExecution:
 
     def _compute(self, rank: int, each: Instruction) -> None:
         state, stage, cell = self.ranks[rank], each.stage, (each.stage, each.microbatch)
-        plan, phase, number = self.stages.get(stage), PHASES[each.op], self._num_segments(each)
+        plan, phase = self.stages.get(stage), PHASES[each.op]
         self._require(plan is not None and 0 <= each.microbatch < self.plan.num_microbatches, "no such cell")
         assert plan is not None
+        number = self._num_segments(stage, phase)
         ranks = self.placement[stage]
         self._require(ranks[each.microbatch % len(ranks)] == rank, "computed by another replica")
         self._require(not state.made, "computes before gradients are accumulated")
@@ -518,20 +519,18 @@ class SymbolicExecution:
         done = [
             phase
             for phase in ([phases] if isinstance(phases, Phase) else phases)
-            if state.over[phase, *cell] == len(self.stages[cell[0]].segments.get(phase, (1.0,)))
+            if state.over[phase, *cell] == self._num_segments(cell[0], phase)
         ]
         self._require(done, "reads what is not made")
         self._require(cell not in state.freed, "reads what is freed")
 
     def _require_all_forwards(self, rank: int, stage: int) -> None:
         for microbatch in self._own_microbatches(rank, stage):
-            number = len(self.stages[stage].segments.get(Phase.FORWARD, (1.0,)))
             over = self.ranks[rank].over[Phase.FORWARD, stage, microbatch]
-            self._require(over == number, "before the last forward")
+            self._require(over == self._num_segments(stage, Phase.FORWARD), "before the last forward")
 
-    def _num_segments(self, each: Instruction) -> int:
-        stage = self.stages.get(each.stage)
-        return len(stage.segments.get(PHASES[each.op], (1.0,))) if stage else 1
+    def _num_segments(self, stage: int, phase: Phase) -> int:
+        return len(self.stages[stage].segments.get(phase, (1.0,)))
 
     def _own_microbatches(self, rank: int, stage: int) -> range:
         ranks = self.placement[stage]

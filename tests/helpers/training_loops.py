@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,13 +229,8 @@ class Script:
             parameter.grad.mul_(0.5)
 
     def zero(self, of: str, set_to_none: bool) -> None:
-        owners = {
-            "pipe": self.pipe,
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "layer": self.model.norm,
-        }
-        owners[of].zero_grad(set_to_none)
+        owner = self.model.norm if of == "layer" else getattr(self, of)
+        owner.zero_grad(set_to_none)
 
     def replace(self, path: str, name: str, *batch: Any) -> list[Tensor]:
         """A step with another parameter of the same name, which keeps the state of the optimizer."""
@@ -254,65 +249,54 @@ class Script:
         values = [torch.linspace(-0.4, 0.4, each.numel(), dtype=torch.float64) for each in parameters]
         nn.utils.vector_to_parameters(torch.cat(values), parameters)
 
+    def _state(self) -> list[Any]:
+        return copy.deepcopy([self.pipe.full_state_dict(all_ranks=True), self.optimizer.state_dict()])
+
+    def _load(self, model: Any, optimizer: Any) -> None:
+        self.pipe.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
     def save(self) -> None:
         """A checkpoint, or copies of all state."""
         if self.case.updates and not self.is_plain:
             self.pipe.save_checkpoint(self.folder / "saved")
-        self.saved = copy.deepcopy([self.pipe.full_state_dict(all_ranks=True), self.optimizer.state_dict()])
+        self.saved = self._state()
 
     def load(self) -> None:
         if self.case.updates and not self.is_plain:
             self.pipe.load_checkpoint(self.folder / "saved")
-            return
-        model, optimizer = copy.deepcopy(self.saved)
-        self.pipe.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
+        else:
+            self._load(*copy.deepcopy(self.saved))
 
     def move(self) -> None:
         """Go on with another layout, or with another optimizer of the script."""
-        model, optimizer = copy.deepcopy(
-            [self.pipe.full_state_dict(all_ranks=True), self.optimizer.state_dict()]
-        )
-        flagged, trained = (
-            self.model.flagged,
-            {name: p.requires_grad for name, p in self.model.named_parameters()},
-        )
+        state, before = self._state(), self.model
         self._compile(self.case.layouts[1])
-        self.model.flagged = flagged
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(trained[name])
-        self.pipe.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
+        self.model.flagged = before.flagged
+        for parameter, former in zip(self.model.parameters(), before.parameters(), strict=True):
+            parameter.requires_grad_(former.requires_grad)
+        self._load(*state)
 
     def values(self) -> dict[str, Any]:
         """Every tensor of the model, gradients, and the optimizer's state and rates by parameter."""
         found: dict[str, Any] = dict(self.pipe.full_state_dict(all_ranks=True))
-        held = {name: each for name, each in self.model.named_parameters() if not is_absent(each)}
         if not self.case.is_sharded:
-            found |= {f"gradient of {name}": each.grad for name, each in held.items()}
+            named = self.model.named_parameters()
+            found |= {f"gradient of {name}": each.grad for name, each in named if not is_absent(each)}
         for index, group in enumerate(self.optimizer.param_groups):
             found[f"lr of group {index}"] = group["lr"]
-        for name, entries in self._states(held):
+        for name, entries in self._states():
             if entries.get("step", 1):  # some have a state from the start
                 found |= {f"{key} of {name}": value for key, value in entries.items()}
         return found
 
-    def _states(self, held: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Any]]]:
-        if not self.case.updates:
-            names = {id(each): name for name, each in held.items()}
-            state = self.optimizer.state.items()
-            yield from ((names[id(each)], entries) for each, entries in state if id(each) in names)
-            return
-        saved = self.pipe.optimizer.state_dict()
-        names = dict[int, str]()
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        saved, names = self.optimizer.state_dict(), dict[int, str]()
+        known = {id(each): name for name, each in self.model.named_parameters()}
         for saved_group, group in zip(saved["param_groups"], self.optimizer.param_groups, strict=True):
-            own = saved_group.get("param_names") or self._names(group["params"])
+            own = saved_group.get("param_names") or [known[id(each)] for each in group["params"]]
             names |= dict(zip(saved_group["params"], own, strict=True))
         yield from ((names[number], entries) for number, entries in saved["state"].items())
-
-    def _names(self, parameters: Iterable[Tensor]) -> list[str]:
-        names = {id(each): name for name, each in self.model.named_parameters()}
-        return [names[id(each)] for each in parameters]
 
 
 def arguments(number: int, rows: int, task: str) -> tuple[Tensor, Tensor, str]:

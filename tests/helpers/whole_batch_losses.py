@@ -1,4 +1,4 @@
-"""Losses of two towers of features that no microbatch can compute by itself."""
+"""Losses of two towers of features that no microbatch can compute by itself; ``batch_cases`` has others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,20 +38,6 @@ def siglip(u: Tensor, v: Tensor, scale: Tensor, bias: Tensor, *_: Tensor) -> Ten
     return -F.logsigmoid((2 * torch.eye(len(u)) - 1) * logits).sum() / len(u)
 
 
-def simclr(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    z, n = F.normalize(torch.cat([u, v]), dim=-1), len(u)
-    logits = (z @ z.T / 0.2).masked_fill(torch.eye(2 * n, dtype=torch.bool), -1e9)
-    return F.cross_entropy(logits, torch.cat([torch.arange(n) + n, torch.arange(n)]))
-
-
-def triplet(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    """With the hardest positive and the hardest negative of all rows."""
-    labels = v[:, 0] > 0
-    same, apart = labels[:, None] == labels[None], torch.cdist(u, u)
-    positive, negative = (apart * same).amax(1), apart.masked_fill(same, 1e9).amin(1)
-    return F.relu(positive - negative.clamp(max=5) + 0.5).mean()
-
-
 def vicreg(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     loss = 25 * F.mse_loss(u, v)
     for z in (u - u.mean(0), v - v.mean(0)):
@@ -61,19 +47,8 @@ def vicreg(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return loss
 
 
-def barlow_twins(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    u, v = ((z - z.mean(0)) / (z.std(0) + 1e-3) for z in (u, v))
-    correlation = u.T @ v / len(u)
-    diagonal = correlation.diagonal()
-    return (diagonal - 1).pow(2).sum() + 0.005 * (correlation.pow(2).sum() - diagonal.pow(2).sum())
-
-
 def rmse(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return F.mse_loss(u, v).sqrt()
-
-
-def quantile(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    return torch.quantile((u - v).abs().mean(1), 0.7)
 
 
 def dice(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
@@ -114,7 +89,7 @@ def shared_scale(u: Tensor, v: Tensor, scale: Tensor, *_: Tensor) -> Tensor:
 LOSSES: Mapping[str, Callable[..., Tensor]] = {
     each.__name__: each
     for each in (
-        *(info_nce, siglip, simclr, triplet, vicreg, barlow_twins, rmse, quantile, dice, ranking, whitening),
+        *(info_nce, siglip, vicreg, rmse, dice, ranking, whitening),
         *(centered, of_both_kinds, shared_scale),
     )
 }

@@ -196,16 +196,13 @@ def _save_step(artifact: Path, inputs: Path, file: Path) -> None:
     safetensors.torch.save_file({"loss": outcome.loss, **held}, file)
 
 
-def _does_not_depend_on_time(record: logging.LogRecord) -> bool:
-    return record.levelno == logging.INFO and not record.getMessage().startswith("compiling")
-
-
 def printing(printed: Path, task: Callable[..., None], *arguments: Any) -> None:
     """``task`` prints into a file, with what pipec logs."""
     with printed.open("w") as file, contextlib.redirect_stdout(file):
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("pipec: %(message)s"))
-        handler.addFilter(_does_not_depend_on_time)
+        handler.addFilter(lambda record: record.levelno == logging.INFO)
+        handler.addFilter(lambda record: not record.getMessage().startswith("compiling"))  # depends on time
         logging.getLogger("pipec").addHandler(handler)
         task(*arguments)
 

@@ -604,6 +604,8 @@ def test_rank_0_gets_the_state_of_the_whole_model_and_each_rank_has_its_part(tmp
     refused(lambda: pipe.load_state_dict(short), "0.weight is [1] in the state and [8, 6] in the model")
     strange = {"strange": torch.ones(()), **whole} if whole else whole
     refused(lambda: pipe.load_state_dict(strange), "Unexpected key(s) in state_dict", RuntimeError)
+    pipe.load_state_dict(pipe.state_dict())
+    assert all(torch.equal(value, doubled[name]) for name, value in pipe.local_state_dict().items())
     pipe.load_state_dict(every)
     pipe.load_state_dict(own)
     copy = Net()
