@@ -363,6 +363,7 @@ class Row:
 
 
 FAILED_ONCE = (
+    Row(layout="1x2", schedule="1f1b", update="clipped"),
     Row(model="tied", layout="2x2", schedule="1f1b", update="sgd"),
     Row(loss="mixing", layout="1x2", schedule="1f1b", batch="local"),
     Row(model="odd", recompute="weights offloaded", update="sgd"),
