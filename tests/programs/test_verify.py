@@ -1,6 +1,5 @@
 """The program verifier: what it says of faults, and those that an edit of one instruction does not show."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,29 +55,72 @@ rank 0, instruction 3: forward names stage 1; expected a stage of this rank: [0]
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (("1f1b", 1, Op.FORWARD, 1, "microbatch", 9), "8: forward names microbatch 10"),
-        (("1f1b", 1, Op.SEND, 0, "peer", 1), "4: send of hidden_2 (1 -> 2) names peer 3"),
-        (("replicas", 0, Op.REDUCE_GRAD, 0, "bucket", 1), "9: reduce_grad names bucket 1"),
-        (("stream of replicas", 1, Op.REDUCE_GRAD, 2, "microbatch", 1), "40: reduce_grad names microbatch 3"),
+        (("1f1b", 1, Op.FORWARD, 1, "microbatch", 9), "8: forward names microbatch 10; expected 0 to 2"),
+        (("1f1b", 1, Op.SEND, 0, "peer", 1), "4: send of hidden_2 (1 -> 2) names peer 3; expected 2"),
+        (("replicas", 0, Op.REDUCE_GRAD, 0, "bucket", 1), "9: reduce_grad names bucket 1; expected [0]"),
+        (
+            ("stream of replicas", 1, Op.REDUCE_GRAD, 2, "microbatch", 1),
+            "40: reduce_grad names microbatch 3; expected the first of a round",
+        ),
         (("stream", 0, Op.FORWARD, 3, "version", 1), "24: forward names version 2; expected 1"),
         (("stream", 2, Op.UPDATE, 1, "version", 1), "26: update names version 3; expected 2"),
-        (("1f1b", 1, Op.FORWARD, 1, "drop"), "22: forward of stage 1, microbatch 1 is missing"),
-        (("1f1b", 1, Op.FORWARD, 1, "double"), "9: forward of stage 1, microbatch 1 is there again"),
-        (("1f1b", 1, Op.RECOMPUTE, 0, "move", 3), "11: backward of stage 1, microbatch 0 runs before"),
-        (("1f1b", 1, Op.RECV, 0, "drop"), "11: recv or move of hidden_1 (0 -> 1), microbatch 0 is missing"),
-        (("1f1b", 1, Op.WAIT_RECV, 0, "drop"), "2: forward of stage 1, microbatch 0 has no wait_recv before"),
-        (("1f1b", 1, Op.ACCUMULATE, 0, "drop"), "12: backward of stage 1, microbatch 0 has no accumulate"),
-        (("1f1b", 1, Op.RECV, 1, "slot", -1), "1: recv of hidden_1 (0 -> 1), microbatch 1 runs before"),
-        (("1f1b", 1, Op.RECV, 1, "move", -1), "0: hidden_1 (0 -> 1), microbatch 1 is received before"),
-        (("in segments", 1, Op.BACKWARD, 2, "drop"), "10: backward of stage 0, microbatch 3 runs its"),
+        (
+            ("1f1b", 1, Op.FORWARD, 1, "drop"),
+            "22: forward of stage 1, microbatch 1 is missing on rank 1; expected once",
+        ),
+        (
+            ("1f1b", 1, Op.FORWARD, 1, "double"),
+            "9: forward of stage 1, microbatch 1 is there again; the first is at 8",
+        ),
+        (
+            ("1f1b", 1, Op.RECOMPUTE, 0, "move", 3),
+            "11: backward of stage 1, microbatch 0 runs before recompute of stage 1, microbatch 0 at 13",
+        ),
+        (
+            ("1f1b", 1, Op.RECV, 0, "drop"),
+            "11: recv or move of hidden_1 (0 -> 1), microbatch 0 is missing on rank 1; expected once",
+        ),
+        (
+            ("1f1b", 1, Op.WAIT_RECV, 0, "drop"),
+            "2: forward of stage 1, microbatch 0 has no wait_recv before it",
+        ),
+        (
+            ("1f1b", 1, Op.ACCUMULATE, 0, "drop"),
+            "12: backward of stage 1, microbatch 0 has no accumulate behind it",
+        ),
+        (
+            ("1f1b", 1, Op.RECV, 1, "slot", -1),
+            "1: recv of hidden_1 (0 -> 1), microbatch 1 runs before free of stage 1, microbatch 0 at 15",
+        ),
+        (
+            ("1f1b", 1, Op.RECV, 1, "move", -1),
+            "0: hidden_1 (0 -> 1), microbatch 1 is received before hidden_1 (0 -> 1), microbatch 0, "
+            "but rank 0 sends them at 4 and 1",
+        ),
+        (
+            ("in segments", 1, Op.BACKWARD, 2, "drop"),
+            "10: backward of stage 0, microbatch 3 runs its segments in the order [0, 2]; expected [0, 1, 2]",
+        ),
         (
             ("in segments", 1, Op.REDUCE_GRAD, 1, "move", -2),
-            "10: accumulate of stage 0, microbatch 3, segment",
+            "10: accumulate of stage 0, microbatch 3, segment 1 has no reduce_grad behind it",
         ),
-        (("replicas", 0, Op.UPDATE, 0, "move", -2, True), "10: update of stage 0 runs before wait_reduce"),
-        (("skipping", 0, Op.CHECK, 0, "drop", 0, True), "11: check is there 0 times on rank 0"),
-        (("offloaded", 0, Op.WAIT_PREFETCH, 0, "drop"), "20: backward of stage 0, microbatch 0 has no wait"),
-        (("stream", 1, Op.STASH, 0, "move", 3), "26: stash of stage 1, microbatch 0 comes after update"),
+        (
+            ("replicas", 0, Op.UPDATE, 0, "move", -2, True),
+            "10: update of stage 0 runs before wait_reduce_grad of stage 0, bucket 0 at 11",
+        ),
+        (
+            ("skipping", 0, Op.CHECK, 0, "drop", 0, True),
+            "11: check is there 0 times on rank 0; expected once",
+        ),
+        (
+            ("offloaded", 0, Op.WAIT_PREFETCH, 0, "drop"),
+            "20: backward of stage 0, microbatch 0 has no wait_prefetch before it",
+        ),
+        (
+            ("stream", 1, Op.STASH, 0, "move", 3),
+            "26: stash of stage 1, microbatch 0 comes after update of stage 1, microbatch 0 at 23",
+        ),
     ],
 )
 def test_the_message_says_what_is_wrong_and_where(edit: tuple[Any, ...], message: str) -> None:
@@ -140,9 +182,17 @@ def test_receiving_just_in_time_deadlocks_when_sends_wait() -> None:
         verify_programs(programs, schedule.placement, links, 2)
     heading, rank_0, rank_1, *shown = str(caught.value).splitlines()
     assert heading == "rank 0, instruction 3: deadlock if sends wait for their receives:"
-    assert re.search(r"rank 0 at '3 send .* waits for rank 1 to reach '7 recv", rank_0)
-    assert re.search(r"rank 1 at '4 send .* waits for rank 0 to reach '4 recv", rank_1)
-    assert [line[:6] for line in shown if line.startswith(">")] == [">  3  "]
+    assert rank_0.startswith(
+        "  rank 0 at '3 send stage 0 mb 1 hidden_1 (0 -> 1) to rank 1' waits for rank 1 to"
+    )
+    assert rank_0.endswith("reach '7 recv stage 1 mb 1 hidden_1 (0 -> 1) from rank 0 slot 1'")
+    assert rank_1.startswith(
+        "  rank 1 at '4 send stage 1 mb 0 grad_hidden_1 (1 -> 0) to rank 0' waits for rank 0"
+    )
+    assert rank_1.endswith("to reach '4 recv stage 0 mb 0 grad_hidden_1 (1 -> 0) from rank 1 slot 0'")
+    assert [line for line in shown if line.startswith(">")] == [
+        ">  3  send        stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1"
+    ]
 
 
 def just_in_time(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
