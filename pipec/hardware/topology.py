@@ -215,21 +215,6 @@ def _slowest(levels: Sequence[Level]) -> Level:
     return replace(slowest, latency_seconds=max(level.latency_seconds for level in levels))
 
 
-def uniform_topology(
-    sizes: Sequence[int], bytes_per_second: Sequence[float], device: Device | None = None
-) -> Topology:
-    """Equal devices in equal groups, from the inside out. PlanError unless every level has a bandwidth."""
-    if len(sizes) != len(bytes_per_second):
-        raise PlanError(
-            f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each "
-            f"per level, innermost first"
-        )
-    if math.prod(sizes) > MOST_RANKS:
-        raise PlanError(f"{math.prod(sizes)} devices are too many to plan for: expected at most {MOST_RANKS}")
-    levels = tuple(Level(size, rate) for size, rate in zip(sizes, bytes_per_second, strict=True))
-    return Topology((device or Device(),) * max(0, math.prod(sizes)), levels)
-
-
 FORMAT = "pipec topology 1"
 """What ``format`` in a file of a topology says; a file may leave it out."""
 

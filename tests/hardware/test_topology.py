@@ -21,7 +21,7 @@ import pipec
 from pipec.cli import app
 from pipec.errors import InputError, PlanError
 from pipec.hardware.devices import LinkModel
-from pipec.hardware.topology import Device, Level, Topology, equal_devices, read_topology, uniform_topology
+from pipec.hardware.topology import Device, Level, Topology, equal_devices, read_topology
 from pipec.ir import one_rank_per_stage, rank_of
 from pipec.pipeline import Pipeline
 
@@ -179,7 +179,7 @@ def test_a_file_of_a_topology(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 23), min_size=2, unique=True))
 def test_the_links_among_devices_are_those_between_any_two(devices: list[int]) -> None:
-    topology = uniform_topology([2, 3, 4], [4e9, 2e9, 1e9])
+    topology = Topology((Device(),) * 24, (Level(2, 4e9), Level(3, 2e9), Level(4, 1e9)))
     pairs = itertools.combinations(devices, 2)
     assert {level.link for level in topology.levels_among(devices)} == {
         topology.link_between(*pair) for pair in pairs

@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 import pipec
-from pipec.hardware.topology import Topology, equal_devices, uniform_topology
+from pipec.hardware.topology import Device, Level, Topology, equal_devices
 from pipec.ir import Op
 from pipec.ir.text_format import value_bytes
 from pipec.runtime.messages import shared_memory
@@ -25,7 +25,7 @@ LEVELS = (None, "optimizer", "gradients", "parameters")
 ODD = (31, 5)
 """Widths with which parameters do not divide into four equal parts."""
 
-HOSTS = uniform_topology((2, 2), (1e10, 1e8))
+HOSTS = Topology((Device(),) * RANKS, (Level(2, 1e10), Level(2, 1e8)))
 FLAT = equal_devices(RANKS, HOSTS.slowest_link)
 
 

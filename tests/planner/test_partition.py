@@ -12,7 +12,7 @@ from planner_problems import PlanningProblem, problems
 
 from pipec.errors import InfeasibleError, PlanError
 from pipec.hardware.devices import LinkModel
-from pipec.hardware.topology import Device, Level, Topology, equal_devices, uniform_topology
+from pipec.hardware.topology import Device, Level, Topology, equal_devices
 from pipec.planner.chain import CostModel, OperatorChain, Transfer
 from pipec.planner.partition import TOLERANCE, PartitionStage, partition_chain
 
@@ -210,7 +210,7 @@ def test_a_long_chain_of_equal_layers_is_cut_between_layers() -> None:
     transfers = [Transfer(k, k + 1, size, 0) for k, size in enumerate(sizes[:-1])]
     long = replace(chain(3200), transfers=transfers)
     for most in (1, 16):
-        stages = partition_chain(long, uniform_topology([16], [1.0]), CostModel(), most)
+        stages = partition_chain(long, Topology((Device(),) * 16, (Level(16, 1.0),)), CostModel(), most)
         assert [(stage.blocks, stage.replicas) for stage in stages] == [
             (range(first, first + 200), 1) for first in range(0, 3200, 200)
         ]
