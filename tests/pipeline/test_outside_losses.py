@@ -361,11 +361,12 @@ refused(lambda: (mixed(out) if rank else mixed(other)).backward(), "the backward
 refused(lambda: (out["last"] if rank else out["early"]).sum().backward(), "gradient")
 loss = mixed(out)
 loss.backward()
-refused(lambda: loss.backward(), "", RuntimeError)
+refused(lambda: loss.backward(), "a second time" if rank else "does not require grad", RuntimeError)
 refused(lambda: mixed(out).backward(), "call the module again")
 refused(lambda: out["last"].mul_(2), "modified inplace", RuntimeError)
 refused(lambda: torch.amp.GradScaler("cpu").scale(module(X)["last"].sum()), "fp16-mixed")
-refused(lambda: torch.autograd.grad(mixed(module(X)), [*module.parameters()]), "")
+alone = lambda: torch.autograd.grad(mixed(module(X)), [*module.parameters()])
+refused(alone, "grad cannot use first.weight" if rank else "gradients of some tensors alone")
 """
 
 
