@@ -1,11 +1,9 @@
-"""Modules that are awkward to capture, and functions that train any model by a pipeline and in eager torch.
+"""Layers around awkward parts of models, and ways to train a model by a pipeline and in eager torch.
 
-Each module maps rows of ``SHAPE`` to rows of the same shape, and stands between two layers: two stages may
-meet on either side of it or inside.
+An awkward part maps rows of ``SHAPE`` to rows of the same shape. Stages meet on either side of it or inside.
 """
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,75 +17,6 @@ SHAPE = TOKENS, WIDTH = 3, 4
 
 SIZES = 3, 2
 """Rows of the microbatches into which ``batch`` is split."""
-
-
-def module(attributes: Callable[[], dict[str, Any]]) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a class of a ``forward``. Its instances have these attributes; tensors are buffers."""
-
-    def initialize(self: nn.Module) -> None:
-        nn.Module.__init__(self)
-        for name, value in attributes().items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-
-    def made(forward: Callable[..., Any]) -> Any:
-        forward.__code__ = forward.__code__.replace(co_name="forward")  # which torch looks for in stacks
-        body = {"__init__": initialize, "forward": forward, "__module__": forward.__module__}
-        return type(forward.__name__, (nn.Module,), body)
-
-    return made
-
-
-@module(lambda: {"layer": nn.Linear(WIDTH, WIDTH)})
-def Autocast(self: Any, x: Tensor) -> Tensor:
-    """A region of lower precision inside the model."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = self.layer(x)
-    return x + low.to(x.dtype)
-
-
-class MovingMean(nn.Module):
-    """Buffers that ``forward`` changes: one by assignment, one in place."""
-
-    mixes_rows = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("count", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
-        self.count += 1
-        return x - self.mean / self.count
-
-
-@module(lambda: {"idle": nn.Linear(WIDTH, WIDTH)})
-def Unused(self: Any, x: Tensor) -> Tensor:
-    """A layer that nothing calls: its gradient is None, not zero."""
-    return x.square()
-
-
-class Sizes(nn.Module):
-    """Numbers that depend on the size of the batch, in operations on tensors."""
-
-    mixes_rows = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        x = x * (1 / rows) + x.sum() / x.numel() - (rows - 1)
-        return x / math.sqrt(2 * rows) * math.ceil(rows / 2) + (x < rows - 2) * (rows % 2 + rows // 2)
-
-
-class Branch(nn.Module):
-    """Cannot be captured: the value of a tensor decides what runs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            x = x + 1
-        return x
 
 
 class Between(nn.Module):
@@ -136,20 +65,22 @@ def trained_both_ways(
     model: nn.Module,
     inputs: Inputs,
     sizes: Sequence[int] = SIZES,
-    loss_fn: Callable[..., Tensor] = nn.functional.mse_loss,
+    loss_fn: Callable[..., Tensor] | None = nn.functional.mse_loss,
     **options: Any,
 ) -> tuple[StepResult, StepResult, pipec.Pipeline]:
     """The results of a step of a pipeline, and of the unsplit model run over the same microbatches.
 
-    ``inputs`` are ``x`` and ``target``. Modules that mix the rows of a microbatch take the mean over
-    microbatches on purpose.
+    ``inputs`` are ``x`` and ``target``; a model that returns its loss has no target.
     """
     unsplit, unsplit_loss_fn = copy.deepcopy((model, loss_fn))
-    if any(getattr(module, "mixes_rows", False) for module in model.modules()):
-        options["microbatch_weight"] = "rows"
+
+    def unsplit_loss(x: Tensor, target: Tensor | None = None) -> Tensor:
+        return loss_of(unsplit(x)) if unsplit_loss_fn is None else unsplit_loss_fn(unsplit(x), target)
+
     pipe = pipec.compile(model, **{"devices": 2, "loss_fn": loss_fn, "microbatches": len(sizes), **options})
-    found = StepResult.of(pipe.step(inputs["x"], target=inputs["target"]), model)
-    loss = unsplit_step(lambda x, target: unsplit_loss_fn(unsplit(x), target), inputs, sizes, unsplit)
+    given = {name: value for name, value in inputs.items() if name != "x"}
+    found = StepResult.of(pipe.step(inputs["x"], **given), model)
+    loss = unsplit_step(unsplit_loss, inputs, sizes, unsplit)
     return found, StepResult.of(loss, unsplit), pipe
 
 

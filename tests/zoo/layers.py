@@ -2,28 +2,10 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from forward_modules import model as model
 from torch import Tensor, nn
-
-
-def model(**parts: Callable[..., Any]) -> Callable[[Callable[..., Any]], type[nn.Module]]:
-    """Decorates the forward of a module: makes the class that has these parts as attributes.
-
-    Each part is made anew for a module, by a function of the arguments of the class.
-    """
-
-    def init(self: nn.Module, *args: Any) -> None:
-        nn.Module.__init__(self)
-        for name, make in parts.items():
-            setattr(self, name, make(*args))
-
-    def with_forward(forward: Callable[..., Any]) -> type[nn.Module]:
-        about = {"__doc__": forward.__doc__, "__module__": forward.__module__}
-        return type(forward.__name__, (nn.Module,), {"__init__": init, "forward": forward, **about})
-
-    return with_forward
 
 
 def perceptron(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
