@@ -122,23 +122,15 @@ def deaf(call: OperatorCall, rule: Rule) -> Values:
 
 
 BROKEN: Mapping[Callable[[OperatorCall, Rule], Values], str] = {widened: WIDENED, turned: TURNED, deaf: DEAF}
-
-
 QUICK = ("_softmax", "cumsum", "flip", "index", "mean", "roll", "sum")
 
 
 @pytest.mark.parametrize(
     ("broken", "name", "case"),
     [
-        pytest.param(
-            broken,
-            name,
-            case.strip(),
-            id=f"{broken.__name__} {name}",
-            marks=() if name in QUICK else pytest.mark.slow,
-        )
+        pytest.param(broken, name, case, marks=() if name in QUICK else pytest.mark.slow)
         for broken, lines in BROKEN.items()
-        for name, _, case in (line.partition(" ") for line in lines.strip().splitlines())
+        for name, case in (line.split(maxsplit=1) for line in lines.strip().splitlines())
     ],
 )
 def test_a_broken_rule_is_found(broken: Callable[[OperatorCall, Rule], Values], name: str, case: str) -> None:

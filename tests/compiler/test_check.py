@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,13 +272,9 @@ def test_what_is_not_proved_is_checked_on_the_whole_batch() -> None:
         compiled(model).step(torch.randn(16, WIDTH), target=torch.randn(16))
 
 
-class _Settings:
-    kind: str | None = None
-
-
 def test_what_a_forward_notes_in_its_configuration_stays_as_it_was(said: list[str]) -> None:
     """As ``problem_type`` of transformers: else the next step would be compiled anew, and ranks differ."""
-    settings = _Settings()
+    settings = SimpleNamespace(kind=None)
 
     def inner(h: Tensor, last: nn.Module) -> Tensor:
         if settings.kind is None:
@@ -286,7 +283,7 @@ def test_what_a_forward_notes_in_its_configuration_stays_as_it_was(said: list[st
         return out
 
     model = Model(inner)
-    model.settings = settings  # type: ignore[assignment]
+    model.settings = settings
     pipe = compiled(model)
     for _ in range(2):
         pipe.step(torch.randn(16, WIDTH), target=torch.randn(16))

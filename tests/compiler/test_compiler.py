@@ -2,12 +2,13 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from slow_params import slow
 from torch import nn
 
 import pipec
@@ -31,60 +32,53 @@ def prepared(**options: Any) -> Pipeline:
     return pipe.prepare(x, target=x)
 
 
-@contextmanager
-def counted() -> Iterator[tuple[Counter[str], list[tuple[object, ...]]]]:
-    """How often graphs are cut and programs verified, and what is lowered."""
-    calls: Counter[str] = Counter()
-    lowered: list[tuple[object, ...]] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[object]:
+    """How often graphs were cut, lowered and verified, and how often each schedule was lowered."""
+    calls = Counter[object]()
 
     def counting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
             if isinstance(schedule := args[0], Schedule):
                 what = schedule.name, schedule.placement, schedule.num_microbatches
-                lowered.append((*what, args[1].recomputing_stages))
+                calls[*what, args[1].recomputing_stages] += 1
             return function(*args, **kwargs)
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CutStages, "__call__", counting(CutStages.__call__, "cut"))
-        for name in ("lower", "verify", "build_plan"):
-            patch.setattr(staged_graph, name, counting(getattr(staged_graph, name), name))
-        yield calls, lowered
+    monkeypatch.setattr(CutStages, "__call__", counting(CutStages.__call__, "cut"))
+    for name in ("lower", "verify"):
+        monkeypatch.setattr(staged_graph, name, counting(getattr(staged_graph, name), name))
+    return calls
 
 
-def test_with_everything_fixed_a_graph_is_cut_lowered_and_verified_once() -> None:
-    with counted() as (calls, _):
-        prepared(microbatches=4)
-    assert calls == {"cut": 1, "lower": 1, "verify": 1, "build_plan": 1}
+@pytest.mark.parametrize(
+    ("options", "cuts"),
+    [
+        ({"microbatches": 4}, 1),
+        ({}, 3),  # two stages, one for two pipelines side by side, and any with any replicas
+        slow({"schedule": "auto", "microbatches": 4}, 2),  # straight, and the same for V and looped
+    ],
+    ids=["fixed", "microbatches", "schedule"],
+)
+def test_every_candidate_is_lowered_and_verified_once(
+    options: dict[str, Any], cuts: int, calls: Counter[object]
+) -> None:
+    prepared(**options)
+    candidates = [calls[each] for each in calls if isinstance(each, tuple)]
+    assert {*candidates} == {1}
+    assert len(candidates) == calls["lower"] == calls["verify"]
+    assert calls["cut"] == cuts
 
 
-def test_with_the_number_of_microbatches_open_every_candidate_is_lowered_and_verified_once() -> None:
-    with counted() as (calls, lowered):
-        plan = prepared().plan
-    assert len(set(lowered)) == len(lowered) == calls["lower"] == calls["verify"]
-    numbers = {num_microbatches for _, placement, num_microbatches, _ in lowered if len(placement) == 2}
-    assert numbers == {1, 2, 4, 8, 16}
-    assert plan.num_microbatches in numbers
-    assert calls["cut"] == 3  # two stages, one for two pipelines side by side, and any with any replicas
-
-
-@pytest.mark.slow
-def test_auto_tries_every_order_once() -> None:
-    with counted() as (calls, lowered):
-        prepared(schedule="auto", microbatches=4)
-    assert len(set(lowered)) == len(lowered) == calls["lower"] == calls["verify"]
-    assert calls["cut"] == 2  # straight, and the same for V and looped
-
-
-def test_an_evaluation_follows_the_training_step_without_another_cut() -> None:
+def test_an_evaluation_follows_the_training_step_without_another_cut(calls: Counter[object]) -> None:
     pipe = pipec.compile(wide(), 2, loss_fn=nn.functional.mse_loss, microbatches=4)
     x = torch.randn(ROWS, 32)
     pipe.step(x, target=x)
-    with counted() as (calls, _):
-        pipe.eval_step(x, target=x)
-        pipe.eval_step(x, target=x)
+    calls.clear()
+    pipe.eval_step(x, target=x)
+    pipe.eval_step(x, target=x)
     assert (calls["cut"], calls["lower"]) == (0, 1)
 
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from forward_modules import model
 from slow_params import slow
 from torch import Tensor, nn
 
@@ -117,8 +118,8 @@ def test_lengths_that_are_not_the_longest_take_one_microbatch(
         return fill(self, microbatch, *given)
 
     monkeypatch.setattr(BoundStage, "fill_frame", counted)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
-    pipe = pipec.compile(model, ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=8)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+    pipe = pipec.compile(layers, ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=8)
     lengths = [150, 200, *range(100, 200, 9)]
     for length in dict.fromkeys(lengths):
         pipe.step(torch.ones(16, length, 4), target=torch.ones(16, length, 2))
@@ -149,13 +150,9 @@ def test_one_microbatch_of_each_size_is_enough(
 def test_numbers_are_not_rehearsed(dry_runs: list[int]) -> None:
     """They may be others in each step, which launches the same kernels."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-        def forward(self, x: Tensor, scale: float) -> Tensor:
-            return self.layers[1](self.layers[0](x) * scale)
+    @model(layers=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+    def Scaled(self: Any, x: Tensor, scale: float) -> Tensor:
+        return self.layers[1](self.layers[0](x) * scale)
 
     pipe = pipec.compile(Scaled(), ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=2)
     for scale in (0.1, 0.2, 0.3, 0.4):

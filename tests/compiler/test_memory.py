@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from forward_modules import model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -120,17 +121,12 @@ def test_an_asynchronous_schedule_recomputes_where_its_weights_fit() -> None:
     assert max(peaks(prepared(limit, **streamed))) <= limit
 
 
-class Checkpointed(nn.Module):
+@model(saves=lambda saves: saves, layers=lambda _: wide_mlp())
+def Checkpointed(self: Any, x: Tensor) -> Tensor:
     """What a user writes who saves memory by hand."""
-
-    def __init__(self, saves: bool) -> None:
-        super().__init__()
-        self.saves, self.layers = saves, wide_mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.saves else layer(x)
-        return x
+    for layer in self.layers:
+        x = checkpoint(layer, x, use_reentrant=False) if self.saves else layer(x)
+    return x
 
 
 @pytest.mark.slow

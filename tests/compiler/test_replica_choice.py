@@ -1,21 +1,24 @@
-"""How many replicas stages get, and on which ranks these are: by the costs of the model and its links."""
+"""Which replicas, ranks and schedules without a flush are chosen: by the costs of the model and its links."""
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from slow_params import slow_but
+from delayed_gradients import LOSS, SGD, assert_same, batches, delayed, model
 from torch import Tensor, nn
 
 import pipec
 from pipec.compiler.candidate import Candidate
-from pipec.hardware.devices import DeviceModel, LinkModel
+from pipec.hardware.devices import DEVICES, DeviceModel, LinkModel
 from pipec.hardware.topology import Device, Level, Topology, equal_devices
-from pipec.ir import Placement, Plan
+from pipec.ir import HostCost, Placement, Plan
 from pipec.pipeline import Pipeline
 from pipec.plan.predictions import plan_memory
+from pipec.schedules import ASYNCHRONOUS_SCHEDULES
 
 ROWS, MICROBATCHES = 16, 8
 
@@ -43,9 +46,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, 8, 16, 16), torch.randn(ROWS, 96)
 
 
-def prepared(model: nn.Module, topology: Topology, **options: object) -> Pipeline:
+def prepared(of: nn.Module, topology: Topology, **options: object) -> Pipeline:
     pipe = pipec.compile(
-        model,
+        of,
         len(topology.devices),
         loss_fn=nn.functional.mse_loss,
         topology=topology,
@@ -131,26 +134,13 @@ def test_what_travels_most_stays_inside_a_host(
     assert pipe.simulate().makespan == min(times)
 
 
-STEPS: dict[str, tuple[Callable[[], nn.Module], Topology, dict[str, object], Placement]] = {
-    "3-1": (Wide, equal_devices(4, LinkModel(4e7, 0.0)), {}, ((0, 1, 2), (3,))),
-    "1f1b side by side": (heavy_activations, hosts(), {"replicas": 2}, ((0, 2), (1, 3))),
-    "zb-v side by side": (
-        heavy_activations,
-        hosts(),
-        {"replicas": 2, "schedule": "zb-v"},
-        ((0, 2), (1, 3), (1, 3), (0, 2)),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", slow_but(STEPS, "zb-v side by side"))
-def test_a_step_and_an_evaluation_are_those_of_the_model(name: str) -> None:
-    make, topology, options, placement = STEPS[name]
+def test_a_step_and_an_evaluation_are_those_of_the_model() -> None:
+    """Pipelines that are V-shaped run side by side."""
     torch.manual_seed(1)
-    model, (x, y) = make(), batch()
-    alone = copy.deepcopy(model)
-    pipe = prepared(model, topology, **options)
-    assert pipe.plan.placement == placement
+    trained, (x, y) = heavy_activations(), batch()
+    alone = copy.deepcopy(trained)
+    pipe = prepared(trained, hosts(), replicas=2, schedule="zb-v")
+    assert pipe.plan.placement == ((0, 2), (1, 3), (1, 3), (0, 2))
     loss, expected = pipe.step(x, target=y), nn.functional.mse_loss(alone(x), y)
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -171,3 +161,70 @@ def test_a_stage_goes_to_the_ranks_that_can_hold_it(memory: tuple[float, ...], e
     assert pipe.plan.placement == expected
     needs = [need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)]
     assert all(need <= limit for need, limit in zip(needs, memory, strict=True))
+
+
+# schedules without a flush: the time from one mini-batch to the next decides
+
+
+def asynchronous(**options: Any) -> Pipeline:
+    given = {"schedule": "auto-async", "optimizer": SGD, **options}
+    return pipec.compile(model(), 3, loss_fn=LOSS, **given)
+
+
+def tried(pipe: Pipeline) -> set[str]:
+    return {pipe.plan.schedule, *(each.schedule for each in pipe.plan.alternatives)}
+
+
+@pytest.mark.slow
+def test_the_search_takes_a_schedule_without_a_flush_and_stays_with_it() -> None:
+    x, y = next(batches(1))
+    pipe = asynchronous().prepare(x, target=y)
+    assert (pipe.plan.schedule, pipe.plan.num_microbatches) == ("pipedream", 1)
+    assert tried(pipe) > {*ASYNCHRONOUS_SCHEDULES, "1f1b", "zb-h1"}
+    reference = delayed(pipe, SGD)
+    assert list(pipe.stream(batches(10))) == [reference.feed(batch) for batch in batches(10)]
+    assert_same(pipe, reference)
+    x, y = next(batches(1, rows=32))
+    pipe.prepare(x, target=y)
+    assert tried(pipe) == {"pipedream"}
+
+
+@pytest.mark.slow
+def test_a_schedule_that_flushes_is_taken_where_it_is_faster() -> None:
+    """Six microbatches wait for messages under 2BW; orders that a search finds wait less."""
+    how = {"microbatches": 6, "costs": replace(DEVICES["cpu"], host=HostCost())}
+    pipe, plain = asynchronous(**how), asynchronous(**how, schedule="auto")
+    losses = list(pipe.stream(batches(4)))
+    assert pipe.plan.sync_spec.stream is None
+    assert "pipedream-2bw" in tried(pipe)
+    assert losses == list(plain.stream(batches(4)))
+    assert tried(plain).isdisjoint(ASYNCHRONOUS_SCHEDULES)
+
+
+@pytest.mark.slow
+def test_double_buffering_has_as_many_microbatches_as_are_fastest() -> None:
+    x, y = next(batches(1))
+    plan = asynchronous(schedule="pipedream-2bw").prepare(x, target=y).plan
+    assert plan.num_microbatches == 3
+    assert {each.num_microbatches for each in plan.alternatives if len(each.replicas) == 3} == {4, 6, 8}
+
+
+def planned(bytes_per_second: float, schedule: str) -> Plan:
+    links = equal_devices(4, LinkModel(bytes_per_second, 0.0))
+    return prepared(Wide(), links, microbatches=None, optimizer=SGD, schedule=schedule).plan
+
+
+@pytest.mark.slow
+def test_stages_get_replicas() -> None:
+    """Convolutions with few weights are shared; a layer of many, whose gradients are slow to sum, is not."""
+    plan = planned(4e7, "pipedream")
+    assert (plan.schedule, replica_counts(plan)) == ("pipedream", [3, 1])
+
+
+@pytest.mark.slow
+def test_delays_are_not_taken_for_nothing() -> None:
+    """With fast links data parallelism has no bubble either."""
+    plan = planned(1e12, "auto-async")
+    assert plan.sync_spec.stream is None
+    told = [each.rejection_reason for each in plan.alternatives if each.schedule in ASYNCHRONOUS_SCHEDULES]
+    assert any("about as fast" in each or "0.0% slower" in each for each in told), told

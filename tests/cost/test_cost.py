@@ -10,7 +10,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -42,14 +42,6 @@ DEVICE = DeviceModel(
 )
 
 
-def listed_results(module: fx.GraphModule) -> tuple[Output, ...]:
-    """What describes the results, which are made a list."""
-    output = module.graph.output_node()
-    nodes = [each for each in pytree.tree_leaves(output.args) if isinstance(each, fx.Node)]
-    output.args = (nodes,)
-    return tuple(map(Output, range(len(nodes))))
-
-
 def annotated(function: Callable[..., Any], *inputs: Tensor, batched: int = 1) -> TrainingGraph:
     """The ATen graph of a function, with costs; dimension 0 of the first ``batched`` inputs is symbolic."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -58,9 +50,9 @@ def annotated(function: Callable[..., Any], *inputs: Tensor, batched: int = 1) -
         for position, tensor in enumerate(inputs)
     ]
     with mode, enable_python_dispatcher():
-        module = make_fx(function)(*fake)
+        module = make_fx(lambda *given: pytree.tree_leaves(function(*given)))(*fake)
     symbol = fake[0].shape[0].node.expr if batched else None
-    results = listed_results(module)
+    results = tuple(map(Output, range(len(module.graph.output_node().args[0]))))
     graph = TrainingGraph(module, Mode.TRAIN, (), results, batch_size=len(inputs[0]), batch=symbol)
     return AnnotateCost(DEVICE)(graph)
 

@@ -141,14 +141,6 @@ def test_figures_that_make_no_topology_are_refused(
         Topology(devices, levels)
 
 
-@pytest.mark.parametrize("text", ["devices = 3", HOSTS.replace("speed", "flavour"), "not toml"])
-def test_a_file_that_is_no_topology_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "hosts.toml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(PlanError, match=r"hosts\.toml is not a topology: .* Expected devices"):
-        read_topology(path)
-
-
 def test_the_slowest_link_has_the_lowest_rate_and_the_longest_latency() -> None:
     topology = Topology((Device(),) * 4, (Level(2, 1e9, 1e-6), Level(2, 1e10, 1e-4)))
     assert topology.slowest_link == LinkModel(1e9, 1e-4)

@@ -17,8 +17,8 @@ from pipec.ir import (
     one_rank_per_stage,
 )
 from pipec.programs import lower as lowering
-from pipec.programs import lower_periodic as periodic_lowering
 from pipec.programs import verify as verification
+from pipec.programs.lower import chain_links
 from pipec.schedules import Workload
 from pipec.timeline.simulate import SimulationCosts
 
@@ -59,13 +59,6 @@ def lower(schedule: Schedule, links: Sequence[Link], *args: object, **options: o
     return lowering.lower(schedule, plan_of(schedule, links, *args, **options))  # type: ignore[arg-type]
 
 
-def lower_periodic(
-    schedule: Schedule, links: Sequence[Link], recompute: Collection[int], sync_spec: SyncSpec
-) -> tuple[Program, ...]:
-    """The periodic programs of ``plan_of`` these."""
-    return periodic_lowering.lower_periodic(schedule, plan_of(schedule, links, recompute, sync_spec))
-
-
 def verify_programs(
     programs: Sequence[Program],
     placement: Placement,
@@ -78,17 +71,12 @@ def verify_programs(
     verification.verify_step(plan, programs)
 
 
-def verify_periodic(
-    programs: Sequence[Program],
-    placement: Placement,
-    links: Sequence[Link],
-    recompute: Collection[int],
-    sync_spec: SyncSpec,
-) -> None:
-    """Verify the periodic ``programs`` against ``plan_of`` these."""
-    verification.verify_periodic(
-        plan_of(Schedule("test", 1, placement, ()), links, recompute, sync_spec), programs
-    )
+def verified(schedule: Schedule) -> tuple[Program, ...]:
+    """The programs of a schedule on a chain of stages."""
+    links = chain_links(schedule.num_stages)
+    programs = lower(schedule, links)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
+    return programs
 
 
 def uniform_costs(

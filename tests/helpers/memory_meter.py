@@ -60,7 +60,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
             for position, action in enumerate(actions):
                 interpreter.position = position
                 is_on_host = [each.op for each in instructions[position : position + 1]] == [Op.HOST_UPDATE]
-                with meter.paused() if is_on_host else contextlib.nullcontext():
+                with _uncounted() if is_on_host else contextlib.nullcontext():
                     action()
                 if position < len(instructions):
                     meter.note(sum(_host_bytes(interpreter, each) for each in interpreter.stages))
@@ -68,8 +68,7 @@ def measure_memory(pipe: pipec.Pipeline, *args: Any, **kwargs: Any) -> StepMemor
 
     with mock.patch.object(Interpreter, "_execute", execute), contextlib.ExitStack() as stack:
         for owner, name in UNCOUNTED:
-            own = _uncounted(getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, own))
+            stack.enter_context(mock.patch.object(owner, name, _uncounted()(getattr(owner, name))))
         pipe.step(*args, **kwargs)
     if pipe.ranks.world.is_distributed:
         everyones: list[Any] = [None] * dist.get_world_size()
@@ -171,7 +170,7 @@ def _sender(endpoint: Any, instruction: Instruction, tag: int) -> Callable[[Sequ
         if meter := current_meter():
             in_transit = meter.kept.setdefault(key, deque(maxlen=MAX_IN_TRANSIT))
             in_transit.append([tensor.contiguous() for tensor in tensors])
-            with meter.paused():
+            with _uncounted():
                 tensors = [tensor.clone() for tensor in tensors]
         send(tensors, sizes)
 
@@ -221,15 +220,17 @@ def current_meter() -> "TensorMemoryMeter | None":
     return getattr(_current, "meter", None)
 
 
-def _uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of whose tensors none counts for this thread's rank."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        meter = current_meter()
-        with meter.paused() if meter else contextlib.nullcontext():
-            return function(*args, **kwargs)
-
-    return call
+@contextlib.contextmanager
+def _uncounted() -> Iterator[None]:
+    """Do not count tensors made inside a ``with``, or by a function: another rank has them, or the host."""
+    if (meter := current_meter()) is None:
+        yield
+        return
+    before, meter.is_paused = meter.is_paused, True
+    try:
+        yield
+    finally:
+        meter.is_paused = before
 
 
 class _Readings:
@@ -247,15 +248,12 @@ class _Readings:
         return RankMemory(rank, parts, peak, host_bytes=most_on_host, most=most, after=after, host_after=host)
 
 
-class CudaMemoryMeter(_Readings):
+class CudaMemoryMeter(_Readings, contextlib.AbstractContextManager["CudaMemoryMeter"]):
     """Reads the allocator of one GPU, which counts all the time: the tensors of the rank."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device, self._others = device, 0.0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         """Nothing is to be undone."""
@@ -287,7 +285,7 @@ class TensorMemoryMeter(TorchDispatchMode, _Readings):
         self._lock = threading.RLock()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._now = self._most = 0
-        self._is_paused = False
+        self.is_paused = False
         self.kept: dict[object, Any] = {}
 
     def __enter__(self) -> Self:
@@ -302,7 +300,7 @@ class TensorMemoryMeter(TorchDispatchMode, _Readings):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if self._is_paused:
+        if self.is_paused:
             return result
         passed = {id(storage) for tensor in tensors_in((args, kwargs)) for storage in _storages(tensor)}
         for tensor in tensors_in(result):
@@ -323,15 +321,6 @@ class TensorMemoryMeter(TorchDispatchMode, _Readings):
         with self._lock:
             self.rows.append((self._most, self._now, host_bytes))
             self._most = self._now
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count tensors made inside a ``with``: they are another rank's."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()

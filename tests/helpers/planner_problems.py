@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from hypothesis import strategies as st
 
+from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Device, Level, Topology
 from pipec.planner.chain import CostModel, OperatorChain, Transfer
 
@@ -43,7 +44,8 @@ class PlanningProblem:
 
     def best_seconds(self) -> float:
         """Those of the best plan; infinite if none fits in memory, or blocks are too few."""
-        return _EveryPlan(self).best_seconds()
+        level, count = len(self.sizes) - 1, len(self.chain.names)
+        return _EveryPlan(self).best(self.outermost, 0, 0, count, _Around((), level, 0))
 
 
 class _Around(NamedTuple):
@@ -64,10 +66,6 @@ class _EveryPlan:
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem, self.chain = problem, problem.chain
         self.best = cache(self._best)
-
-    def best_seconds(self) -> float:
-        level, count = len(self.problem.sizes) - 1, len(self.chain.names)
-        return self.best(self.problem.outermost, 0, 0, count, _Around((), level, 0))
 
     def _best(self, members: tuple[Member, ...], after: int, first: int, last: int, around: _Around) -> float:
         """The slowest stage of the best pipeline on all ``members``, which ``after`` devices follow."""
@@ -91,7 +89,7 @@ class _EveryPlan:
         if isinstance(member, tuple):
             return self.best(member, later, first, last, around)
         chain, model, blocks = self.chain, self.problem.model, range(first, last)
-        replicas = math.prod(around.replicas)
+        replicas, latency = math.prod(around.replicas), self.problem.latency_seconds
         held = sum(chain.resident_bytes[k] + model.in_flight(later) * chain.saved_bytes[k] for k in blocks)
         if held > member.memory_bytes:
             return math.inf
@@ -99,23 +97,18 @@ class _EveryPlan:
         reduced = 0.0
         rates = [r for r, n in zip(self.problem.rates[::-1], around.replicas, strict=True) if n > 1]
         if parameters and rates:
-            reduced = 2 * (replicas - 1) * (parameters / replicas / min(rates) + self.problem.latency_seconds)
+            reduced = 2 * (replicas - 1) * (parameters / replicas / min(rates) + latency)
         busy = sum(chain.seconds[k] for k in blocks) / member.speed / replicas
-        return max(
-            busy + reduced / (model.step_microbatches or replicas),
-            self._crossing(around.level, first) / around.links,
-        )
+        link = LinkModel(self.problem.rates[around.level], latency)
+        crossing = crossing_seconds(chain, first, link) / around.links
+        return max(busy + reduced / (model.step_microbatches or replicas), crossing)
 
-    def _crossing(self, level: int, position: int) -> float:
-        """The seconds of the values that cross a position, there and back at the same time."""
-        values = (each for each in self.chain.transfers if each.first < position <= each.last)
-        return sum(
-            max(self._message(each.forward_bytes, level), self._message(each.backward_bytes, level))
-            for each in values
-        )
 
-    def _message(self, size: float, level: int) -> float:
-        return self.problem.latency_seconds + size / self.problem.rates[level] if size else 0.0
+def crossing_seconds(chain: OperatorChain, position: int, link: LinkModel) -> float:
+    """The seconds of the values that cross a position, there and back at the same time."""
+    crossing = [each for each in chain.transfers if each.first < position <= each.last]
+    largest = [max(each.forward_bytes, each.backward_bytes) for each in crossing]
+    return sum(link.latency_seconds + size / link.bytes_per_second for size in largest if size)
 
 
 def choices(
@@ -132,7 +125,7 @@ def num_devices(members: Sequence[Member]) -> int:
     return sum(num_devices(member) if isinstance(member, tuple) else 1 for member in members)
 
 
-SECONDS = st.integers(0, 8).map(float)
+SECONDS = st.integers(0, 5).map(float)
 BYTES = st.integers(0, 6).map(float)
 MEMORY = st.sampled_from([math.inf, 16.0, 32.0, 64.0])
 

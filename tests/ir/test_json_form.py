@@ -8,9 +8,10 @@ from enum import StrEnum
 from typing import Any
 
 import pytest
-from handwritten_stages import make_plan
+from bare_programs import plan_of
 
 from pipec.ir.json_form import dump_json, parse_json, read_plain
+from pipec.programs.lower import chain_links
 from pipec.schedules import make_schedule
 
 
@@ -41,7 +42,7 @@ TREE = Tree(
 )
 
 
-@pytest.mark.parametrize("value", [TREE, make_plan(make_schedule("1f1b", 3, 4))])
+@pytest.mark.parametrize("value", [TREE, plan_of(make_schedule("1f1b", 3, 4), chain_links(3), [1])])
 def test_what_was_written_is_read(value: Any) -> None:
     found = parse_json(type(value), dump_json(value))
     assert found == value

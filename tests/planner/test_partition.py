@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_problems import PlanningProblem, problems
+from planner_problems import SECONDS, PlanningProblem, chains, crossing_seconds, problems
 
 from pipec.errors import InfeasibleError, PlanError
 from pipec.hardware.devices import LinkModel
@@ -16,45 +16,36 @@ from pipec.hardware.topology import Device, Level, Topology, equal_devices
 from pipec.planner.chain import CostModel, OperatorChain, Transfer
 from pipec.planner.partition import TOLERANCE, PartitionStage, partition_chain
 
+MOST_BLOCKS = 12
+UNIT_LINK = LinkModel(1.0, 0.0)
+LINKS = st.builds(LinkModel, st.sampled_from([0.5, 2.0]), st.sampled_from([0.0, 0.5]))
 
-@dataclass(frozen=True)
-class Line:
-    """Operators in line, and the link between any two devices."""
+Cut = tuple[float, float, tuple[int, ...]]
+"""The seconds of the slowest stage and of all communication, and where the stages begin."""
 
-    seconds: Sequence[float]
-    transfers: Sequence[Transfer]
-    bytes_per_second: float = 1.0
-    latency_seconds: float = 0.0
 
-    @property
-    def chain(self) -> OperatorChain:
-        count = len(self.seconds)
-        names, idle = [f"op{k}" for k in range(count)], [0.0] * count
-        return OperatorChain(names, self.seconds, idle, idle, idle, self.transfers)
+def line(seconds: Sequence[float], sizes: Sequence[float]) -> OperatorChain:
+    """Operators with a byte of parameters each. Each reads so many bytes of the one before."""
+    count = len(seconds)
+    transfers = [Transfer(k, k + 1, size, 0) for k, size in enumerate(sizes)]
+    none = [0.0] * count
+    return OperatorChain([f"op{k}" for k in range(count)], seconds, [1.0] * count, none, none, transfers)
 
-    def cut(self, num_stages: int, tolerance: float = 0.0) -> tuple[PartitionStage, ...]:
-        devices = equal_devices(num_stages, LinkModel(self.bytes_per_second, self.latency_seconds))
-        return partition_chain(self.chain, devices, CostModel(), replicas=1, tolerance=tolerance)
 
-    def crossing(self, cut: int) -> float:
-        """Seconds of the values that cross a cut, there and back at the same time."""
-        return sum(
-            max(self._message(value.forward_bytes), self._message(value.backward_bytes))
-            for value in self.transfers
-            if value.first < cut <= value.last
-        )
+def cut(
+    chain: OperatorChain, num_stages: int, tolerance: float = 0.0, link: LinkModel = UNIT_LINK
+) -> tuple[PartitionStage, ...]:
+    return partition_chain(chain, equal_devices(num_stages, link), CostModel(), 1, tolerance)
 
-    def _message(self, size: float) -> float:
-        return self.latency_seconds + size / self.bytes_per_second if size else 0.0
 
-    def all_cuts(self, num_stages: int) -> Iterator[tuple[float, float, tuple[int, ...]]]:
-        """(seconds of the slowest stage, communication, cuts) of every choice."""
-        for cuts in combinations(range(1, len(self.seconds)), num_stages - 1):
-            ends = (0, *cuts, len(self.seconds))
-            crossing = [0.0, *map(self.crossing, cuts)]
-            stages = zip(pairwise(ends), crossing, strict=True)
-            slowest = max(max(sum(self.seconds[i:j]), link) for (i, j), link in stages)
-            yield slowest, sum(crossing), cuts
+def all_cuts(chain: OperatorChain, num_stages: int, link: LinkModel) -> Iterator[Cut]:
+    """Every choice of stages on equal devices."""
+    for cuts in combinations(range(1, len(chain.seconds)), num_stages - 1):
+        ends = (0, *cuts, len(chain.seconds))
+        crossings = [0.0, *(crossing_seconds(chain, each, link) for each in cuts)]
+        stages = zip(pairwise(ends), crossings, strict=True)
+        slowest = max(max(sum(chain.seconds[i:j]), crossing) for (i, j), crossing in stages)
+        yield slowest, sum(crossings), cuts
 
 
 def cuts_of(stages: Sequence[PartitionStage]) -> tuple[int, ...]:
@@ -65,34 +56,17 @@ def slowest(stages: Sequence[PartitionStage]) -> float:
     return max(stage.seconds for stage in stages)
 
 
-@st.composite
-def lines(draw: st.DrawFn, times: st.SearchStrategy[float]) -> Line:
-    """Up to 12 operators, with skips."""
-    count = draw(st.integers(1, 12))
-    transfers = []
-    for producer in draw(st.lists(st.integers(0, 10), max_size=14)):
-        if producer < count - 1:
-            last = draw(st.integers(producer + 1, count - 1))
-            forward, backward = draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))
-            transfers.append(Transfer(producer, last, forward, backward))
-    return Line(
-        draw(st.lists(times, min_size=count, max_size=count)),
-        transfers,
-        bytes_per_second=draw(st.sampled_from([0.5, 2.0])),
-        latency_seconds=draw(st.sampled_from([0.0, 0.5])),
-    )
-
-
 @pytest.mark.slow
 @settings(max_examples=75, deadline=None)
-@given(lines(st.integers(0, 5).map(float)), st.sampled_from([0.0, 0.125, 0.5]))
-def test_equals_brute_force_for_every_number_of_stages(line: Line, tolerance: float) -> None:
+@given(chains(MOST_BLOCKS), LINKS, st.sampled_from([0.0, 0.125, 0.5]))
+def test_equals_brute_force_for_every_number_of_stages(
+    chain: OperatorChain, link: LinkModel, tolerance: float
+) -> None:
     """Small whole numbers, so that ties abound and both sides add exactly: cuts must match too."""
-    for num_stages in range(1, len(line.seconds) + 1):
-        found = line.cut(num_stages, tolerance)
-        every = list(line.all_cuts(num_stages))
-        fastest = min(every)[0]
-        within = [plan for plan in every if plan[0] <= fastest * (1 + tolerance)]
+    for num_stages in range(1, len(chain.seconds) + 1):
+        found = cut(chain, num_stages, tolerance, link)
+        every = list(all_cuts(chain, num_stages, link))
+        within = [plan for plan in every if plan[0] <= min(every)[0] * (1 + tolerance)]
         seconds, communication, cuts = min(within, key=lambda plan: (plan[1], plan[0], plan[2]))
         assert (slowest(found), cuts_of(found)) == (seconds, cuts)
         assert sum(stage.communication_seconds for stage in found) == communication
@@ -100,28 +74,27 @@ def test_equals_brute_force_for_every_number_of_stages(line: Line, tolerance: fl
 
 
 @settings(max_examples=50, deadline=None)
-@given(lines(st.integers(0, 5).map(float)), st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_given_numbers_of_replicas_share_the_work_of_their_stages(line: Line, numbers: list[int]) -> None:
-    if len(line.seconds) < len(numbers):
-        return
-    line = replace(line, transfers=[])
-    devices = equal_devices(sum(numbers), LinkModel(1.0, 0.0))
-    found = partition_chain(line.chain, devices, CostModel(), numbers, tolerance=0.0)
+@given(st.lists(SECONDS, min_size=4, max_size=12), st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_given_numbers_of_replicas_share_the_work_of_their_stages(
+    times: list[float], numbers: list[int]
+) -> None:
+    chain = replace(line(times, []), parameter_bytes=[0.0] * len(times))
+    devices = equal_devices(sum(numbers), UNIT_LINK)
+    found = partition_chain(chain, devices, CostModel(), numbers, tolerance=0.0)
     assert [stage.replicas for stage in found] == numbers
     best = min(
-        max(sum(line.seconds[i:j]) / number for (i, j), number in zip(pairwise(ends), numbers, strict=True))
-        for cuts in combinations(range(1, len(line.seconds)), len(numbers) - 1)
-        for ends in [(0, *cuts, len(line.seconds))]
+        max(sum(times[i:j]) / number for (i, j), number in zip(pairwise(ends), numbers, strict=True))
+        for cuts in combinations(range(1, len(times)), len(numbers) - 1)
+        for ends in [(0, *cuts, len(times))]
     )
     assert slowest(found) == pytest.approx(best)
 
 
 def test_costs_that_are_not_known_so_well_do_not_decide() -> None:
     """A cut through a wide value is not worth half a percent."""
-    line = Line([100.5, 1, 99], [Transfer(0, 1, 1, 1), Transfer(1, 2, 9, 9)])
-    assert cuts_of(line.cut(2)) == (1,)
-    assert cuts_of(replace(line, seconds=[99, 1, 100.5]).cut(2)) == (2,)
-    assert cuts_of(replace(line, seconds=[99, 1, 100.5]).cut(2, TOLERANCE)) == (1,)
+    assert cuts_of(cut(line([100.5, 1, 99], [1, 9]), 2)) == (1,)
+    assert cuts_of(cut(line([99, 1, 100.5], [1, 9]), 2)) == (2,)
+    assert cuts_of(cut(line([99, 1, 100.5], [1, 9]), 2, TOLERANCE)) == (1,)
 
 
 @pytest.mark.parametrize(
@@ -132,20 +105,18 @@ def test_equal_layers_tie_in_spite_of_rounding(
     seconds: float, num_layers: int, num_stages: int, cuts: tuple[int, ...]
 ) -> None:
     """Added in floating point, two of these layers may take longer than two others."""
-    line = Line([seconds] * num_layers, [Transfer(k, k + 1, 0, 0) for k in range(num_layers - 1)])
-    assert cuts_of(line.cut(num_stages)) == cuts
+    assert cuts_of(cut(line([seconds] * num_layers, [0] * (num_layers - 1)), num_stages)) == cuts
 
 
 def test_no_operators_are_refused() -> None:
     with pytest.raises(PlanError, match="no operators"):
-        Line([], []).cut(4)
+        cut(line([], []), 4)
 
 
 # replicas, groups of devices, and limits of memory
 
 FLAT = st.sampled_from([(4,), (3,), (2,), (1,)])
 NESTED = st.sampled_from([(2, 2), (1, 4), (3, 1), (2, 1), (3, 2), (2, 2, 2)])
-MOST_BLOCKS = 12
 
 
 def planned(problem: PlanningProblem, tolerance: float = 0.0) -> tuple[PartitionStage, ...]:
@@ -158,14 +129,6 @@ def seconds(problem: PlanningProblem) -> float:
         return slowest(planned(problem))
     except PlanError:
         return math.inf
-
-
-def chain(num_blocks: int, size: float = 1.0) -> OperatorChain:
-    """Equal operators of a second and a byte of parameters, each reading the one before."""
-    one, none = [1.0] * num_blocks, [0.0] * num_blocks
-    names = [f"op{k}" for k in range(num_blocks)]
-    transfers = [Transfer(k, k + 1, size, 0) for k in range(num_blocks - 1)]
-    return OperatorChain(names, one, one, none, none, transfers)
 
 
 @pytest.mark.slow
@@ -207,8 +170,7 @@ def test_a_chain_with_too_many_places_to_cut_gets_a_plan_that_is_not_better(prob
 def test_a_long_chain_of_equal_layers_is_cut_between_layers() -> None:
     """Layers of 10 blocks; inside a layer, ten times as much crosses."""
     sizes = [0.1 if k % 10 == 9 else 1.0 for k in range(3200)]
-    transfers = [Transfer(k, k + 1, size, 0) for k, size in enumerate(sizes[:-1])]
-    long = replace(chain(3200), transfers=transfers)
+    long = line([1.0] * 3200, sizes[:-1])
     for most in (1, 16):
         stages = partition_chain(long, Topology((Device(),) * 16, (Level(16, 1.0),)), CostModel(), most)
         assert [(stage.blocks, stage.replicas) for stage in stages] == [
@@ -219,7 +181,7 @@ def test_a_long_chain_of_equal_layers_is_cut_between_layers() -> None:
 def test_a_group_that_is_replicated_holds_one_pipeline() -> None:
     """Devices of a host hold different weights: neither has memory for both."""
     topology = Topology((Device(memory_bytes=3.0),) * 4, (Level(2, 100.0), Level(2, 1.0)))
-    model = replace(chain(2, size=10.0), resident_bytes=[2.0, 2.0])
+    model = replace(line([1.0, 1.0], [10.0]), resident_bytes=[2.0, 2.0])
     stages = partition_chain(model, topology, CostModel(step_microbatches=100), 2)
     assert [(stage.blocks, stage.devices) for stage in stages] == [(range(1), (0, 2)), (range(1, 2), (1, 3))]
 
@@ -228,12 +190,7 @@ def test_a_plan_that_may_be_missed_is_not_called_impossible(monkeypatch: pytest.
     """Two stages of unequal devices fit in memory only if they are cut where the search does not look."""
     for name in ("_FEW_POSITIONS", "MOST_POSITIONS"):
         monkeypatch.setattr(f"pipec.planner.partition.{name}", 3)
-    sizes = [9.0, 1.0, 1.0, 1.0, 9.0]
-    heavy = replace(
-        chain(6),
-        resident_bytes=[1.0] * 6,
-        transfers=[Transfer(k, k + 1, size, 0) for k, size in enumerate(sizes)],
-    )
+    heavy = replace(line([1.0] * 6, [9.0, 1.0, 1.0, 1.0, 9.0]), resident_bytes=[1.0] * 6)
     topology = Topology((Device(memory_bytes=1.0), Device(memory_bytes=5.0)), (Level(2, 1.0),))
     with pytest.raises(InfeasibleError, match="of the plans that could be searched, none fits in the memory"):
         partition_chain(heavy, topology, CostModel(), replicas=1)

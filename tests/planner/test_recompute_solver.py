@@ -20,22 +20,17 @@ from pipec.planner.recompute_solver import (
     saved_values,
 )
 
-MOST = 10
-
 
 @st.composite
-def stages(draw: st.DrawFn, most: int = MOST) -> StageValues:
+def stages(draw: st.DrawFn, most: int) -> StageValues:
     """A small graph: views and tuples, values that were received, values that nobody reads."""
     values = []
     for position in range(draw(st.integers(1, most))):
         inputs = draw(st.frozensets(st.integers(0, position - 1), max_size=3)) if position else frozenset()
         saves, replays = draw(st.sampled_from([(True, True), (True, True), (True, False), (False, True)]))
-        num_bytes, seconds = draw(st.integers(0, 9)), draw(st.integers(0, 9))
-        values.append(
-            ForwardValue(
-                num_bytes, seconds, tuple(sorted(inputs)) * replays, draw(st.booleans()), saves, replays
-            )
-        )
+        figures = draw(st.integers(0, 9)), draw(st.integers(0, 9)), tuple(sorted(inputs)) * replays
+        may_offload = saves and draw(st.booleans())
+        values.append(ForwardValue(*figures, draw(st.booleans()), saves, replays, may_offload))
     return tuple(values)
 
 
@@ -61,19 +56,6 @@ def seconds(stages: Sequence[StageValues], choice: RecomputeSolution, host: Offl
     return again + 2 * host.seconds_per_byte * (beyond + HIDDEN * copied)
 
 
-moments = st.lists(
-    st.builds(
-        MemoryConstraint,
-        st.tuples(st.integers(0, 4)),
-        st.tuples(st.integers(0, 1)),
-        st.integers(0, 120),
-        st.just((0,)),
-    ),
-    min_size=1,
-    max_size=3,
-).map(tuple)
-
-
 @settings(max_examples=40, deadline=None)
 @given(stages(6), st.integers(5, 12), st.integers(0, 3), st.integers(0, 500))
 def test_of_many_equal_stages_several_choose_alike(
@@ -97,22 +79,10 @@ def test_of_many_equal_stages_several_choose_alike(
         assert seconds(many, found) <= times * best * (1 + 2 * GAP) + 1e-9
 
 
-# the host
-
-
-offloadable = stages(5).flatmap(
-    lambda values: st.tuples(*(st.booleans() for _ in values)).map(
-        lambda able: tuple(
-            replace(value, may_offload=may and value.may_save)
-            for value, may in zip(values, able, strict=True)
-        )
-    )
-)
-
-moments_away = st.lists(
+moments = st.lists(
     st.builds(
         lambda saved, away, again, room: MemoryConstraint((saved + away,), (again,), room, (away,)),
-        *(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1), st.integers(0, 80)),
+        *(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1), st.integers(0, 120)),
     ),
     min_size=1,
     max_size=3,
@@ -121,26 +91,22 @@ moments_away = st.lists(
 hosts = st.builds(OffloadCost, st.integers(0, 30), st.sampled_from([0.25, 1.0, 3.0]))
 
 
-def ways(values: StageValues) -> Iterator[RecomputeSolution]:
+def ways(values: StageValues, host: OffloadCost | None) -> Iterator[RecomputeSolution]:
     """Everything that could be recomputed or offloaded, each way once."""
     for recomputed in choices(values):
-        able = [v for v in saved_values(values, recomputed) if values[v].may_offload]
+        able = [v for v in saved_values(values, recomputed) if values[v].may_offload and host]
         for offloaded in itertools.chain(*(itertools.combinations(able, n) for n in range(len(able) + 1))):
             yield RecomputeSolution((recomputed,), (frozenset(offloaded),))
 
 
-without_host = st.tuples(stages(), moments, st.none())
-with_host = st.tuples(offloadable, moments_away, hosts)
-
-
 @settings(max_examples=80, deadline=None)
-@given(without_host | with_host, st.integers(1, 40))
+@given(st.tuples(stages(10), st.none()) | st.tuples(stages(5), hosts), moments, st.integers(1, 40))
 def test_the_choice_is_as_fast_as_any_within_the_budget(
-    problem: tuple[StageValues, tuple[MemoryConstraint, ...], OffloadCost | None], more: int
+    problem: tuple[StageValues, OffloadCost | None], limits: tuple[MemoryConstraint, ...], more: int
 ) -> None:
-    values, limits, host = problem
+    values, host = problem
     found = minimize_seconds((values,), limits, host)
-    possible = list(ways(values))
+    possible = list(ways(values, host))
     fitting = [each for each in possible if each.excess_bytes((values,), limits) <= 0]
     if not fitting:
         assert found is None

@@ -2,20 +2,22 @@
 
 import random
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from bare_programs import plan_of
 from broken_programs import Edit, edits, golden_steps, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic_steps import Step, Wrong, check_meaning, check_on_gpus, make_step, schedules, steps
 
 from pipec.errors import VerifyError
-from pipec.ir import Op, Schedule, StepPart, plan_part, program_part
+from pipec.ir import Link, Op, Payload, Schedule, StepPart, plan_part, program_part
 from pipec.programs.tail_order import with_forwards_first
 from pipec.programs.verify import verify_step
-from pipec.schedules import make_schedule
+from pipec.schedules import forward_only, make_schedule
 
 NUM_SAMPLES = 60
 ONCE = ("drop", "double")
@@ -63,11 +65,34 @@ def test_every_broken_program_is_judged_right(name: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(steps())
-def test_programs_of_any_step_mean_what_it_asks_for(step: Step) -> None:
+def test_programs_of_any_step_mean_what_it_asks_for_and_need_few_buffers(step: Step) -> None:
     programs = step.programs()
     step.verify(programs)
     check_meaning(step, programs)
     check_on_gpus(step, programs)
+    for program in programs:
+        live = defaultdict[Link, set[int]](set)
+        peak, slots = Counter[Link](), defaultdict[Link, set[int]](set)
+        for each in program.instructions:
+            if each.op is Op.FREE:
+                for link, microbatches in live.items():
+                    if link.target == each.stage:
+                        microbatches.discard(each.microbatch)
+            elif each.link and each.slot >= 0:
+                live[each.link].add(each.microbatch)
+                slots[each.link].add(each.slot)
+                peak[each.link] = max(peak[each.link], len(live[each.link]))
+        assert {link: set(range(count)) for link, count in peak.items()} == slots
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps())
+def test_the_forwards_of_any_step_are_an_evaluation(step: Step) -> None:
+    kinds = (Payload.ACTIVATION, Payload.WEIGHT, Payload.RESULT)
+    links = [link for link in step.plan.links if link.payload in kinds]
+    forwards = forward_only(step.schedule)
+    evaluation = Step(forwards, plan_of(forwards, links))
+    evaluation.verify(evaluation.programs())
 
 
 @settings(max_examples=40, deadline=None)

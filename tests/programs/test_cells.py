@@ -31,13 +31,6 @@ def test_a_life_allows_what_its_expression_matches(cell: str, data: st.DataObjec
     assert (not Accesses.of(parts).violations(found)) == matches
 
 
-def test_of_several_missing_events_the_first_is_named() -> None:
-    found = life("sum wait read")
-    sum_, wait, read = range(3)
-    assert [found.missing_before(before, read) for before in (-1, sum_)] == [[sum_], [wait]]
-    assert [found.missing_behind(event) for event in (sum_, wait)] == [[wait], [read]]
-
-
 def test_cells_are_told_apart_whatever_their_keys() -> None:
     """Keys that leave no bits for positions are numbered anew."""
     found = life("make read*")

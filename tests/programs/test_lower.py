@@ -1,20 +1,18 @@
-"""Lowering: programs as text, and whatever the schedule and the links, they verify and need few buffers."""
+"""Lowering: programs as text, of many instructions, and with model collectives between segments."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from bare_programs import lower, uniform_costs, verify_programs
+from bare_programs import lower, uniform_costs, verified, verify_programs
 from broken_programs import golden_steps
-from example_schedules import result_link, skip_links, tied_links, v_gpipe, value
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from example_schedules import value
 
-from pipec.ir import Link, ModelCollective, Op, Payload, Phase, Program, Schedule
+from pipec.ir import ModelCollective, Op, Phase
 from pipec.ir.text_format import format_program, parse_program
 from pipec.programs.lower import chain_links
-from pipec.schedules import SCHEDULES, dualpipe_v, forward_only, interleaved_1f1b, make_schedule
+from pipec.schedules import SCHEDULES, make_schedule
 from pipec.schedules.replicated import replicate_schedule
 from pipec.timeline.simulate import simulate
 
@@ -28,59 +26,8 @@ def test_programs_of_every_kind_of_step(name: str, golden: Callable[[str, str], 
     assert [parse_program(text, step.plan.links) for text in texts] == list(step.programs())
 
 
-def checked(schedule: Schedule, links: Sequence[Link], recompute: Sequence[int] = ()) -> tuple[Program, ...]:
-    programs = lower(schedule, links, recompute)
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, recompute=recompute)
-    return programs
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    make = draw(st.sampled_from([*SCHEDULES.values(), v_gpipe]))
-    num_ranks, num_microbatches = draw(st.integers(1, 8)), draw(st.integers(1, 32))
-    if make is interleaved_1f1b:
-        num_microbatches = num_ranks * (1 + num_microbatches % 4)
-    return make(num_ranks, max(num_microbatches, 2 * num_ranks) if make is dualpipe_v else num_microbatches)
-
-
-@st.composite
-def linked_schedules(draw: st.DrawFn) -> tuple[Schedule, tuple[Link, ...], list[int]]:
-    """A schedule with a chain, some skip connections, tied weights and a result, in any order."""
-    schedule = draw(schedules())
-    stages = range(schedule.num_stages)
-    pairs = st.lists(st.sampled_from([(i, j) for i in stages for j in stages if i < j] or [None]), max_size=4)
-    skips = [link for pair in {*draw(pairs)} - {None} for link in skip_links(*pair)]
-    ties = [link for pair in {*draw(pairs)} - {None} for link in tied_links(*pair)]
-    links = [*chain_links(schedule.num_stages), *skips, *ties, result_link(schedule.num_stages - 1)]
-    recompute = draw(st.lists(st.sampled_from(stages), unique=True))
-    return schedule, tuple(draw(st.permutations(links))), recompute
-
-
-@settings(max_examples=20, deadline=None)
-@given(linked_schedules())
-def test_any_schedule_with_any_links_verifies_and_needs_few_buffers(
-    case: tuple[Schedule, tuple[Link, ...], list[int]],
-) -> None:
-    schedule, links, _ = case
-    checked(forward_only(schedule), [x for x in links if x.payload in (Payload.ACTIVATION, Payload.WEIGHT)])
-    for program in checked(*case):
-        live: dict[Link, set[int]] = {}
-        peak: dict[Link, int] = {}
-        slots: dict[Link, set[int]] = {}
-        for each in program.instructions:
-            if each.op is Op.FREE:
-                for link, microbatches in live.items():
-                    if link.target == each.stage:
-                        microbatches.discard(each.microbatch)
-            elif each.link and each.slot >= 0:
-                live.setdefault(each.link, set()).add(each.microbatch)
-                slots.setdefault(each.link, set()).add(each.slot)
-                peak[each.link] = max(peak.get(each.link, 0), len(live[each.link]))
-        assert {link: set(range(count)) for link, count in peak.items()} == slots
-
-
 def test_a_step_of_many_instructions_is_lowered_and_verified() -> None:
-    programs = checked(make_schedule("1f1b", 100, 300), chain_links(100))
+    programs = verified(make_schedule("1f1b", 100, 300))
     assert sum(len(program.instructions) for program in programs) == 10 * 100 * 300 - 6 * 300
 
 

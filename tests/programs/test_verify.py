@@ -1,6 +1,5 @@
 """The program verifier: what it says of faults, and those that an edit of one instruction does not show."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +14,12 @@ from hypothesis import strategies as st
 from symbolic_steps import make_step
 
 from pipec.errors import VerifyError
-from pipec.ir import Bucket, Instruction, Op, ShardingLevel, Stage, SyncSpec, one_rank_per_stage
+from pipec.ir import Bucket, Op, ShardingLevel, Stage, SyncSpec, one_rank_per_stage
 from pipec.programs.lower import bare_plan, chain_links
 from pipec.programs.program_index import InstructionSite
 from pipec.programs.rules.deadlock_rules import stalled_ranks, wait_cycle
 from pipec.programs.verify import verify
-from pipec.schedules import gpipe, make_schedule
+from pipec.schedules import gpipe
 from pipec.schedules.replicated import round_robin
 
 
@@ -172,39 +171,21 @@ def test_programs_stall_exactly_where_the_waits_form_a_cycle(
             assert ahead[1] >= following[1]
 
 
-def test_receiving_just_in_time_deadlocks_when_sends_wait() -> None:
-    """The naive lowering of 1F1B: receive, compute, then a send that waits for its receive."""
-    schedule, links = make_schedule("1f1b", 2, 2), chain_links(2)
-    programs = [
-        replace(each, instructions=just_in_time(each.instructions)) for each in lower(schedule, links)
-    ]
-    with pytest.raises(VerifyError) as caught:
-        verify_programs(programs, schedule.placement, links, 2)
-    heading, rank_0, rank_1, *shown = str(caught.value).splitlines()
-    assert heading == "rank 0, instruction 3: deadlock if sends wait for their receives:"
-    assert rank_0.startswith(
-        "  rank 0 at '3 send stage 0 mb 1 hidden_1 (0 -> 1) to rank 1' waits for rank 1 to"
+def test_a_deadlock_is_told_with_what_ranks_wait_for() -> None:
+    """A receive is posted so late that sends, which may wait for it, wait for each other."""
+    heading, rank_0, rank_1, *shown = said("handed on", 1, Op.RECV, 3, "move", 5).splitlines()
+    assert heading == "rank 0, instruction 6: deadlock if sends wait for their receives:"
+    assert rank_0 == (
+        "  rank 0 at '6 send stage 0 mb 1 shared (0 -> 1) to rank 1' waits for rank 1 to reach "
+        "'8 recv stage 1 mb 1 shared (0 -> 1) from rank 0 slot 1'"
     )
-    assert rank_0.endswith("reach '7 recv stage 1 mb 1 hidden_1 (0 -> 1) from rank 0 slot 1'")
-    assert rank_1.startswith(
-        "  rank 1 at '4 send stage 1 mb 0 grad_hidden_1 (1 -> 0) to rank 0' waits for rank 0"
+    assert rank_1 == (
+        "  rank 1 at '6 send stage 1 mb 0 hidden_2 (1 -> 2) to rank 0' waits for rank 0 to reach "
+        "'8 recv stage 2 mb 0 hidden_2 (1 -> 2) from rank 1 slot 0'"
     )
-    assert rank_1.endswith("to reach '4 recv stage 0 mb 0 grad_hidden_1 (1 -> 0) from rank 1 slot 0'")
     assert [line for line in shown if line.startswith(">")] == [
-        ">  3  send        stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1"
+        ">  6  send       stage 0  mb 1  shared (0 -> 1)    to rank 1"
     ]
-
-
-def just_in_time(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """Each receive moved to directly before its wait."""
-    receives = {(each.link, each.microbatch, each.peer): each for each in instructions if each.op is Op.RECV}
-    moved: list[Instruction] = []
-    for each in instructions:
-        if each.op is Op.WAIT_RECV:
-            moved.append(receives[each.link, each.microbatch, each.peer])
-        if each.op is not Op.RECV:
-            moved.append(each)
-    return tuple(moved)
 
 
 # a sync spec fits the stages of a plan, and their tensors
