@@ -1,45 +1,34 @@
 """Awkward but real modules train in two stages with the bits of the unsplit model, and stay as they were."""
 
 import copy
+import functools
 import logging
+import math
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from awkward_modules import (
-    SIZES,
-    WIDTH,
-    Autocast,
-    Between,
-    Branch,
-    MovingMean,
-    Pair,
-    Sizes,
-    Unused,
-    assert_same_bits,
-    batch,
-    module,
-    trained_both_ways,
-)
+from awkward_modules import SIZES, WIDTH, Between, Pair, assert_same_bits, batch, trained_both_ways
+from forward_modules import model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from unsplit_reference import StepResult, assert_equal
 
 import pipec
-from pipec.capture.model_call import ModelCall
 from pipec.errors import CaptureError, InputError
 from pipec.pipeline import Pipeline
 from pipec.torch_compat.module_state import replace_with_fake_tensors, restore_module
+from pipec.torch_compat.operator_patches import RECURRENT
 
 mse = nn.functional.mse_loss
 
 
-def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] = mse, **options: Any) -> Pipeline:
-    return pipec.compile(model, devices=2, loss_fn=loss_fn, microbatches=len(SIZES), **options)
+def compiled(net: nn.Module, loss_fn: Callable[..., Tensor] = mse, **options: Any) -> Pipeline:
+    return pipec.compile(net, devices=2, loss_fn=loss_fn, microbatches=len(SIZES), **options)
 
 
 @torch.library.custom_op("pipec_tests::thrice", mutates_args=())
@@ -55,45 +44,49 @@ def _(x: Tensor) -> Tensor:
 thrice.register_autograd(lambda ctx, gradient: 5 * gradient)  # so that a lost backward shows
 
 
-class Locked(nn.Module):
+@model(mean=lambda: nn.Buffer(torch.zeros(WIDTH)), count=lambda: nn.Buffer(torch.tensor(0)))
+def MovingMean(self: Any, x: Tensor) -> Tensor:
+    """Buffers that ``forward`` changes: one by assignment, one in place."""
+    self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+    self.count += 1
+    return x - self.mean / self.count
+
+
+@model()
+def Sizes(self: Any, x: Tensor) -> Tensor:
+    """Numbers that depend on the size of the batch, in operations on tensors."""
+    rows = x.shape[0]
+    x = x * (1 / rows) + x.sum() / x.numel() - (rows - 1)
+    return x / math.sqrt(2 * rows) * math.ceil(rows / 2) + (x < rows - 2) * (rows % 2 + rows // 2)
+
+
+LOCK = [threading.Lock()]
+
+
+@model()
+def Locked(self: Any, x: Tensor) -> Tensor:
     """Dynamo cannot trace it, and export can."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = [threading.Lock()]
-
-    def __deepcopy__(self, memo: object) -> "Locked":
-        return Locked()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.lock[0]:
-            return thrice(x).tanh()
+    with LOCK[0]:
+        return thrice(x).tanh()
 
 
-class FailsTraced(nn.Module):
+@model()
+def FailsTraced(self: Any, x: Tensor) -> Tensor:
     """It is differentiated directly."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            raise ValueError("no mask")
-        return x
+    if torch.compiler.is_compiling():
+        raise ValueError("no mask")
+    return x
 
 
-AWKWARD: dict[str, tuple[Callable[[], nn.Module], Sequence[int]]] = {
-    "autocast": (Autocast, SIZES),
-    "changed buffers": (MovingMean, SIZES),
-    "unused": (Unused, SIZES),
-    "batch size": (Sizes, SIZES),
-    "an operator of torch.library in an export": (Locked, [5]),
-    "fails while it is traced": (FailsTraced, SIZES),
-}
-"""Others are models of ``equality_rows``."""
-
-
-@pytest.mark.parametrize("name", AWKWARD)
-def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(name: str) -> None:
-    make, sizes = AWKWARD[name]
-    assert_same_bits(Between(make), batch(), sizes)
+@pytest.mark.parametrize(
+    ("make", "sizes", "weight"),
+    [(MovingMean, SIZES, "rows"), (Sizes, SIZES, "rows"), (Locked, [5], None), (FailsTraced, SIZES, None)],
+)
+def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(
+    make: Any, sizes: list[int], weight: str | None
+) -> None:
+    """Others are models of ``equality_rows``."""
+    assert_same_bits(Between(make), batch(), sizes, microbatch_weight=weight)
 
 
 @dataclass
@@ -110,7 +103,7 @@ class Scores(NamedTuple):
     extras: dict[str, Any]
 
 
-@module(lambda: {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH)})
+@model(first=lambda: nn.Linear(WIDTH, WIDTH), last=lambda: nn.Linear(WIDTH, WIDTH))
 def Nested(self: Any, inputs: dict[str, Any], *, options: tuple[Any, ...] = ()) -> Scores:
     """Takes a dataclass in a dict and a tuple with plain values; returns tensors and plain values in turn."""
     scale, name, mask = options
@@ -137,26 +130,19 @@ def test_nested_arguments_are_split_and_nested_outputs_come_back_in_their_own_cl
     assert (found.extras["name"], found.extras["none"]) == ("half", None)
 
 
-def test_a_sample_has_the_layout_of_the_call() -> None:
-    images = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    sample = ModelCall((images,), {}).sample(6, None).leaves[0]
-    assert sample.shape == (6, 3, 2, 2)
-    assert sample.stride() == images.stride()
-
-
 def test_fakes_of_another_device_stand_for_tensors_without_memory() -> None:
     """The model stays where it is. Tied tensors stay tied."""
-    model, device = Between(MovingMean), torch.device("cuda", 0)
-    model.last.weight = model.first.weight
-    model.first.bias.requires_grad_(False)
-    before = dict(model.state_dict(keep_vars=True))
-    with restore_module(model):
-        replace_with_fake_tensors(model, device)
-        now = dict(model.state_dict(keep_vars=True))
+    net, device = Between(MovingMean), torch.device("cuda", 0)
+    net.last.weight = net.first.weight
+    net.first.bias.requires_grad_(False)
+    before = dict(net.state_dict(keep_vars=True))
+    with restore_module(net):
+        replace_with_fake_tensors(net, device)
+        now = dict(net.state_dict(keep_vars=True))
         assert all(isinstance(tensor, FakeTensor) and tensor.device == device for tensor in now.values())
-        assert model.first.weight is model.last.weight
+        assert net.first.weight is net.last.weight
         assert [x.requires_grad for x in now.values()] == [x.requires_grad for x in before.values()]
-    after = model.state_dict(keep_vars=True)
+    after = net.state_dict(keep_vars=True)
     assert all(after[name] is tensor for name, tensor in before.items())
 
 
@@ -174,22 +160,22 @@ def test_constants_of_an_artifact_are_on_the_host(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_tensor_on_meta_that_is_no_buffer_is_refused_where_it_is_used() -> None:
-    class Masked(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            self.mask = torch.ones(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.mask
+    @model(layer=lambda: nn.Linear(4, 4), mask=lambda: torch.ones(4))
+    def Masked(self: Any, x: Tensor) -> Tensor:
+        return self.layer(x) * self.mask
 
     with torch.device("meta"):
-        model = Masked()
+        net = Masked()
     with pytest.raises(InputError, match=r"\* self\.mask\n.*cpu(,| and) meta"):
-        pipec.compile(model, 1).prepare(torch.zeros(4, 4))
-    assert model.mask.is_meta
+        pipec.compile(net, 1).prepare(torch.zeros(4, 4))
+    assert net.mask.is_meta
 
 
-@module(lambda: {"embedding": nn.Embedding(16, 8), "first": nn.Linear(8, 8), "second": nn.Linear(8, 16)})
+@model(
+    embedding=lambda: nn.Embedding(16, 8),
+    first=lambda: nn.Linear(8, 8),
+    second=lambda: nn.Linear(8, 16),
+)
 def Attending(self: Any, tokens: Tensor) -> Tensor:
     x = self.first(self.embedding(tokens)).unsqueeze(1)
     return self.second(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1))
@@ -199,48 +185,32 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-TOKENS = torch.zeros(5, 8, dtype=torch.int64)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "loss_fn", "inputs", "names"),
-    [
-        (lambda: Between(MovingMean), mse, batch(), r"first\.weight and 5 other"),
-        (Attending, token_loss, {"x": TOKENS, "target": TOKENS}, r"embedding\.weight and 4 other"),
-    ],
-)
-def test_a_model_on_the_meta_device_is_compiled_as_on_its_device_and_trains_once_it_has_values(
-    make: Callable[[], nn.Module], loss_fn: Callable[..., Tensor], inputs: dict[str, Tensor], names: str
-) -> None:
+def test_a_model_on_the_meta_device_is_compiled_as_on_its_device_and_trains_once_it_has_values() -> None:
     """torch differentiates a cross entropy on meta to no gradient, and takes attention apart there."""
-    x, target = inputs.values()
-    real = make()
+    tokens, real = torch.zeros(5, 8, dtype=torch.int64), Attending()
     with torch.device("meta"):
-        model = make()
+        unmade = Attending()
     pipe, reference = (
-        compiled(each, loss_fn, microbatch_weight="rows").prepare(x, target=target)
-        for each in (model, copy.deepcopy(real))
+        compiled(each, token_loss, microbatch_weight="rows").prepare(tokens, target=tokens)
+        for each in (unmade, copy.deepcopy(real))
     )
     assert [pipe.source(stage) for stage in (0, 1)] == [reference.source(stage) for stage in (0, 1)]
-    with pytest.raises(InputError, match=f"{names} tensors are on the meta device"):
-        pipe.step(x, target=target)
+    with pytest.raises(InputError, match=r"embedding\.weight and 4 other tensors are on the meta device"):
+        pipe.step(tokens, target=tokens)
     pipe.to_empty(device="cpu").load_state_dict(real.state_dict())
-    loss = pipe.step(x, target=target)
-    expected, _, _ = trained_both_ways(real, inputs, SIZES, loss_fn)
+    loss = pipe.step(tokens, target=tokens)
+    expected, _, _ = trained_both_ways(real, {"x": tokens, "target": tokens}, loss_fn=token_loss)
     assert_equal(StepResult.of(loss, pipe), expected)
 
 
-class Turned(nn.Module):
+@model(
+    angles=lambda: nn.Buffer(torch.arange(WIDTH) / WIDTH, persistent=False),
+    scale=lambda: nn.Buffer(torch.full((WIDTH,), 0.5, device="cpu"), persistent=False),
+)
+def Turned(self: Any, x: Tensor) -> Tensor:
     """Has a buffer that no state dict holds, made by ``__init__``, and one that may be real on any device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("angles", torch.arange(WIDTH) / WIDTH, persistent=False)
-        self.register_buffer("scale", torch.full((WIDTH,), 0.5, device="cpu"), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.angles.cos() * self.scale
+    return x * self.angles.cos() * self.scale
 
 
 @pytest.mark.slow
@@ -261,18 +231,15 @@ def test_a_tensor_that_nobody_gave_a_value_is_refused_by_name() -> None:
     assert_equal(StepResult.of(loss, pipe), expected)
 
 
-class RowByRow(nn.Module):
+@model()
+def RowByRow(self: Any, x: Tensor) -> Tensor:
     """Unrolls the batch, which becomes a constant by it."""
-
-    mixes_rows = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([row * number for number, row in enumerate(x, start=1)])
+    return torch.stack([row * number for number, row in enumerate(x, start=1)])
 
 
 @pytest.mark.slow
 def test_a_model_that_unrolls_the_batch_is_compiled_for_each_size(caplog: pytest.LogCaptureFixture) -> None:
-    assert_same_bits(Between(RowByRow), batch())
+    assert_same_bits(Between(RowByRow), batch(), microbatch_weight="rows")
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(messages) == len(SIZES)
     for message, size in zip(messages, SIZES, strict=True):
@@ -281,24 +248,32 @@ def test_a_model_that_unrolls_the_batch_is_compiled_for_each_size(caplog: pytest
         assert "test_capture.py:" in message
 
 
-@module(lambda: {"calls": 0, "last": None, "layer": nn.Dropout(0.5)})
+@model(calls=int, last=lambda: None, layer=lambda: nn.Dropout(0.5))
 def Counting(self: Any, x: Tensor) -> Tensor:
-    """Sets attributes of itself, as logging and caching code does; and prints."""
+    """Sets attributes of itself, as logging and caching code does."""
     self.calls += 1
     self.last = x.detach()
     return self.layer(x)
 
 
-def everything_of(model: nn.Module) -> list[tuple[str, object]]:
+@model()
+def Branch(self: Any, x: Tensor) -> Tensor:
+    """Cannot be captured: the value of a tensor decides what runs."""
+    if x.sum() > 0:
+        x = x + 1
+    return x
+
+
+def everything_of(net: nn.Module) -> list[tuple[str, object]]:
     """Every attribute of every module, by identity, and what torch keeps of every tensor."""
     state: list[tuple[str, object]] = []
-    for path, part in model.named_modules():
+    for path, part in net.named_modules():
         for name, value in vars(part).items():
             held = tuple(value.items()) if isinstance(value, dict) else value
             state.append(
                 (f"{path}.{name}", [(k, id(v)) for k, v in held] if held is not value else id(value))
             )
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         state.append((name, (tensor._version, tensor.requires_grad, tensor.grad, sorted(vars(tensor)))))
     return state
 
@@ -314,6 +289,8 @@ def surroundings() -> dict[str, object]:
         "dtype": torch.get_default_dtype(),
         "apply": torch.autograd.Function.__dict__["apply"],
         "register_hook": Tensor.register_hook,
+        "validation": torch.distributions.Distribution._validate_args,
+        "recurrent": [dict(getattr(torch.ops.aten, name).input.py_kernels) for name in RECURRENT.values()],
         "levels": {name: logging.getLogger(name).level for name in ("torch", "torch._dynamo", "torch.fx")},
     }
 
@@ -323,17 +300,18 @@ def surroundings() -> dict[str, object]:
     [(Counting, True), (MovingMean, True), (MovingMean, False), (Branch, True)],
 )
 def test_capture_leaves_the_model_and_its_surroundings_as_they_were(
-    make: type[nn.Module], training: bool, caplog: pytest.LogCaptureFixture
+    make: type[nn.Module], training: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, inputs = Between(make).train(training), batch()
-    model.first.eval()
-    pipe = compiled(model, microbatch_weight="rows")
-    before = everything_of(model), surroundings(), [vars(tensor).copy() for tensor in inputs.values()]
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile clears it
+    net, inputs = Between(make).train(training), batch()
+    net.first.eval()
+    pipe = compiled(net, microbatch_weight="rows")
+    before = everything_of(net), surroundings(), [vars(tensor).copy() for tensor in inputs.values()]
     try:
         pipe.prepare(**inputs)
     except CaptureError:
         assert make is Branch
-    assert everything_of(model) == before[0]
+    assert everything_of(net) == before[0]
     assert surroundings() == before[1]
     assert [vars(tensor) for tensor in inputs.values()] == before[2]
     if make is Counting:
@@ -345,13 +323,11 @@ def test_capture_leaves_the_model_and_its_surroundings_as_they_were(
 def test_captures_do_not_disturb_one_another() -> None:
     """Dynamo keeps what it compiled by code object: models that differ in a number share it."""
 
-    class Deep(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.depth):
-                x = torch.tanh(x) * self.depth
-            return x
+    @model(depth=int)
+    def Deep(self: Any, x: Tensor) -> Tensor:
+        for _ in range(self.depth):
+            x = torch.tanh(x) * self.depth
+        return x
 
     for depth in (1, 2, 1):
-        model = Between(Deep)
-        model.awkward.depth = depth
-        assert_same_bits(model, batch())
+        assert_same_bits(Between(functools.partial(Deep, depth)), batch())

@@ -1,6 +1,7 @@
 """Kinds of models that eager torch can train, and what each needs of capture."""
 
 import copy
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,18 +15,19 @@ from awkward_modules import (
     Pair,
     assert_same_bits,
     batch,
-    module,
     train_as_eager,
     trained_both_ways,
 )
+from forward_modules import model
 from slow_params import slow
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from unsplit_reference import assert_equal
 
 import pipec
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture
-from pipec.errors import PlanError
+from pipec.errors import CaptureError, PlanError
 from pipec.ir import Mode
 from pipec.passes.assignments.follow_placement import FollowPlacement
 
@@ -43,17 +45,17 @@ IDS = {"x": torch.randint(20, (4, 3)), "target": torch.randn(4, 3, 20)}
 
 
 def test_a_sparse_gradient_stays_sparse() -> None:
-    model = words()
-    pair = Pair(model, mse)
+    net = words()
+    pair = Pair(net, mse)
     for number in (1, 2):
         pair.pipe.step(IDS["x"], target=IDS["target"])
         for x, target in zip(IDS["x"].split(2), IDS["target"].split(2), strict=True):
             (mse(pair.unsplit(x), target) / 2).backward()
-        found, expected = model[0].weight.grad, pair.unsplit[0].weight.grad
+        found, expected = net[0].weight.grad, pair.unsplit[0].weight.grad
         assert found.is_sparse, number
         assert torch.equal(found._indices(), expected._indices())
         assert torch.equal(found._values(), expected._values())
-    torch.optim.SparseAdam([model[0].weight]).step()
+    torch.optim.SparseAdam([net[0].weight]).step()
 
 
 def test_a_sparse_gradient_and_a_dense_one_of_a_tied_weight_are_added_in_one_stage() -> None:
@@ -62,12 +64,10 @@ def test_a_sparse_gradient_and_a_dense_one_of_a_tied_weight_are_added_in_one_sta
         pipec.compile(words(tied=True), 2, loss_fn=mse).step(IDS["x"], target=IDS["target"])
 
 
-@module(
-    lambda: {
-        "before": nn.Linear(WIDTH, WIDTH),
-        "tower": nn.Sequential(nn.BatchNorm1d(3), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(3)),
-        "head": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
-    }
+@model(
+    before=lambda: nn.Linear(WIDTH, WIDTH),
+    tower=lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(3)),
+    head=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
 )
 def Siamese(self: Any, x: Tensor) -> Tensor:
     """Two towers share a BatchNorm. What comes before it is used twice as well."""
@@ -75,7 +75,7 @@ def Siamese(self: Any, x: Tensor) -> Tensor:
     return self.head(self.tower(hidden) - self.tower(hidden + 1))
 
 
-@module(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "mean": torch.zeros(WIDTH)})
+@model(layer=lambda: nn.Linear(WIDTH, WIDTH), mean=lambda: nn.Buffer(torch.zeros(WIDTH)))
 def Late(self: Any, x: Tensor) -> Tensor:
     """Reads a buffer in front of the layer after which it changes it."""
     hidden = self.layer(x - self.mean)
@@ -87,13 +87,13 @@ def Late(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("devices", [slow(2), 3])
 def test_readers_and_writers_of_a_buffer_stay_together(make: Callable[[], nn.Module], devices: int) -> None:
     torch.manual_seed(0)
-    model = make()
-    found, expected, pipe = trained_both_ways(model, batch(), devices=devices)
+    net = make()
+    found, expected, pipe = trained_both_ways(net, batch(), devices=devices)
     counters = {name for name in expected.buffers if name.endswith("num_batches_tracked")}
     assert all(0 < found.buffers[name] <= 2 * expected.buffers[name] for name in counters)  # those of a step
     expected.buffers.update({name: found.buffers[name] for name in counters})
     assert_equal(found, expected)
-    unsplit = copy.deepcopy(model)  # that calls in other modes follow the stages of the first
+    unsplit = copy.deepcopy(net)  # that calls in other modes follow the stages of the first
     for training in (True, False):
         pipe.train(training)
         unsplit.train(training)
@@ -101,11 +101,13 @@ def test_readers_and_writers_of_a_buffer_stay_together(make: Callable[[], nn.Mod
             wanted = torch.cat([unsplit(x) for x in batch()["x"].split(SIZES)])
         assert torch.equal(pipe(batch()["x"]), wanted)
         for name, buffer in unsplit.named_buffers():
-            assert name in counters or torch.equal(model.get_buffer(name), buffer)
+            assert name in counters or torch.equal(net.get_buffer(name), buffer)
 
 
-@module(
-    lambda: {"norm": nn.BatchNorm1d(3), "first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH)}
+@model(
+    norm=lambda: nn.BatchNorm1d(3),
+    first=lambda: nn.Linear(WIDTH, WIDTH),
+    last=lambda: nn.Linear(WIDTH, WIDTH),
 )
 def Throughout(self: Any, x: Tensor) -> Tensor:
     """Its first operator and its last change the same buffers."""
@@ -124,45 +126,33 @@ def test_a_buffer_that_leaves_too_few_parts_is_named() -> None:
         pipec.compile(Throughout(), 3, loss_fn=mse).prepare(**batch())
 
 
-class Enlarged(nn.Module):
-    """Rows of ``x`` as images of so many dimensions, made larger by a factor or to a size, and summed."""
-
-    def __init__(self, mode: str, dimensions: int, by_size: bool) -> None:
-        super().__init__()
-        self.mode, self.shape = mode, (1, *[1] * (dimensions - 1), WIDTH)
-        self.sizes = {"size": (*[2] * (dimensions - 1), 7)} if by_size else {"scale_factor": 2.0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        images = x.reshape(-1, *self.shape)
-        larger = nn.functional.interpolate(images, mode=self.mode, align_corners=False, **self.sizes)
-        return larger.square().flatten(1)[:, :WIDTH].view(x.shape)
-
-
 @pytest.mark.parametrize("by_size", [True, False], ids=["size", "factor"])
 @pytest.mark.parametrize(
     ("mode", "dimensions"), [("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)]
 )
 def test_an_interpolation_is_one_operator_for_any_batch(mode: str, dimensions: int, by_size: bool) -> None:
-    pipe = assert_same_bits(Between(lambda: Enlarged(mode, dimensions, by_size)), batch())
+    """Rows as images of so many dimensions, made larger by a factor or to a size."""
+    ones = [1] * (dimensions - 1)
+    sizes = {"size": (*[2] * (dimensions - 1), 7)} if by_size else {"scale_factor": 2.0}
+
+    @model()
+    def Enlarged(self: Any, x: Tensor) -> Tensor:
+        images = x.reshape(-1, 1, *ones, WIDTH)
+        larger = nn.functional.interpolate(images, mode=mode, align_corners=False, **sizes)
+        return larger.square().flatten(1)[:, :WIDTH].view(x.shape)
+
+    pipe = assert_same_bits(Between(Enlarged), batch())
     assert pipe.plan.dynamic_batch
     source = pipe.source(0) + pipe.source(1)
     assert source.count("primitives.INTERPOLATE(") == source.count("primitives.INTERPOLATE_BACKWARD(") == 1
 
 
-def ctc(output: Tensor, target: Tensor) -> Tensor:
-    """Targets end with zeros, so that their lengths are known from values alone, and none is the longest."""
-    scores = output.log_softmax(-1).transpose(0, 1)
-    lengths = (target != 0).sum(1)
-    return nn.functional.ctc_loss(scores, target, torch.full_like(lengths, output.shape[1]), lengths)
-
-
-class Checkpointed(nn.Module):
+@model()
+def Checkpointed(self: Any, x: Tensor) -> Tensor:
     """Asks for a gradient that nobody reads, as Wav2Vec2 does for the sake of reentrant checkpoints."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach()[:, None]
-        x.requires_grad = True
-        return x.squeeze(1)
+    x = x.detach()[:, None]
+    x.requires_grad = True
+    return x.squeeze(1)
 
 
 def ctc_of_words(output: Tensor, target: Tensor) -> Tensor:
@@ -175,72 +165,37 @@ def ctc_of_words(output: Tensor, target: Tensor) -> Tensor:
         )
 
 
-@pytest.mark.parametrize("loss_fn", [ctc, ctc_of_words])
-def test_the_loss_of_connectionist_temporal_classification(loss_fn: Callable[..., Tensor]) -> None:
-    model = nn.Sequential(Checkpointed() if loss_fn is ctc_of_words else nn.Identity(), Between(nn.Tanh))
+def test_the_loss_of_connectionist_temporal_classification() -> None:
+    net = nn.Sequential(Checkpointed(), Between(nn.Tanh))
     x, target = torch.randn(4, 6, WIDTH), torch.tensor([[1, 2, 0]] * 3 + [[3, 0, 0]])
-    pipe = train_as_eager(model, x, target=target, loss_fn=loss_fn)
-    assert pipe.plan.dynamic_batch
+    assert train_as_eager(net, x, target=target, loss_fn=ctc_of_words).plan.dynamic_batch
 
 
 INSTALLING = threading.Lock()
 
 
-class Recording(nn.Module):
+@model(layer=lambda: nn.Linear(WIDTH, WIDTH), seen=list)
+def Recording(self: Any, x: Tensor) -> Tensor:
     """Installs a hook at its first call, under a lock, as transformers does to collect outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.seen: list[Tensor] = []
-
-    def install(self) -> None:
+    if not hasattr(self, "installed"):
         with INSTALLING:
             self.layer.register_forward_hook(lambda module, args, output: output * 2)
             self.installed = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "installed"):
-            self.install()
-        self.seen.append(x)
-        return self.layer(x)
+    self.seen.append(x)
+    return self.layer(x)
 
 
 def test_what_the_first_call_sets_up_is_captured_and_undone() -> None:
-    model, inputs = Between(Recording), batch()
-    pair = Pair(model, mse, microbatches=1)
+    net, inputs = Between(Recording), batch()
+    pair = Pair(net, mse, microbatches=1)
     pair.pipe.prepare(inputs["x"], target=inputs["target"])
-    assert not model.awkward.layer._forward_hooks
-    assert not model.awkward.seen
-    assert not hasattr(model.awkward, "installed")
+    assert not net.awkward.layer._forward_hooks
+    assert not net.awkward.seen
+    assert not hasattr(net.awkward, "installed")
     pair.step(inputs["x"], target=inputs["target"])
 
 
-@module(
-    lambda: {
-        "norm": nn.BatchNorm1d(WIDTH),
-        "linear": nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-        "num_calls": torch.zeros((), dtype=torch.int64),
-        "mean": torch.zeros(WIDTH),
-    }
-)
-def Counting(self: Any, x: Tensor) -> Tensor:
-    """Counts forwards, averages activations, and iterates towards the norm of a weight."""
-    self.num_calls += 1
-    self.mean.lerp_(x.detach().mean(0), 0.1)
-    return self.linear(self.norm(x)) - self.mean
-
-
-@pytest.mark.slow
-def test_buffers_that_do_not_depend_on_rows_change_once_a_step(said: list[str]) -> None:
-    pipe = pipec.compile(Counting(), devices=1, loss_fn=mse, microbatches=3)
-    for _ in range(2):
-        pipe.step(torch.randn(6, WIDTH), target=torch.randn(6, WIDTH))
-    assert pipe.get_buffer("num_calls") == 2
-    assert not [message for message in said if "forward() changes" in message]
-
-
-@module(lambda: {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 1)})
+@model(first=lambda: nn.Linear(WIDTH, WIDTH), last=lambda: nn.Linear(WIDTH, 1))
 def Squeezed(self: Any, x: Tensor) -> Tensor:
     """Scores of rows, squeezed in every way."""
     hidden = self.first(x).tanh().squeeze(0).squeeze((0, 1))
@@ -264,3 +219,130 @@ def test_a_batch_of_one_row_keeps_it_and_says_so(said: list[str]) -> None:
     (warning,) = said
     assert "the batch has one row: eager torch would squeeze this dimension" in warning
     assert "hidden = self.first(x).tanh().squeeze(0)" in warning
+
+
+# models that differentiate something themselves: forward and backward are traced together
+
+ROWS = 8
+
+
+@model(net=lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+def Physics(self: Any, x: Tensor) -> Tensor:
+    """A network trained by the residual of the heat equation."""
+    x = x.detach().requires_grad_(True)
+    (first,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+    return (first[:, 1] - second[:, 0]).square().mean()
+
+
+class Recomputed(torch.autograd.Function):
+    """``tanh(x w)``: the backward computes the forward again, and doubles the gradient of ``w``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.tanh(x @ w)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, w = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = torch.tanh(x @ w)
+        of_x, of_w = torch.autograd.grad(y, [x, w], gradient)
+        return of_x, 2 * of_w
+
+
+@model(
+    first=lambda: nn.Linear(WIDTH, WIDTH),
+    norm=lambda: nn.BatchNorm1d(WIDTH),
+    last=lambda: nn.Linear(WIDTH, 1),
+    weight=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH)),
+)
+def Custom(self: Any, x: Tensor) -> Tensor:
+    """A custom backward that differentiates, a hook on a node of autograd, a constant and a conversion."""
+    first = self.first.to(torch.float32)(x) + torch.tensor([1.0] * WIDTH)
+    h = Recomputed.apply(self.norm(first), self.weight)
+    h.grad_fn.register_hook(lambda inputs, outputs: tuple(3 * each for each in inputs))  # type: ignore[union-attr]
+    return self.last(h).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "width", "microbatches"),
+    [(Physics, 2, 2), (Custom, WIDTH, 1)],
+)
+def test_gradients_are_those_of_eager_mode(
+    make: Callable[[], nn.Module], width: int, microbatches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For two sizes of the batch, and losses that are means over rows: no warning speaks of them."""
+    torch.manual_seed(0)
+    pair = Pair(make(), microbatches=microbatches)
+    for rows in (ROWS, ROWS - 2):
+        pair.step(torch.randn(rows, width), error=1e-5)
+        for found, expected in zip(pair.model.buffers(), pair.unsplit.buffers(), strict=True):
+            torch.testing.assert_close(found, expected)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith("forward and backward were traced together")
+    (staged,) = pair.pipe._executions.compiler.cache.staged_graphs
+    assert all(operator.source.startswith("test_kinds.py:") for operator in staged.graph.operators)
+    assert make is not Physics or "# net.2 · Linear" in pair.pipe.source(0)
+
+
+class Traced(nn.Module):
+    """Two layers, in a forward that no other front end takes."""
+
+    def __init__(self, width: int, compute: Callable[[Any, Tensor], Tensor], between: Any = None) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(width, 8), between or nn.Identity(), nn.Linear(8, 8))
+        self.compute, self.scale = compute, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.compute(self, x)
+        assert y.grad_fn.metadata is not None  # type: ignore[union-attr]
+        return y.square().mean() * self.scale
+
+
+def test_what_changes_a_value_that_was_read_compiles_anew() -> None:
+    """Nobody tells what the code read, so all that it could read is compared."""
+    model, x = Traced(2, lambda self, x: self.net(x)), torch.randn(ROWS, 2)
+    pipe = pipec.compile(model, 2, microbatches=2)
+    before = pipe.step(x)
+    model.scale = 3.0
+    torch.testing.assert_close(pipe.step(x), 3 * before)
+
+
+# refusals
+
+
+def checkpointed(self: Any, x: Tensor) -> Any:
+    return checkpoint(self.net, x, use_reentrant=False)
+
+
+class Accumulating(torch.autograd.Function):
+    """Its backward adds to a gradient by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.weight.grad = torch.ones_like(ctx.weight)
+        return gradient @ ctx.weight.T, None
+
+
+def accumulates(self: Any, x: Tensor) -> Any:
+    return Accumulating.apply(self.net[0](x), self.net[2].weight)
+
+
+@pytest.mark.parametrize(
+    ("compute", "between", "message"),
+    [
+        (checkpointed, nn.Dropout(0.5), "a backward draws random numbers"),
+        (checkpointed, nn.BatchNorm1d(8), "the backward changes net.1.running_mean"),
+        (accumulates, None, "the backward writes to the .grad of a parameter"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(compute: Any, between: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        pipec.compile(Traced(2, compute, between), 2, microbatches=2).step(torch.randn(ROWS, 2))

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from awkward_modules import SIZES, WIDTH, Net, Odd, batch, module
+from awkward_modules import SIZES, WIDTH, Net, Odd, batch
+from forward_modules import model
 from slow_params import slow_but
 from torch import Tensor, nn
 from torch._higher_order_ops import scan
@@ -135,7 +136,7 @@ class Unknown:
     __hash__ = None  # type: ignore[assignment]
 
 
-@module(lambda: {"weight": nn.Parameter(torch.ones(WIDTH))})
+@model(weight=lambda: nn.Parameter(torch.ones(WIDTH)))
 def TrainedLoss(self: Any, output: Tensor, target: Tensor) -> Tensor:
     return (self.weight * (output - target)).mean()
 
@@ -283,11 +284,6 @@ REFUSED: dict[str, tuple[Odd, str, *tuple[dict[str, Any], ...]]] = {
         lambda net, x, z: x + z.to_dense().sum(),
         r"kwargs\['z'\] has layout torch.sparse_coo",
         {"z": torch.eye(7).to_sparse()},
-    ),
-    "offset into memory": (
-        lambda net, x, z: x * (z.storage_offset() + 1) + z.sum(),
-        "storage_offset at test_refused.py",
-        {"z": torch.randn(9)[3:]},
     ),
 }
 QUIET = ("packed", "experts", "branch", "number", "backward hook")

@@ -1,34 +1,170 @@
 """A graph in which equal blocks are copies of one is the graph that torch differentiates as a whole."""
 
-import copy
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from repeated_models import (
-    WIDTH,
-    Biased,
-    Block,
-    Collected,
-    Crossing,
-    Stack,
-    Writing,
-    assert_same_graph,
-    capture_stack,
-    captured_both_ways,
-)
 from slow_params import slow
 from torch import Tensor, fx, nn
 
-import pipec
 from pipec.capture import tracer
 from pipec.capture.model_call import ModelCall
-from pipec.capture.repeated_blocks import IrregularBlocksError, RepeatedBlocks, instantiate_blocks
+from pipec.capture.repeated_blocks import (
+    IrregularBlocksError,
+    RepeatedBlocks,
+    constants_key,
+    instantiate_blocks,
+    value_key,
+)
 from pipec.graph import TrainingGraph
 from pipec.graph.training_graph import copy_graph
 from pipec.ir import Mode, Phase
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    """A residual block. ``bias`` is added to what it computes, if there is one."""
+
+    def __init__(self, p: float = 0.1, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.linear, self.drop = norm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(p)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        hidden = self.norm(x)
+        if bias is not None:
+            hidden = hidden + bias
+        return x + self.drop(nn.functional.gelu(self.linear(hidden)))
+
+
+class Writing(Block):
+    """Writes into a copy of its argument, and returns it."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        hidden = x.clone()
+        hidden += super().forward(x, bias)
+        hidden[:, 0] = hidden[:, 1] * 2
+        return hidden
+
+
+class Stack(nn.Module):
+    """Embeds, calls all blocks one after the other, and projects."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        head: Tensor = self.head(x)
+        return head
+
+
+class Biased(Stack):
+    """All blocks read a value that has a gradient, as blocks of T5 read relative positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, bias = self.embed(x), self.embed(x).tanh()
+        for block in self.blocks:
+            hidden = block(hidden, bias)
+        head: Tensor = self.head(hidden)
+        return head
+
+
+class Collected(Stack):
+    """The head reads what all blocks return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [self.embed(x)]
+        for block in self.blocks:
+            found.append(block(found[-1]))
+        head: Tensor = self.head(torch.stack(found).mean(0))
+        return head
+
+
+class Crossing(Stack):
+    """An encoder, and a decoder. All blocks of the decoder read what the encoder returns.
+
+    The first of these is another one, because its argument has no gradient.
+    """
+
+    def __init__(self, encoder: list[nn.Module], decoder: list[nn.Module]) -> None:
+        super().__init__(*encoder)
+        self.decoder = nn.ModuleList(decoder)
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded, hidden = super().forward(x), x
+        for block in self.decoder:
+            hidden = block(hidden, encoded)
+        return hidden
+
+
+def captured_both_ways(
+    patch: pytest.MonkeyPatch, capture: Callable[[], TrainingGraph]
+) -> tuple[TrainingGraph, TrainingGraph, list[RepeatedBlocks]]:
+    """The graph with blocks that are copies, the whole one, and the runs that have such blocks."""
+    runs = list[RepeatedBlocks]()
+
+    def noted(graph: TrainingGraph, found: list[RepeatedBlocks]) -> TrainingGraph:
+        graph = instantiate_blocks(graph, found)
+        runs.extend(found)
+        return graph
+
+    with patch.context() as patched:
+        patched.setattr(tracer, "instantiate_blocks", noted)
+        assembled = capture()
+    with patch.context() as patched:
+        patched.setattr(tracer, "find_repeated_blocks", lambda *_: [])
+        whole = capture()
+    return assembled, whole, runs
+
+
+def capture_stack(model: nn.Module, mode: Mode = Mode.TRAIN) -> TrainingGraph:
+    loss_fn = None if mode is Mode.FORWARD else nn.functional.mse_loss
+    x = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
+    return tracer.capture(tracer.CaptureRequest(model, loss_fn, mode, ModelCall((x,), {}, x * 0.5)))
+
+
+def assert_same_graph(graph: TrainingGraph, other: TrainingGraph) -> None:
+    """Compare two graphs node by node; only the names of nodes may differ."""
+    pairs = [(graph.module.graph, other.module.graph), (graph.batch_counts, other.batch_counts)]
+    pairs.append((graph.input_branches.graph, other.input_branches.graph))
+    for one, two in pairs:
+        for row, expected in itertools.zip_longest(known_of(one), known_of(two)):
+            assert row == expected
+    for name in (
+        *("mode", "operators", "results", "batch_size", "batch", "guards", "variables", "planned_sizes"),
+        *("variable_symbols", "data_dependent_sizes", "findings", "first_collective", "squeezed_at", "logs"),
+        *("output_spec", "paths", "axes", "training"),
+    ):
+        assert getattr(graph, name) == getattr(other, name), name
+    assert [*graph.constants] == [*other.constants]
+
+
+META = ("role", "operator", "phase", "constant", "random_seed", "updated", "has_data_dependent_size")
+
+
+def known_of(graph: fx.Graph | None) -> Iterator[Any]:
+    """Everything that is known of each node."""
+    if graph is None:
+        return
+    graph.lint()
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        read: list[int] = []
+        fx.map_arg((node.args, node.kwargs), lambda source, read=read: read.append(place[source]))  # type: ignore[misc]
+        target = node.target if node.op.startswith("call") else None
+        meta = [node.meta.get(key) for key in META]
+        yield (
+            *(node.op, target, read, constants_key((node.args, node.kwargs)), meta),
+            value_key(node.meta.get("val")),
+        )
 
 
 def blocks(count: int, kind: Callable[..., nn.Module] = Block, **options: Any) -> list[nn.Module]:
@@ -185,25 +321,6 @@ def test_where_blocks_turn_out_to_differ_all_are_differentiated(
         found = capture_stack(model)
     assert "equal blocks are differentiated one by one: they differ" in caplog.text
     assert_same_graph(found, expected)
-
-
-@pytest.mark.slow
-def test_a_step_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout of all blocks included."""
-
-    def trained(model: nn.Module) -> dict[str, Tensor | None]:
-        torch.manual_seed(0)
-        pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, microbatches=2)
-        x = torch.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
-        pipe.step(x, target=x)
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    model = Stack(*blocks(6))
-    other = copy.deepcopy(model)
-    found = trained(model)
-    monkeypatch.setattr(tracer, "find_repeated_blocks", lambda *_: [])
-    expected = trained(other)
-    assert all(torch.equal(found[name], expected[name]) for name in found)  # type: ignore[arg-type]
 
 
 LAYERS = 12

@@ -3,21 +3,19 @@
 import copy
 import logging
 import math
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from awkward_modules import Pair, module
+from awkward_modules import Pair
+from forward_modules import model
 from slow_params import slow_but
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipec
-from pipec import console
-from pipec.compiler import compile_cache
 
 ROWS = 6
 
@@ -98,12 +96,10 @@ def test_dropout_draws_as_if_compiled_for_the_length() -> None:
     )
 
 
-@module(
-    lambda: {
-        "embed": nn.Linear(4, 8),
-        "out": nn.Linear(8, 3),
-        "positions": nn.Parameter(torch.randn(16, 8) * 0.1),
-    }
+@model(
+    embed=lambda: nn.Linear(4, 8),
+    out=lambda: nn.Linear(8, 3),
+    positions=lambda: nn.Parameter(torch.randn(16, 8) * 0.1),
 )
 def Rounded(self: Any, x: Tensor) -> Tensor:
     """Sizes that are fractions of a length, rounded in all ways, and a slice of one table in two places."""
@@ -114,7 +110,7 @@ def Rounded(self: Any, x: Tensor) -> Tensor:
     return self.out(hidden + sum(parts).unsqueeze(1) + halves.transpose(1, 2))
 
 
-@module(lambda: {"linear": nn.Linear(4, 3)})
+@model(linear=lambda: nn.Linear(4, 3))
 def Wide(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return self.linear(x) * [0, 1, 2, 3][y.shape[1]] + y.mean((1, 2))[:, None, None]
 
@@ -188,7 +184,7 @@ def test_a_length_that_equals_a_size_of_weights_is_a_symbol_as_soon_as_they_diff
     assert symbolic(pair) == {"kwargs['ids'] 1", "target 1"}
 
 
-@module(lambda: {"first": nn.Linear(4, 8), "second": nn.Linear(4, 8), "out": nn.Linear(8, 3)})
+@model(first=lambda: nn.Linear(4, 8), second=lambda: nn.Linear(4, 8), out=lambda: nn.Linear(8, 3))
 def Two(self: Any, x: Tensor, z: Tensor, scale: Tensor | None = None) -> Tensor:
     """Reads two sequences, of lengths that have nothing to do with each other."""
     hidden = self.first(x) if scale is None else self.first(x) * scale
@@ -200,7 +196,7 @@ def two(length: int, other: int, rows: int = ROWS) -> dict[str, Tensor]:
     return {"x": x, "z": z, "target": torch.ones(rows, 3)}
 
 
-@module(lambda: {"cell": nn.Linear(4, 4), "out": nn.Linear(4, 3)})
+@model(cell=lambda: nn.Linear(4, 4), out=lambda: nn.Linear(4, 3))
 def Looping(self: Any, x: Tensor) -> Tensor:
     state, states = torch.zeros_like(x[:, 0]), []
     for step in range(x.shape[1]):
@@ -238,7 +234,7 @@ class Scaled(nn.Module):
         return self.last(hidden + power * 0.01) * (temperature * 0.3)
 
 
-@module(lambda: {"layers": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))})
+@model(layers=lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)))
 def Repeated(self: Any, x: Tensor, times: int) -> Tensor:
     for _ in range(times):
         x = self.layers[1](self.layers[0](x))
@@ -297,38 +293,6 @@ def test_a_model_is_compiled_again_where_it_must_be(name: str) -> None:
     make, calls, expected = CALLS[name]
     pair = Counted(make(), microbatches=1 if "error" in calls[0] else 2)
     assert [pair.num_compiled_by(**call) for call in calls] == expected
-
-
-@pytest.mark.slow
-def test_what_was_used_longest_ago_is_let_go(
-    collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compile_cache, "MAX_SIGNATURES", 2)
-    pair, alive = Counted(Rounded()), list[tuple[weakref.ref[Any], ...]]()
-    pipe, (x, target) = pair.pipe, sequences(8).values()
-    calls = (lambda: pipe.step(x, target=target), lambda: pipe.step(x=x, target=target))
-    for call in (*calls, calls[0], lambda: pipe.step(x, target=target, outputs=True)):
-        call()
-        graphs = [each.graph for each in pipe._executions.compiler.cache.staged_graphs]
-        alive.append((weakref.ref(graphs[-1]), weakref.ref(pipe._executions.execution(pipe._artifact))))
-    collect()
-    assert [execution() is not None for _, execution in alive] == [True, False, True, True]
-    assert [alive[k][0]() is not None for k in (0, 1, 3)] == [True, False, True]
-    assert (pair.num_compiled, len(graphs)) == (3, 2)
-
-
-@pytest.mark.slow
-def test_a_compilation_that_takes_long_says_why(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    pair = Pair(Rounded(), F.mse_loss)
-    pair.step(**sequences(8), error=1e-5)
-    assert not said
-    monkeypatch.setattr(console, "STATUS_DELAY_SECONDS", 0.0)
-    pair.step(**sequences(10), error=1e-5)
-    reason = "dimension 1 of kwargs['x'] is 10, compiled for 8: it becomes symbolic"
-    recompiling, compiling, done = said
-    assert recompiling == f"recompiling: {reason}"
-    assert compiling == f"compiling, {reason}"
-    assert done.startswith(f"compiling, {reason}: done in ")
 
 
 @pytest.fixture(scope="module")

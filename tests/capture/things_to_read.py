@@ -16,7 +16,6 @@ import itertools
 import logging
 import operator
 import os
-import random
 import sys
 import threading
 import time
@@ -42,7 +41,7 @@ PROXY, SPACE = types.MappingProxyType(PROXIED), types.SimpleNamespace(scale=2.0)
 LOCAL = threading.local()
 LOCAL.scale = 2.0
 VARIABLE = contextvars.ContextVar("VARIABLE", default=2.0)
-COUNTER, SLICE, GENERATOR, FILE = itertools.count(1), slice(0, 2), random.Random(0), Path(__file__)
+COUNTER, SLICE, FILE = itertools.count(1), slice(0, 2), Path(__file__)
 log = logging.getLogger("tests.forward")
 
 

@@ -1,16 +1,15 @@
 """What is written into the memory of an operand: only what nobody reads later, under whatever name."""
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from awkward_modules import assert_same_bits
+from forward_modules import model
 from torch import Tensor, fx, nn
-from unsplit_reference import StepResult, assert_equal, unsplit_step
 
-import pipec
 from pipec.graph import Parameter, recv, send
 from pipec.graph.in_place import ELEMENTWISE, ROWWISE, out_variant
 from pipec.graph.phase_functions import PhaseFunction
@@ -242,21 +241,18 @@ def test_what_was_saved_for_the_gradient_of_cross_entropy_alone_takes_it() -> No
     assert saved_for(read_after=True) is None
 
 
-class Classes(nn.Module):
+@model(
+    layers=lambda read_again: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2100)),
+    scale=lambda read_again: nn.Parameter(torch.ones(2100)) if read_again else None,
+)
+def Classes(self: Any, x: Tensor) -> Tensor:
     """Cross entropy of so many classes that its gradient is made in one piece.
 
     With ``read_again`` the backward reads the probabilities for another gradient, too.
     """
-
-    def __init__(self, read_again: bool) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2100))
-        self.scale = nn.Parameter(torch.ones(2100)) if read_again else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        shown = self.layers(x).log_softmax(1)
-        other = 0.0 if self.scale is None else (self.scale * shown.detach()).mean()
-        return nn.functional.nll_loss(shown, x[:, 0].mul(2100).long()) + other
+    shown = self.layers(x).log_softmax(1)
+    other = 0.0 if self.scale is None else (self.scale * shown.detach()).mean()
+    return nn.functional.nll_loss(shown, x[:, 0].mul(2100).long()) + other
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}, {"recompute": "full"}], ids=str)
@@ -265,10 +261,6 @@ def test_probabilities_are_overwritten_only_if_nobody_reads_them_again(
     read_again: bool, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    model, x = Classes(read_again), torch.rand(8, 4)
-    eager = copy.deepcopy(model)
-    pipe = pipec.compile(model, 1, microbatches=2, **options)
-    found, expected = pipe.step(x), unsplit_step(eager, {"x": x}, [4, 4])
-    assert_equal(StepResult.of(found, model), StepResult.of(expected, eager))
+    pipe = assert_same_bits(Classes(read_again), {"x": torch.rand(8, 4)}, [4, 4], None, devices=1, **options)
     assert "primitives.cross_entropy_gradient(" in pipe.source(0)
     assert ("out=shown" in pipe.source(0)) != read_again

@@ -1,74 +1,20 @@
-"""Phases that consist of several functions: the same bits as whole ones, however programs run them."""
+"""Backwards that consist of several functions: sums over replicas between them change no bit."""
 
 import functools
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from compile_variants import OPTIONS, SIZES, Captured, TrainingRun, captured
-from huggingface_models import Factory, gpt2_with_dropout, perceptron, resnet, t5
-from phase_segments import apart, artifact_with_segments
+from huggingface_models import Factory, gpt2_with_dropout, perceptron, resnet
 from slow_params import slow
 from torch import fx
-from unsplit_reference import StepResult, assert_equal
 
 import pipec
-from pipec.artifact.artifact import Artifact
-from pipec.compiler.staged_graph import NO_RECOMPUTE, StagedGraph
+from pipec.compiler.staged_graph import StagedGraph
 from pipec.graph import send
 from pipec.graph.phase_segments import split_into_segments
-from pipec.hardware.topology import equal_devices
-from pipec.ir import Schedule, ShardingLevel
-from pipec.passes.assign_stages import AssignStages
-from pipec.passes.assignments.cut_stages import CutStages
-from pipec.passes.mark_recompute import MarkRecompute
-from pipec.programs.verify import verify
-from pipec.schedules import make_schedule
-from pipec.schedules.replicated import round_robin
-
-SCHEDULES = {
-    "1f1b": make_schedule("1f1b", 2, 3),
-    "zb-h1": make_schedule("zb-h1", 2, 3),
-    "2-1": round_robin(3, [2, 1]),
-}
-REPLAYS = {"1f1b": MarkRecompute(None), "2-1": MarkRecompute(None, in_backward=frozenset({0, 1}))}
-
-
-def staged_with(model: Captured, schedule: Schedule, recompute: MarkRecompute) -> tuple[object, ...]:
-    link = OPTIONS.device_model.link
-    cut = CutStages(equal_devices(schedule.num_stages, link), model.graph.batch_size)
-    options = replace(OPTIONS, topology=equal_devices(schedule.num_ranks, link))
-    return model.graph, AssignStages(cut), options, recompute
-
-
-def outcome(artifact: Artifact, model: Captured) -> StepResult:
-    run = TrainingRun(artifact, model.model)
-    run.step(model.inputs, SIZES)
-    return StepResult.of(run.step(model.inputs, SIZES), run.model)
-
-
-@pytest.mark.parametrize(
-    ("factory", "name"),
-    [
-        *((resnet, name) for name in ("zb-h1", "2-1")),
-        *(slow(gpt2_with_dropout, name) for name in ("zb-h1", "2-1")),
-        slow(t5, "1f1b"),
-    ],
-)
-def test_parts_have_the_bits_of_whole_functions(factory: Factory, name: str) -> None:
-    """As a whole, part by part, and with a replay of the forward, before the backward or in its parts."""
-    model, schedule = captured(factory), SCHEDULES[name]
-    args = staged_with(model, schedule, REPLAYS.get(name, NO_RECOMPUTE))
-    whole = StagedGraph(*args).evaluate(schedule, 3).artifact()  # type: ignore[arg-type]
-    wanted = outcome(whole, model)
-    divided = artifact_with_segments(3, schedule, 3, *args)
-    assert {len(shares) for stage in divided.plan.stages for shares in stage.segments.values()} == {3}
-    for artifact in (divided, apart(divided)):
-        verify(artifact.plan, artifact.programs)
-        assert_equal(outcome(artifact, model), wanted)
-
+from pipec.ir import ShardingLevel
 
 DIVIDED, WHOLE = 1, 1 << 40
 """The least bytes of a bucket: so few that every backward is divided, and so many that none is."""

@@ -1,18 +1,17 @@
 """The rules of the graph verifier: each is broken on purpose, and its message names pass, stage and node."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from pipec import ops
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.compiler.pass_list import CompilerOptions, make_passes
 from pipec.errors import VerifyError
-from pipec.graph import Gradient, TrainingGraph, is_forward, recv, send
+from pipec.graph import Gradient, TrainingGraph, copy_graph, is_forward, recv, send
 from pipec.graph.invariants import verify_graph
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
@@ -22,24 +21,14 @@ from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.mark_recompute import MarkRecompute
 
-
-class Counted(nn.Module):
-    """Two layers, and a buffer that the second half changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.second = nn.Linear(8, 2)
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.second(torch.tanh(self.first(x))))
+LAYERS = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2), nn.BatchNorm1d(2))
+"""Two layers, and buffers that the second half changes."""
 
 
 @pytest.fixture(scope="module")
 def compiled() -> TrainingGraph:
     call = ModelCall((torch.randn(4, 4),), {}, torch.randn(4, 2))
-    graph = capture(CaptureRequest(Counted(), nn.functional.mse_loss, Mode.TRAIN, call))
+    graph = capture(CaptureRequest(LAYERS, nn.functional.mse_loss, Mode.TRAIN, call))
     device = DEVICES["cpu"]
     devices = equal_devices(2, device.link)
     return run_passes(
@@ -82,7 +71,7 @@ def turn(graph: TrainingGraph, sent: fx.Node) -> None:
 
 
 def move_a_changed_buffer(graph: TrainingGraph, node: fx.Node) -> None:
-    mean = next(node for role, node in graph.outputs if getattr(role, "fqn", "") == "norm.running_mean")
+    mean = next(node for role, node in graph.outputs if getattr(role, "fqn", "") == "3.running_mean")
     mean.meta["stage"] = 2
 
 
@@ -110,14 +99,14 @@ BREAKS: dict[str, tuple[Callable[[fx.Node], bool], Damage]] = {
     "belongs to no stage": (is_forward, lambda _, node: node.meta.pop("stage")),
     "a forward edge goes back": (lambda node: sends(node) and is_forward(node), turn),
     "a gradient goes forward": (lambda node: sends(node) and not is_forward(node), turn),
-    "reads buffer norm.running_mean, which stage 2 changes": (is_forward, move_a_changed_buffer),
-    "is a second gradient of second.weight on the same stage": (
+    "reads buffer 3.running_mean, which stage 2 changes": (is_forward, move_a_changed_buffer),
+    "is a second gradient of 2.weight on the same stage": (
         is_forward,
-        lambda graph, _: rename_gradient(graph, "second.bias", "second.weight"),
+        lambda graph, _: rename_gradient(graph, "2.bias", "2.weight"),
     ),
-    "is the gradient of norm.weight, but stage 0 does not hold that parameter": (
+    "is the gradient of 3.weight, but stage 0 does not hold that parameter": (
         is_forward,
-        lambda graph, _: rename_gradient(graph, "first.weight", "norm.weight"),
+        lambda graph, _: rename_gradient(graph, "0.weight", "3.weight"),
     ),
     "without a send and a recv": (receives, lambda _, node: node.replace_all_uses_with(value_of(node))),
     "must be received exactly once, but has 2 users": (receives, receive_twice),
@@ -142,21 +131,10 @@ BREAKS: dict[str, tuple[Callable[[fx.Node], bool], Damage]] = {
 
 @pytest.mark.parametrize("message", BREAKS)
 def test_a_broken_graph_is_refused(compiled: TrainingGraph, message: str) -> None:
-    graph, (is_meant, damage) = copied(compiled), BREAKS[message]
+    graph, (is_meant, damage) = copy_graph(compiled), BREAKS[message]
     verify_graph(graph)
     damage(graph, next(node for node in graph.nodes if is_meant(node)))
     with pytest.raises(VerifyError, match=message) as caught:
         verify_graph(graph, after="a test")
     assert "after 'a test'" in str(caught.value)
     assert "> [" in str(caught.value)  # the node's own line among its neighbours
-
-
-def copied(graph: TrainingGraph) -> TrainingGraph:
-    """A copy of the graph whose nodes can be damaged."""
-    made = fx.Graph()
-    made.output(made.graph_copy(graph.module.graph, {}))
-    for new, old in zip(made.nodes, graph.module.graph.nodes, strict=True):
-        new.meta = dict(old.meta)
-    twin = copy.copy(graph)
-    object.__setattr__(twin, "module", fx.GraphModule({}, made))
-    return twin

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any
 
 import torch
@@ -30,22 +30,6 @@ OTHER_WARNINGS = re.compile(
 """What pipec also says, and what casts no doubt on the results."""
 
 
-class Expect(StrEnum):
-    """What a case may come to."""
-
-    RIGHT = "right"
-    """No row depends on another: right, and not a word."""
-
-    NEVER_WRONG = "never wrong"
-    """Rows depend on each other, or nobody can prove that they do not: right, or refused."""
-
-    REFUSED = "refused"
-    """Only a refusal is right, such as for a permutation that is drawn anew for each microbatch."""
-
-    TOLD = "told"
-    """A declared exception, or a loss that is no sum: right, refused, or other numbers after a warning."""
-
-
 class ComparisonStatus(StrEnum):
     RIGHT = "right"
     WARNED = "warned, right"
@@ -55,14 +39,20 @@ class ComparisonStatus(StrEnum):
     SILENT = "silent"
 
 
-ALLOWED: Mapping[Expect, frozenset[ComparisonStatus]] = {
-    Expect.RIGHT: frozenset({ComparisonStatus.RIGHT}),
-    Expect.NEVER_WRONG: frozenset(
-        {ComparisonStatus.RIGHT, ComparisonStatus.WARNED, ComparisonStatus.REFUSED}
-    ),
-    Expect.REFUSED: frozenset({ComparisonStatus.REFUSED}),
-    Expect.TOLD: frozenset(ComparisonStatus) - {ComparisonStatus.RAW, ComparisonStatus.SILENT},
-}
+class Expect(Enum):
+    """What a case may come to."""
+
+    RIGHT = frozenset({ComparisonStatus.RIGHT})
+    """No row depends on another: right, and not a word."""
+
+    NEVER_WRONG = frozenset({ComparisonStatus.RIGHT, ComparisonStatus.WARNED, ComparisonStatus.REFUSED})
+    """Rows depend on each other, or nobody can prove that they do not: right, or refused."""
+
+    REFUSED = frozenset({ComparisonStatus.REFUSED})
+    """Only a refusal is right."""
+
+    TOLD = frozenset(ComparisonStatus) - {ComparisonStatus.RAW, ComparisonStatus.SILENT}
+    """A declared exception, or a loss that is no sum: right, refused, or other numbers after a warning."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,7 @@ class ComparisonResult:
     is_proved: bool = False
 
     def allowed(self, case: BatchCase) -> bool:
-        return self.verdict in ALLOWED[case.expect]
+        return self.verdict in case.expect.value
 
 
 class BrokenCase(Exception):

@@ -278,10 +278,10 @@ SCOPE: Mapping[str, Any] = {
 }
 
 
-def draw_program(seed: int, most: int = 6) -> Program:
-    """A program of 2 to ``most`` statements, which runs on the batch and on each microbatch."""
+def draw_program(seed: int, most: int = 6, menu: Mapping[str, Sequence[str]] = MENU) -> Program:
+    """A program of 2 to ``most`` statements, fewer if others do not run on the batch and each microbatch."""
     choose = random.Random(seed)
-    weights = {kind: choose.random() for kind in MENU}
+    weights = {kind: choose.random() for kind in menu}
     careful = choose.choice([0.0, 0.5, 0.9])
     batches = [arguments(rows) for rows in (ROWS, *sorted(set(SIZES)))]
     statements: list[str] = []
@@ -292,7 +292,7 @@ def draw_program(seed: int, most: int = 6) -> Program:
         kind = choose.choices(list(weights), list(weights.values()))[0]
         name = f"v{len(names)}"
         try:
-            statement = _fill(choose, choose.choice(MENU[kind]), batches[0], names, name, careful)
+            statement = _fill(choose, choose.choice(menu[kind]), batches[0], names, name, careful)
             made = [_run(statement, batch) for batch in batches]
         except Exception:
             continue

@@ -1,22 +1,28 @@
 """The pass that cuts: what it tells the planner, and what it makes of the answer."""
 
-import re
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from awkward_modules import assert_same_bits
+from compile_variants import captured
+from compile_variants import cut as cut_captured
+from forward_modules import model
+from huggingface_models import encoder
+from torch import Tensor, nn
 
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import InfeasibleError
 from pipec.graph import Parameter, TrainingGraph, copy_graph
-from pipec.hardware.devices import DEVICES
+from pipec.hardware.devices import DEVICES, LinkModel
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Mode, VersionPolicy
 from pipec.passes import run_passes
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
+from pipec.passes.assignments.follow_placement import parameter_stages
 from pipec.passes.assignments.operator_blocks import UpdateCost
 from pipec.passes.extract_tail import ExtractTail
 from pipec.passes.simplify import Simplify
@@ -56,17 +62,14 @@ def test_a_rank_holds_weights_gradients_of_what_is_trained_and_what_is_saved(gra
         cut(graph, 5 * LAYER_BYTES, in_flight=(1000, 1))
 
 
-class BelowHighest(nn.Module):
+@model(
+    layers=lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))),
+    head=lambda: nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False),
+)
+def BelowHighest(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A frozen layer that reads how far rows are below the highest ones of the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers(x)
-        return self.head(hidden - hidden.amax(0)).square().mean()
+    hidden = self.layers(x)
+    return self.head(hidden - hidden.amax(0)).square().mean()
 
 
 def test_what_only_the_tail_reads_counts_for_its_stage() -> None:
@@ -95,22 +98,40 @@ def stages_with(graph: TrainingGraph, updates: UpdateCost | None) -> list[int]:
     return [min(user.meta["stage"] for user in node.users) for node in layers]
 
 
-@pytest.mark.parametrize(
-    ("versions", "resident", "in_flight"),
-    [(VersionPolicy.STASHED, -3, 3), (VersionPolicy.VERTICAL, 3, 0), (VersionPolicy.DOUBLE, 3, 0)],
+# large operators are taken apart, so that stages are cut inside of them
+
+
+@model(
+    first=lambda: nn.Linear(16, 16),
+    attention=lambda: nn.MultiheadAttention(16, 4, batch_first=True),
+    last=lambda: nn.Linear(16, 16),
 )
-def test_versions_of_what_is_trained_count(
-    graph: TrainingGraph, versions: VersionPolicy, resident: int, in_flight: int
-) -> None:
-    """Beside what is counted without them, in layers: where they are stashed, one for each in flight."""
-    none, some = (needed(graph, each) for each in (None, UpdateCost({}, 1e9, versions)))
-    assert [(new - old) / LAYER_BYTES for old, new in zip(none, some, strict=True)] == [resident, in_flight]
+def Attention(self: Any, x: Tensor) -> Tensor:
+    """One call that is a large part of the model, between small ones."""
+    x = self.first(x)
+    x = self.attention(x, x, x, need_weights=False)[0]
+    return nn.functional.cosine_similarity(self.last(x), x, dim=-1).mean()
 
 
-def needed(graph: TrainingGraph, updates: UpdateCost | None) -> list[int]:
-    """The bytes that two stages hold together once, and for each microbatch in flight."""
-    devices = equal_devices(2, DEVICES["cpu"].link, 1)
-    with pytest.raises(InfeasibleError) as told:
-        CutStages(devices, ROWS, (2, 1), updates)(graph)
-    found = re.findall(r"(\d+) bytes resident \+ (\d+) saved", str(told.value))
-    return [sum(map(int, each)) for each in zip(*found, strict=True)]
+@pytest.mark.slow
+def test_stages_are_even_and_have_the_bits_of_eager() -> None:
+    """Another graph is taken apart where parameters are: what runs forward alone borrows none."""
+    torch.manual_seed(0)
+    net, x = Attention(), torch.randn(8, 6, 16)
+    pipe = assert_same_bits(net, {"x": x}, [4, 4], None, devices=4)
+    seconds = [sum(stage.cost.seconds.values()) for stage in pipe.plan.stages]
+    assert max(seconds) < 1.3 * sum(seconds) / 4
+    (inside,) = [s.parameters for s in pipe.plan.stages if "attention.in_proj_weight" in s.parameters]
+    assert "attention.out_proj.weight" not in inside, "the call was cut"
+    with torch.no_grad():
+        assert torch.equal(pipe(x), pipe.step(x))
+    graphs = [staged.graph for staged in pipe._executions.compiler.cache.staged_graphs]
+    homes = {graph.mode: parameter_stages(graph) for graph in graphs}
+    assert homes[Mode.FORWARD] == homes[Mode.TRAIN]
+
+
+def test_a_transposed_weight_is_where_it_is_read() -> None:
+    """The verifier says so: the gradient of the weight is made where that is."""
+    whole, far_apart = captured(encoder), equal_devices(8, LinkModel(1e9, 1e-3))
+    graph = cut_captured(whole, AssignStages(CutStages(far_apart, whole.graph.batch_size)), frozenset()).graph
+    assert graph.num_stages == 8

@@ -1,29 +1,30 @@
 """What each pass makes of the graph before it, on one model: a tied embedding, a causal mask, a skip."""
 
-import copy
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from awkward_modules import assert_same_bits
+from forward_modules import model
 from torch import Tensor, fx, nn
-from unsplit_reference import StepResult, assert_equal, unsplit_step
 
 import pipec
 from pipec.capture.model_call import ModelCall
 from pipec.capture.tracer import CaptureRequest, capture
 from pipec.errors import VerifyError
-from pipec.graph import TrainingGraph, depends_on_inputs_only, is_forward, recv, send, stage_of
+from pipec.graph import TrainingGraph, depends_on_inputs_only, is_forward, send, stage_of
 from pipec.hardware.devices import DEVICES, LinkModel
 from pipec.hardware.topology import equal_devices
-from pipec.ir import Mode, Phase
+from pipec.ir import Mode
 from pipec.passes import Pass, run_passes
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.assignments.cut_stages import CutStages
 from pipec.passes.insert_communication import InsertCommunication
-from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.merge_slice_gradients import MergeSliceGradients
 from pipec.passes.simplify import SCALAR_OVERLOADS, Simplify
 from pipec.passes.untie_gradients import UntieGradients
@@ -34,20 +35,17 @@ TOKENS, WIDTH, VOCABULARY, ROWS = 6, 8, 11, 4
 LINK = LinkModel(bytes_per_second=1e9, latency_seconds=1e-6)
 
 
-class Tied(nn.Module):
+@model(
+    embed=lambda: nn.Embedding(VOCABULARY, WIDTH),
+    blocks=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)),
+)
+def Tied(self: Any, ids: Tensor) -> Tensor:
     """The head is the embedding; every block reads a mask that depends on the input's padding alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        keep = (ids != 0).unsqueeze(-1)
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x)) * keep
-        return x @ self.embed.weight.t()
+    keep = (ids != 0).unsqueeze(-1)
+    x = self.embed(ids)
+    for block in self.blocks:
+        x = x + torch.tanh(block(x)) * keep
+    return x @ self.embed.weight.t()
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -79,18 +77,13 @@ def count(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> int:
     return sum(map(test, graph.nodes))
 
 
-class Idle(nn.Module):
+@model(first=lambda: nn.Linear(WIDTH, WIDTH), last=lambda: nn.Linear(WIDTH, WIDTH))
+def Idle(self: Any, x: Tensor) -> Tensor:
     """Computes nothing in every way that models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        visible = torch.arange(TOKENS)[:, None] >= torch.arange(TOKENS)[None].expand(-1, TOKENS)
-        hidden = self.first(x).clone().view(-1, WIDTH).view(-1, TOKENS, WIDTH) * torch.tensor(2)
-        hidden = hidden.transpose(1, 2).transpose(-1, -2)
-        return self.last(visible.float() @ hidden).square().mean()
+    visible = torch.arange(TOKENS)[:, None] >= torch.arange(TOKENS)[None].expand(-1, TOKENS)
+    hidden = self.first(x).clone().view(-1, WIDTH).view(-1, TOKENS, WIDTH) * torch.tensor(2)
+    hidden = hidden.transpose(1, 2).transpose(-1, -2)
+    return self.last(visible.float() @ hidden).square().mean()
 
 
 def test_simplify_removes_what_computes_nothing() -> None:
@@ -124,22 +117,9 @@ def test_values_are_sent_once_to_each_stage_that_reads_them(communicating: Train
     assert {stage_of(node) for node in masks} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("is_chosen", [False, True], ids=["all", "by name"])
-def test_mark_recompute_replays_what_the_stage_did_not_receive(
-    communicating: TrainingGraph, is_chosen: bool
-) -> None:
-    forward = [n for n in communicating.nodes if is_forward(n) and not n.meta.get("constant")]
-    names = {node.name for node in (forward[::2] if is_chosen else forward)}
-    after = through(communicating, MarkRecompute(frozenset(names) if is_chosen else None))
-    replayed = {node.name for node in after.nodes if node.meta.get("recompute") is Phase.RECOMPUTE}
-    assert replayed == names - {node.name for node in forward if node.target in (send, recv)}
-
-
+@dataclass(frozen=True)
 class Forgetful:
     """A pass that loses the cause of a node."""
-
-    def __repr__(self) -> str:
-        return "Forgetful()"
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         next(iter(graph.nodes)).meta.pop("operator")
@@ -176,27 +156,19 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
     assert "= recv(" not in before
 
 
-def trained(model: nn.Module) -> tuple[TrainingGraph, str]:
+def trained(net: nn.Module) -> tuple[TrainingGraph, str]:
     """The captured graph of a model, and the code of its pipeline. A step has the bits of eager torch."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    graph = capture(CaptureRequest(model, None, Mode.TRAIN, ModelCall((x,), {}, None)))
-    eager, pipe = copy.deepcopy(model), pipec.compile(model, devices=1, microbatches=1)
-    found, expected = pipe.step(x), unsplit_step(eager, {"x": x}, [ROWS])
-    assert_equal(StepResult.of(found, model), StepResult.of(expected, eager))
-    return graph, pipe.source(0)
+    graph = capture(CaptureRequest(net, None, Mode.TRAIN, ModelCall((x,), {}, None)))
+    return graph, assert_same_bits(net, {"x": x}, [ROWS], None, devices=1).source(0)
 
 
-class Unbound(nn.Module):
+@model(qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH))
+def Unbound(self: Any, x: Tensor) -> Tensor:
     """Attention whose queries, keys and values are slices of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, WIDTH)).permute(1, 0, 2)
-        first = self.qkv(x)[0]
-        return (torch.sigmoid(q) * k + v).square().mean() + first.mean()
+    q, k, v = self.qkv(x).unflatten(-1, (3, WIDTH)).permute(1, 0, 2)
+    first = self.qkv(x)[0]
+    return (torch.sigmoid(q) * k + v).square().mean() + first.mean()
 
 
 def test_the_gradient_of_slices_is_put_together_at_once() -> None:
@@ -213,17 +185,12 @@ def test_the_gradient_of_slices_is_put_together_at_once() -> None:
     assert ".add_(" in code
 
 
-class Rotated(nn.Module):
+@model(first=lambda: nn.Linear(WIDTH, WIDTH))
+def Rotated(self: Any, x: Tensor) -> Tensor:
     """Rotary positions turn the halves of a vector; of three thirds, two overlap and one is left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        x = x * 3 + torch.cat([-x[:, WIDTH // 2 :], x[:, : WIDTH // 2]], 1) * x.sin()
-        return (x[:, :4] * x[:, 3:7]).square().mean()
+    x = self.first(x)
+    x = x * 3 + torch.cat([-x[:, WIDTH // 2 :], x[:, : WIDTH // 2]], 1) * x.sin()
+    return (x[:, :4] * x[:, 3:7]).square().mean()
 
 
 def test_the_gradient_of_halves_is_put_together_and_added_in_its_place() -> None:

@@ -2,12 +2,14 @@
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
+from awkward_modules import Pair
+from forward_modules import model
 from slow_params import slow
 from torch import Tensor, nn
-from unsplit_reference import StepResult, assert_equal, unsplit_step
 
 import pipec
 from pipec.compiler.staged_graph import StagedGraph
@@ -17,35 +19,28 @@ from pipec.passes.assignments.follow_placement import FollowPlacement
 WIDTH, TOKENS, ROWS = 8, 6, 8
 
 
-class Rotary(nn.Module):
+@model(
+    frequencies=lambda: nn.Buffer(torch.logspace(0, -2, WIDTH)),
+    layers=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)),
+)
+def Rotary(self: Any, x: Tensor) -> Tensor:
     """Angles of positions, which every layer reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", torch.logspace(0, -2, WIDTH))
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        turned = (torch.arange(x.shape[1])[:, None] * self.frequencies).cos()
-        for layer in self.layers:
-            x = torch.tanh(layer(x * turned))
-        return x.square().mean()
+    turned = (torch.arange(x.shape[1])[:, None] * self.frequencies).cos()
+    for layer in self.layers:
+        x = torch.tanh(layer(x * turned))
+    return x.square().mean()
 
 
 def test_angles_are_computed_once_a_step_and_never_sent() -> None:
     torch.manual_seed(0)
-    model = Rotary()
-    eager = copy.deepcopy(model)
-    pipe = pipec.compile(model, devices=2, microbatches=2)
+    pair = Pair(Rotary())
     for _ in range(2):
-        x = torch.randn(ROWS, TOKENS, WIDTH)
-        found, expected = pipe.step(x), unsplit_step(eager, {"x": x}, [ROWS // 2] * 2)
-        assert_equal(StepResult.of(found, model), StepResult.of(expected, eager))
-        for each in (model, eager):
+        pair.step(torch.randn(ROWS, TOKENS, WIDTH))
+        for each in (pair.model, pair.unsplit):
             each.frequencies.mul_(2)  # between steps it may change
-    sent = [value.name for link in pipe.plan.links for value in link.values]
+    sent = [value.name for link in pair.pipe.plan.links for value in link.values]
     assert not [name for name in sent if name.startswith("turned")]
-    require_precomputed(pipe, "torch.cos(")
+    require_precomputed(pair.pipe, "torch.cos(")
 
 
 def require_precomputed(pipe: pipec.Pipeline, code: str) -> None:
@@ -60,10 +55,10 @@ def require_precomputed(pipe: pipec.Pipeline, code: str) -> None:
 def test_angles_follow_the_length_of_each_batch(schedule: str) -> None:
     """Batches of a stream that read one version of the weights have their own lengths."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(16, WIDTH), Rotary())
-    eager = copy.deepcopy(model)
+    net = nn.Sequential(nn.Embedding(16, WIDTH), Rotary())
+    eager = copy.deepcopy(net)
     optimizer = functools.partial(torch.optim.SGD, lr=0.0)
-    pipe = pipec.compile(model, devices=2, microbatches=2, schedule=schedule, optimizer=optimizer)
+    pipe = pipec.compile(net, devices=2, microbatches=2, schedule=schedule, optimizer=optimizer)
     batches = [torch.randint(16, (ROWS, length)) for length in (5, 8, 5, 3, 3, 8)]
     found = torch.stack([*pipe.stream(batches)])
     expected = torch.stack([eager(batch).detach() for batch in batches])
@@ -71,16 +66,14 @@ def test_angles_follow_the_length_of_each_batch(schedule: str) -> None:
     require_precomputed(pipe, "def precompute(buffers, t, device):")
 
 
-class Scaled(nn.Module):
-    """What is between two layers reads a buffer and no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x) / (self.scale + 1).sqrt()).square().mean()
+@model(
+    first=lambda: nn.Linear(WIDTH, WIDTH),
+    last=lambda: nn.Linear(WIDTH, WIDTH),
+    scale=lambda: nn.Buffer(torch.ones(WIDTH)),
+)
+def Scaled(self: Any, x: Tensor) -> Tensor:
+    """Between two layers, a buffer is read and no parameter."""
+    return self.last(self.first(x) / (self.scale + 1).sqrt()).square().mean()
 
 
 def test_a_buffer_is_prepared_where_another_call_changes_it() -> None:
@@ -100,8 +93,8 @@ def test_a_buffer_is_prepared_where_another_call_changes_it() -> None:
 def test_a_process_with_several_devices_has_each_buffer_on_one() -> None:
     """Its stages get what follows from a buffer from the one that has it, microbatch by microbatch."""
     torch.manual_seed(0)
-    model, x = Rotary(), torch.randn(ROWS, TOKENS, WIDTH)
-    expected = model(x)
-    pipe = pipec.compile(model, devices=["cpu", "cpu:0"], microbatches=2)
+    net, x = Rotary(), torch.randn(ROWS, TOKENS, WIDTH)
+    expected = net(x)
+    pipe = pipec.compile(net, devices=["cpu", "cpu:0"], microbatches=2)
     torch.testing.assert_close(pipe.step(x), expected.detach())
     assert [len(stage.buffers) for stage in pipe.plan.stages] == [1, 0]

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from awkward_modules import Pair, assert_same_bits
+from forward_modules import model
+from slow_params import slow
 from torch import Tensor, nn
 
+import pipec
 from pipec.primitives import CTC_LOSS, INTERPOLATE, RECURRENT_LAYER, ctc_loss, recurrent_network
 
 LENGTH, ROWS, WIDTH = 4, 3, 5
@@ -42,7 +46,7 @@ def outcome(call: Callable[..., Any], *tensors: Tensor, **options: Any) -> Outco
     return [*results, *(x.grad for x in given)]
 
 
-def assert_same_bits(found: Outcome, expected: Outcome) -> None:
+def assert_equal(found: Outcome, expected: Outcome) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one is other is None or torch.equal(one, other)
 
@@ -90,11 +94,61 @@ def test_a_recurrent_network_has_the_bits_of_eager_torch(cell: str, dtype: torch
             network.zero_grad()
             made = outcome(call, x, *states)
             found.append(made + [parameter.grad for parameter in network.parameters()])
-        assert_same_bits(*found)
+        assert_equal(*found)
         network.eval()
         with torch.no_grad():
             found = [torch.utils._pytree.tree_leaves(call(x, *states)) for call in (own, eager)]
-        assert_same_bits(*found)
+        assert_equal(*found)
+
+
+WIDE = 256  # so that layers take most of the time
+
+
+@model(layers=lambda kind, num_layers: kind(WIDE, WIDE, num_layers, batch_first=True))
+def Stack(self: Any, x: Tensor) -> Tensor:
+    """Layers of one kind. Their last states are used besides their output."""
+    output, last = self.layers(x)
+    return output + sum(last if isinstance(last, tuple) else [last]).sum(0)[:, None]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU), slow(nn.RNN)])
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_a_stack_is_cut_between_its_layers(kind: type[nn.RNNBase], num_layers: int) -> None:
+    """Each layer is on one stage; sequences of another length, and forwards, follow the first cut."""
+    torch.manual_seed(0)
+    pair = Pair(Stack(kind, num_layers), F.mse_loss, devices=num_layers, microbatches=4)
+    for length in (5, 3):
+        pair.step(torch.randn(8, length, WIDE), target=torch.ones(8, length, WIDE))
+    for layer, stage in enumerate(pair.pipe.plan.stages):
+        assert {name[-1] for name in stage.parameters if "weight" in name} == {str(layer)}
+    x = torch.randn(8, 4, WIDE)
+    with torch.no_grad():
+        torch.testing.assert_close(pair.pipe(x), pair.unsplit(x))
+
+
+def test_weights_are_not_moved_to_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch moves weights of a GPU together where a capture replaces them, and Dynamo cannot trace that."""
+
+    def move(layers: nn.RNNBase) -> None:
+        raise AssertionError
+
+    with torch.device("meta"):
+        net = Stack(nn.LSTM, 4)
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", move)
+    pipe = pipec.compile(net, ["cpu"] * 2, loss_fn=F.mse_loss, microbatches=4)
+    pipe.prepare(torch.zeros(8, 5, WIDE), target=torch.zeros(8, 5, WIDE))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU), slow(nn.RNN)])
+def test_under_autocast_layers_have_the_bits_of_eager_torch(kind: type[nn.RNNBase]) -> None:
+    @model(first=lambda: nn.Linear(WIDTH, WIDTH), layers=lambda: kind(WIDTH, WIDTH, 2, batch_first=True))
+    def Cast(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layers(self.first(x))[0].float()
+
+    torch.manual_seed(0)
+    x = torch.randn(8, LENGTH, WIDTH)
+    assert_same_bits(Cast(), {"x": x, "target": torch.ones_like(x)}, [2] * 4)
 
 
 IMAGES = {"linear": (8,), "bilinear": (8, 6), "bicubic": (8, 6), "trilinear": (4, 3, 2)}
@@ -120,7 +174,7 @@ def test_an_interpolation(mode: str, target: dict[str, Any]) -> None:
         check_descriptions(INTERPOLATE, image, *arguments)
         given["recompute_scale_factor"] = recomputes or None
         expected = outcome(F.interpolate, image, mode=mode, **given)
-        assert_same_bits(outcome(lambda x, arguments=arguments: INTERPOLATE(x, *arguments), image), expected)
+        assert_equal(outcome(lambda x, arguments=arguments: INTERPOLATE(x, *arguments), image), expected)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])

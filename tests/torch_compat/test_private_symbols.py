@@ -1,10 +1,25 @@
-"""The table of private symbols of torch: each is in the installed torch and in use, and no other is used."""
+"""The table of private symbols of torch: each is in the installed torch and in use, and no other is used.
 
+A path is cut after the first part that is not a module, unless a later one is private::
+
+    from torch.utils._pytree import tree_map      torch.utils._pytree.tree_map
+    storage._cdata                                *._cdata, of an object of any class
+"""
+
+import ast
+import contextlib
+import functools
+import importlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from private_torch_scan import Use, is_public, uses
+from torch import fx, nn
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pipec.errors import UnsupportedTorchError
 from pipec.torch_compat import private_symbols
@@ -13,38 +28,108 @@ from pipec.torch_compat.private_symbols import REPLACED, SYMBOLS, Symbol, requir
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "pipec" / "torch_compat"
 
-UNSEEN = {
-    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table",
-    "torch.ops.aten.lstm.input.py_kernels",
-}
-"""What is replaced by names that the scan cannot follow."""
+PUBLIC = (
+    *("torch._dynamo.config", "torch._dynamo.mark_dynamic", "torch._functorch.config"),
+    *("torch._inductor.config", "torch._check"),
+)
 
 
-@pytest.fixture(scope="module")
-def used() -> dict[Path, list[Use]]:
-    """The private symbols that each file of pipec uses, without the table."""
-    sources = sorted(set((ROOT / "pipec").rglob("*.py")) - {HOME / "private_symbols.py"})
-    found = {path: list(uses(path.read_text(encoding="utf-8"))) for path in sources}
-    return {path: symbols for path, symbols in found.items() if symbols}
+def uses(source: str) -> Iterator[tuple[str, int]]:
+    """The private symbols of torch in a file, each with its line."""
+    nodes = [*ast.walk(ast.parse(source))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and _is_torch(node.module or "")]
+    imported = [(each, f"{node.module}.{each.name}") for node in imports for each in node.names]
+    names = {"torch": "torch"} | {each.asname or each.name: path for each, path in imported}
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    yield from ((cut(path), each.lineno) for each, path in imported if cut(path))
+    for node in nodes:
+        match node:
+            case ast.Attribute(attr=name):
+                root, _, path = ast.unparse(node).partition(".")
+                if root in names:
+                    found = cut(f"{names[root]}.{path}")
+                else:
+                    owner = ast.unparse(node.value)
+                    is_own = owner in ("self", "cls") or (name in own and owner != "super()")
+                    found = "" if is_own else _field(name)
+            case ast.Constant(value=str() as text):
+                found = cut(text) if re.fullmatch(r"torch(\.\w+)*\.\w*[a-zA-Z]", text) else _field(text)
+            case _:
+                continue
+        if found:
+            yield found, node.lineno
 
 
-def private(used: dict[Path, list[Use]], in_home: bool) -> list[tuple[Path, Use]]:
-    """The uses of private symbols in torch_compat, or outside of it."""
-    return [
-        (path, use)
-        for path, found in used.items()
-        for use in found
-        if not use.is_replaced and (HOME in path.parents) == in_home
+def _is_torch(name: str) -> bool:
+    return name.split(".")[0] == "torch"
+
+
+@functools.cache
+def _is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__") and not hasattr(torch.ops.aten, part)
+
+
+def is_public(path: str) -> bool:
+    """Whether no part of a dotted path is private."""
+    named = any(path == each or path.startswith(f"{each}.") for each in PUBLIC)
+    return named or not any(map(_is_private, path.split(".")))
+
+
+def _field(name: str) -> str:
+    return f"*.{name}" if _is_private(name) and name in fields() else ""
+
+
+@functools.cache
+def cut(path: str) -> str:
+    """A path up to the first part that is no module, or to the last private one; empty if it is public."""
+    parts = path.split(".")
+    count = len(parts)
+    while not _is_module(".".join(parts[:count])):
+        count -= 1
+    if is_public(path) or count == len(parts) or parts[count].startswith("__"):
+        return ""
+    last = max([count, *(k for k, each in enumerate(parts) if _is_private(each))])
+    return ".".join(parts[: last + 1])
+
+
+def _is_module(name: str) -> bool:
+    with contextlib.suppress(ImportError):
+        return bool(importlib.import_module(name))
+    return False
+
+
+@functools.cache
+def fields() -> frozenset[str]:
+    """The private attributes of the objects of torch that scripts meet."""
+    module = nn.Linear(1, 1)
+    parameter = module.weight
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    graph.output(node)
+    operator = torch.ops.aten.add.Tensor
+    objects: list[Any] = [
+        *(module, parameter, parameter.untyped_storage(), (parameter * 2).grad_fn, graph, node),
+        *(torch.optim.SGD([parameter], 0.1), fx.GraphModule(module, graph), operator),
+        *(operator.overloadpacket, torch.Generator(), torch.SymInt, SymNode, ShapeEnv()),
+        *(torch.distributed.ProcessGroup, torch.jit.ScriptModule, torch.utils.data.DataLoader),
     ]
+    found = {name for each in objects for name in dir(each) if _is_private(name)}
+    return frozenset(found - {"_modules", "_parameters", "_buffers"})
 
 
-def matches(use: Use, symbol: Symbol) -> bool:
-    """Whether a use is of a symbol. Of an attribute of any object, only the name is known."""
-    if use.symbol.startswith("*."):
-        return use.symbol[2:] == symbol.name.rpartition(".")[2]
-    if use.symbol.endswith("*"):
-        return symbol.name.startswith(use.symbol[:-1])
-    return use.symbol == symbol.name
+def private(in_home: bool) -> dict[str, str]:
+    """The private symbols that torch_compat uses, or all else of pipec, each with a place."""
+    sources = set((ROOT / "pipec").rglob("*.py")) - {HOME / "private_symbols.py"}
+    return {
+        symbol: f"{path.relative_to(ROOT)}:{line}"
+        for path in sources
+        if (HOME in path.parents) == in_home
+        for symbol, line in uses(path.read_text(encoding="utf-8"))
+    }
+
+
+def field_of(symbol: Symbol) -> str:
+    return f"*.{symbol.name.rpartition('.')[2]}"
 
 
 @pytest.mark.parametrize("symbol", [*SYMBOLS, *REPLACED], ids=lambda symbol: symbol.name)
@@ -52,26 +137,20 @@ def test_the_installed_torch_has_it(symbol: Symbol) -> None:
     resolve(symbol.name)
 
 
-def test_every_symbol_is_in_the_table_and_every_row_is_used(used: dict[Path, list[Use]]) -> None:
-    of_home = private(used, in_home=True)
-    unlisted = [
-        f"{path.relative_to(ROOT)}:{use.line} {use.symbol}"
-        for path, use in of_home
-        if not any(matches(use, symbol) for symbol in SYMBOLS)
-    ]
-    assert not unlisted, "\n".join(unlisted)
-    unused = [symbol.name for symbol in SYMBOLS if not any(matches(use, symbol) for _, use in of_home)]
-    assert not unused, "\n".join(unused)
+def test_every_symbol_is_in_the_table_and_every_row_is_used() -> None:
+    used = private(in_home=True)
+    listed = {name for symbol in SYMBOLS for name in (symbol.name, field_of(symbol))}
+    assert not {symbol: place for symbol, place in used.items() if symbol not in listed}
+    assert not [symbol.name for symbol in SYMBOLS if not {symbol.name, field_of(symbol)} & {*used}]
 
 
-def test_only_torch_compat_uses_private_symbols(used: dict[Path, list[Use]]) -> None:
-    outside = [f"{path.relative_to(ROOT)}:{use.line}" for path, use in private(used, in_home=False)]
-    assert not outside, "\n".join(outside)
+def test_every_replaced_function_is_named_in_torch_compat() -> None:
+    source = "".join(path.read_text() for path in HOME.glob("*.py") if path.name != "private_symbols.py")
+    assert not [each for each in REPLACED if each.name.removesuffix(".*").rpartition(".")[2] not in source]
 
 
-def test_every_replaced_function_is_in_the_table(used: dict[Path, list[Use]]) -> None:
-    replaced = {use.symbol for found in used.values() for use in found if use.is_replaced}
-    assert replaced | UNSEEN == {each.name for each in REPLACED}
+def test_only_torch_compat_uses_private_symbols() -> None:
+    assert not private(in_home=False)
 
 
 def test_symbols_are_private_and_listed_once() -> None:

@@ -11,14 +11,18 @@ import sympy
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-from pipec.primitives import ctc_loss, recurrent_network
-from pipec.torch_compat import operator_patches
 from pipec.torch_compat.compared_values import ABSENT, evaluate
 from pipec.torch_compat.dynamo_front_end import capture_with_dynamo
 from pipec.torch_compat.module_state import dry_run, quiet_logging, replace_with_fake_tensors, restore_module
-from pipec.torch_compat.operator_patches import skip_distribution_validation, traced_otherwise
+from pipec.torch_compat.operator_patches import (
+    cached_size_arithmetic,
+)
 from pipec.torch_compat.symbolic_numbers import python_expression
 
 
@@ -123,21 +127,6 @@ def test_quiet_spares_loggers_that_the_user_turned_up() -> None:
         dynamo.setLevel(before[0])
 
 
-def test_unchanged_puts_everything_back() -> None:
-    model = nn.Sequential(nn.Linear(4, 2))
-    model.register_buffer("count", torch.zeros(()))
-    weight, attributes = model[0].weight, dict(vars(model))
-    with restore_module(model):
-        model[0].weight = nn.Parameter(torch.ones(1))
-        model.extra, model.training = 1, False
-        weight.mark = 1
-        del model._buffers["count"]
-    assert model[0].weight is weight
-    assert dict(vars(model)) == attributes
-    assert "count" in model._buffers
-    assert not vars(weight)
-
-
 class Caching(nn.Module):
     """Keeps what it computes in every way there is, and notes that it was called."""
 
@@ -195,16 +184,21 @@ def test_a_dry_run_tells_a_model_that_fails_from_one_that_needs_values_or_memory
     assert (found.failed, found.changed) == (failed, False)
 
 
-def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile clears it
-    with skip_distribution_validation():
-        assert not torch.distributions.Normal(0.0, 1.0)._validate_args
-    assert torch.distributions.Normal(0.0, 1.0)._validate_args
-
-
-def test_recurrent_networks_are_taken_apart_again_afterwards() -> None:
-    whole = [getattr(torch.ops.aten, name).input for name in operator_patches.RECURRENT.values()]
-    before = [dict(operator.py_kernels) for operator in whole]
-    with traced_otherwise(recurrent_network, ctc_loss):
-        assert all(operator.py_kernels != kernels for operator, kernels in zip(whole, before, strict=True))
-    assert [operator.py_kernels for operator in whole] == before
+def test_arithmetic_of_equal_sizes_makes_one_result() -> None:
+    before, env = dict(vars(SymNode)), ShapeEnv(duck_shape=False)
+    fake: Any = FakeTensorMode(shape_env=env).from_tensor(torch.empty(6, 7, 6), source=ConstantSource("x"))
+    first, second, last = fake.shape
+    with cached_size_arithmetic():
+        assert (first * second).node is (first * second).node
+        assert str(first * second + 1) == str(second * first + 1)
+        assert str(first + 1) != str(last + 1), "sizes that are equal in this call alone"
+        assert str(first + 1) != str(first + 2)
+        assert isinstance(first // 2 < second, torch.SymBool)
+        assert isinstance(first / 1, torch.SymFloat), "not the size that 1 makes of it as a whole number"
+        size = env.create_unbacked_symint()
+        assert (size * 2).node is not (size * 2).node, "a size that values tell is left out"
+        assert first == last  # a guard, which makes one symbol of both
+        assert str(first + 1) == str(last + 1)
+        assert first == 6
+        assert (last + 1).node.maybe_as_int() == 7
+    assert dict(vars(SymNode)) == before

@@ -1,15 +1,19 @@
-"""Batches along another dimension than the first: losses, gradients and outputs are the unsplit model's."""
+"""Which arguments are split into microbatches, and along which dimension. Doubtful ones are asked about."""
 
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from awkward_modules import Pair, module
+from awkward_modules import Pair, train_as_eager
+from batch_cases import doubled
+from forward_modules import model
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from unsplit_reference import relative_error
 from worker_processes import run_ranks
 
@@ -34,20 +38,19 @@ class Recurrent(nn.Module):
         return self.head(self.layers(self.embed(x))[0])
 
 
-class Encoder(nn.Module):
+ENCODER_LAYER = functools.partial(nn.TransformerEncoderLayer, WIDTH, 2, 12, dropout=0.0)
+
+
+@model(
+    embed=lambda: nn.Embedding(WORDS, WIDTH),
+    places=lambda: nn.Parameter(torch.randn(16, 1, WIDTH)),
+    layers=lambda: nn.TransformerEncoder(ENCODER_LAYER(), 1, enable_nested_tensor=False),
+    head=lambda: nn.Linear(WIDTH, WORDS),
+)
+def Encoder(self: Any, x: Tensor) -> Tensor:
     """The language model of PyTorch's tutorial: ``(time, batch)``, and a mask of time by time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.places = nn.Parameter(torch.randn(16, 1, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0)
-        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.full((x.shape[0], x.shape[0]), float("-inf"), dtype=torch.float64).triu(1)
-        return self.head(self.layers(self.embed(x) + self.places[: x.shape[0]], mask))
+    mask = torch.full((x.shape[0], x.shape[0]), float("-inf"), dtype=torch.float64).triu(1)
+    return self.head(self.layers(self.embed(x) + self.places[: x.shape[0]], mask))
 
 
 def flat_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ def test_time_first_models_train_as_the_unsplit_one(name: str) -> None:
     assert name != "encoder" or "check_branch(" in pair.pipe.source(0) + pair.pipe.source(1)
 
 
-@module(lambda: {"first": nn.Linear(3, 4), "last": nn.Linear(4, 4)})
+@model(first=lambda: nn.Linear(3, 4), last=lambda: nn.Linear(4, 4))
 def Last(self: Any, x: Tensor, other: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns a batch that is the last dimension, and the first, and in the middle."""
     hidden = self.last(torch.tanh(self.first(x.movedim(-1, 0)))) + other["rows"].view(-1, 2, 4)
@@ -96,11 +99,11 @@ def Last(self: Any, x: Tensor, other: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("word", [-1, 2, "t d b", "... b"])
 def test_every_way_to_name_a_dimension(word: Any, rows: int) -> None:
     """Rows of another argument are merged with a dimension behind them, in a structure."""
-    model = made(Last)
-    pipe = pipec.compile(model, 2, microbatches=2, batched={"x": word, "other": {"rows": "(b t) ..."}})
+    net = made(Last)
+    pipe = pipec.compile(net, 2, microbatches=2, batched={"x": word, "other": {"rows": "(b t) ..."}})
     x, other = torch.randn(2, 3, rows).double(), {"rows": torch.randn(rows * 2, 4).double()}
     with torch.no_grad():
-        expected = model(x, other)
+        expected = net(x, other)
     for name, found in pipe(x, other).items():
         assert relative_error(found, expected[name]) < 1e-12
 
@@ -130,37 +133,9 @@ def test_weights_of_microbatches_are_told_by_what_the_user_passes() -> None:
     assert shapes == [((TIME, 3), (TIME * 3,)), ((TIME, 2), (TIME * 2,))]
 
 
-@pytest.mark.slow
-def test_an_artifact_splits_by_the_same_dimensions(tmp_path: Path) -> None:
-    options = {"batched": BY_TIME, "microbatch_weight": lambda x, target: x.shape[1]}
-    pair = Pair(made(Recurrent), flat_loss, **options)
-    for time in (TIME, 4):
-        pair.step(tokens(time, ROWS), target=tokens(time * ROWS, seed=2))
-    pair.pipe.save(tmp_path / "saved", tensors=True)
-    shapes = []
-
-    def weight(x: Tensor, target: Tensor) -> float:
-        shapes.append((tuple(x.shape), tuple(target.shape)))
-        return x.shape[1] / ROWS
-
-    loaded = pipec.load(tmp_path / "saved", microbatch_weight=weight)
-    for time in (4, TIME) if loaded.plan.variables else (4,):
-        shapes.clear()
-        x, target = tokens(time, ROWS, seed=5), tokens(time * ROWS, seed=6)
-        expected = flat_loss(pair.unsplit(x), target).detach()
-        assert relative_error(loaded.step(x, target=target), expected) < 1e-12
-        assert shapes == [((time, 3), (time * 3,)), ((time, 2), (time * 2,))]
-    for x, target, message in (
-        (tokens(4, ROWS), tokens(4 * ROWS - 1), r"target is of shape \(19,\); expected 5 rows"),
-        (tokens(4, ROWS, 1), tokens(4 * ROWS), r"args\[0\] is .*shape \(4, 5, 1\); expected .*\(4, 5\)"),
-        (tokens(4, ROWS).int(), tokens(4 * ROWS), r"int32 of shape \(4, 5\); expected .*int64"),
-        (tokens(20), tokens(4 * ROWS), r"hold no batch; expected args\[0\] \(args_0: i64\[.*, b\]\)"),
-    ):
-        with pytest.raises(InputError, match=message):
-            loaded.step(x, target=target)
-
-
 REFUSED: Mapping[str, tuple[Any, str, *tuple[tuple[int, ...], ...]]] = {
+    "no such argument": ({"otter": 1}, "batched names 'otter'"),
+    "nothing is split": ({"x": None, "target": None}, "no argument is a tensor"),
     "no such dimension": ({"x": 2}, r"batched has 2 for args\[0\], which has no dimension 2"),
     "a flag": ({"x": True}, r"batched has True for args\[0\]; expected the dimension"),
     "other rows": ({"x": 1, "target": 1}, r"args\[0\] has 5 rows and target has 4", (7, 5), (7, 4)),
@@ -188,16 +163,11 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         pipe.step(tokens(*x), target=tokens(*target))
 
 
-class Flat(nn.Module):
+@model(layers=lambda: nn.GRU(4, 4), head=lambda: nn.Linear(4, 3))
+def Flat(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns its rows behind the time, also merged, as a loss takes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.GRU(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.head(self.layers(x)[0])
-        return hidden.flatten(0, 1), hidden
+    hidden = self.head(self.layers(x)[0])
+    return hidden.flatten(0, 1), hidden
 
 
 @pytest.mark.parametrize(
@@ -212,21 +182,21 @@ def test_outputs_have_their_rows_in_order(
     options: dict[str, Any], sizes: list[tuple[int, int]], fixture: str, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(fixture)
-    model = made(Flat)
-    pipe = pipec.compile(model, **{"devices": 2, "microbatches": 2, "batched": {"x": 1}, **options})
+    net = made(Flat)
+    pipe = pipec.compile(net, **{"devices": 2, "microbatches": 2, "batched": {"x": 1}, **options})
     for size in sizes:
         x = torch.randn(*size, 4, generator=torch.Generator().manual_seed(1)).double()
-        for found, expected in zip(pipe(x), model(x), strict=True):
+        for found, expected in zip(pipe(x), net(x), strict=True):
             assert relative_error(found, expected.detach()) < 1e-12
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("constant_batch")
 def test_outputs_are_refused_where_nothing_shows_their_rows() -> None:
-    class Turned(Flat):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            flat, hidden = super().forward(x)
-            return flat, hidden.transpose(0, 1)
+    @model(inner=lambda: made(Flat))
+    def Turned(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat, hidden = self.inner(x)
+        return flat, hidden.transpose(0, 1)
 
     def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
         return F.mse_loss(output[1], target)
@@ -240,7 +210,7 @@ def test_outputs_are_refused_where_nothing_shows_their_rows() -> None:
 
 @pytest.mark.parametrize("axis", [BatchAxis(d, o, i) for d in range(3) for o in (0, 1, 2) for i in (1, 3)])
 def test_an_axis_and_its_inverse(axis: BatchAxis) -> None:
-    """The rows that go to the front are those of the definition, and go back to where they were."""
+    """Rows go to the front as the definition says, and back to where they were."""
     rows, shape = 4, [2, 3, 5]
     shape[axis.dim] = rows * (axis.outer or 2) * axis.inner
     tensor = torch.arange(2 * 3 * 5 * 24).view(-1)[: torch.Size(shape).numel()].view(shape)
@@ -256,43 +226,30 @@ def test_an_axis_and_its_inverse(axis: BatchAxis) -> None:
 
 SCRIPT = """
 import os
-import torch, pipec
-from tests.capture.test_batch_axis import BY_TIME, ROWS, TIME, Recurrent, flat_loss, made, tokens
+import pipec
+from tests.capture.test_batch_arguments import BY_TIME, ROWS, TIME, Recurrent, flat_loss, made, tokens
 from unsplit_reference import relative_error
 rank = int(os.environ["RANK"])
 x, target = tokens(TIME, ROWS), tokens(TIME * ROWS, seed=2)
 unsplit = made(Recurrent)
 expected = flat_loss(unsplit(x), target)
 expected.backward()
-
-def compiled(batch, **options):
-    options = dict(microbatches=2, batched=BY_TIME, batch=batch, timeout=240.0) | options
-    return pipec.compile(made(Recurrent), 2, loss_fn=flat_loss, **options)
-
 own = slice(0, 2) if rank == 0 else slice(2, ROWS)
 mine = x[:, own], target.view(TIME, ROWS)[:, own].reshape(-1)
-passed = {"rank0": (x, target) if rank == 0 else None, "same": (x, target), "local": mine}
-for batch, given in passed.items():
-    pipe = compiled(batch, **(dict(stages=1) if batch == "local" else {}))
+for batch, (given, wanted) in {"rank0": (x, target), "same": (x, target), "local": mine}.items():
+    options = dict(stages=1) if batch == "local" else {}
+    options |= dict(loss_fn=flat_loss, microbatches=2, batched=BY_TIME, batch=batch, timeout=240.0)
+    pipe = pipec.compile(made(Recurrent), 2, **options)
     if batch == "rank0":
-        loss = pipe.step(given[0], target=given[1]) if given else pipe.step()
+        loss = pipe.step(given, target=wanted) if rank == 0 else pipe.step()
     else:
-        loss, output = pipe.step(given[0], target=given[1], outputs=True)
-        assert relative_error(output, unsplit(given[0]).detach()) < 1e-12
+        loss, output = pipe.step(given, target=wanted, outputs=True)
+        assert relative_error(output, unsplit(given).detach()) < 1e-12
     assert relative_error(loss, expected.detach()) < 1e-12
     for name, parameter in pipe.named_parameters():
         if parameter.grad is not None:
             assert relative_error(parameter.grad, unsplit.get_parameter(name).grad) < 1e-12, name
             print("checked", name)
-pipe = compiled("local", stages=1)
-if rank == 0:
-    assert relative_error(pipe.eval_step(x, target=target), expected.detach()) < 1e-12
-pipe.join()
-try:
-    pipe = compiled("local", stages=1)
-    pipe.step(x[: TIME - rank], target=target[: (TIME - rank) * ROWS])
-except pipec.PipecError as error:
-    print(f"{type(error).__name__}: {error}")
 """
 
 
@@ -302,4 +259,119 @@ def test_ranks_are_sent_and_pass_rows_of_another_dimension(tmp_path: Path) -> No
     script.write_text(SCRIPT)
     for printed in run_ranks(script, 2, tmp_path):
         assert printed.count("checked") >= 9
-        assert "InputError: the ranks passed different" in printed
+
+
+# which arguments are split
+
+
+class Combined(nn.Module):
+    """One linear layer of its first argument, and whatever a test does with the other."""
+
+    def __init__(self, combine: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.combine = combine
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.combine(self.last(torch.tanh(self.first(x))), other).square().mean()
+
+
+def check(combine: Any, x: Tensor, other: Any, **options: Any) -> pipec.Pipeline:
+    return train_as_eager(Combined(combine), x, other, options=options)
+
+
+def multiply_by_table(y: Tensor, table: Tensor) -> Tensor:
+    return y @ table.t()
+
+
+def follow_edges(y: Tensor, edges: Tensor) -> Tensor:
+    return y[:, edges[0]] - y[:, edges[1]]
+
+
+TABLE = torch.randn(4, 5, generator=torch.Generator().manual_seed(2))
+X = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
+
+
+def test_a_tensor_that_the_model_needs_row_by_row_is_split() -> None:
+    pipe = check(torch.add, X, TABLE)
+    assert "split into microbatches: args[0] f32[b, 5], args[1] f32[b, 5]" in str(pipe.plan)
+    assert "whole in every microbatch" not in str(pipe.plan)
+
+
+AMBIGUOUS = {
+    "a table of as many rows": (multiply_by_table, X, TABLE),
+    "a mask of time by time": (
+        lambda y, mask: torch.einsum("st,btw->bsw", mask, y),
+        torch.randn(4, 4, 5),
+        torch.rand(4, 4),
+    ),
+    "a list of edges": (follow_edges, torch.randn(2, 5), torch.randint(5, (2, 9))),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+@pytest.mark.parametrize("batched", [{}, {"other": None}, {1: None}])
+def test_what_may_be_split_or_whole_is_tried_or_told(name: str, batched: dict[Any, None]) -> None:
+    pipe = check(*AMBIGUOUS[name], batched=batched)
+    assert not batched or "whole in every microbatch: args[1]" in str(pipe.plan)
+
+
+@pytest.mark.parametrize("rows", [2, 1])
+def test_edges_with_as_many_rows_as_a_microbatch_are_whole(rows: int) -> None:
+    """Or as many as a sample of one row, which is traced as two."""
+    check(follow_edges, torch.randn(3 * rows, 5), torch.randint(5, (2, 9)), microbatches=3)
+
+
+def test_a_table_in_front_of_weights_is_whole() -> None:
+    """It is looked up by numbers of all rows, and a tail cannot have the layers behind it."""
+
+    @model(first=lambda: nn.Linear(5, 5), last=lambda: nn.Linear(5, 5))
+    def Lookup(self: Any, x: Tensor, numbers: Tensor, table: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x + table[numbers]))).square().mean()
+
+    pipe = train_as_eager(Lookup(), X, torch.tensor([3, 0, 1, 1]), TABLE)
+    assert "whole in every microbatch: args[2]" in str(pipe.plan)
+
+
+def test_without_a_check_what_is_not_proved_is_asked() -> None:
+    check(torch.add, X, TABLE, check="off")
+    pipe = pipec.compile(
+        Combined(lambda y, other: y + doubled(other)), devices=2, microbatches=2, check="off"
+    )
+    with pytest.raises(InputError, match=r"args\[1\].*batched=\{'other': 0\}.*batched=\{'other': None\}"):
+        pipe.step(X, TABLE)
+
+
+def test_a_tensor_stays_what_it_was() -> None:
+    """A table has other rows than the batch in the first call, and as many in the second one."""
+    table = torch.cat([TABLE, TABLE])
+    pair = Pair(Combined(multiply_by_table))
+    pair.step(X, table)
+    assert "whole in every microbatch: args[1] f32[8, 5]" in str(pair.pipe.plan)
+    pair.step(torch.cat([X, X]), table)
+    with pytest.raises(InputError, match=r"args\[1\] has 8 rows but the batch has 4, and it was split"):
+        check(torch.add, X, TABLE).step(X, table)
+
+
+def test_parts_of_an_argument_are_named_by_a_structure() -> None:
+    def combine(y: Tensor, other: dict[str, Tensor]) -> Tensor:
+        return (y + other["rows"]) @ other["table"].t()
+
+    check(combine, X, {"rows": TABLE, "table": TABLE.clone()}, batched={"other": {"table": None}})
+
+
+RAGGED = torch.randn(3, 5), torch.randn(2, 5)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (pack_sequence([*RAGGED]), "a PackedSequence has its rows mixed"),
+        (torch.nested.nested_tensor([*RAGGED]), "a nested tensor cannot"),
+        (SimpleNamespace(x=X), r"args\[1\] is a .*SimpleNamespace, which no stage can take"),
+    ],
+)
+def test_what_has_a_batch_of_its_own_is_refused(argument: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pipec.compile(Combined(torch.add), devices=2, microbatches=2).step(X, argument)

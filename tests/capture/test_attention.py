@@ -1,13 +1,16 @@
-"""FlexAttention in a model, and functions of ``torch.vmap`` that write in place, as its masks are made by."""
+"""FlexAttention, functions of ``torch.vmap`` that write in place, attention in evaluations, and no caches."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from awkward_modules import Pair, assert_near, module, train_as_eager
-from slow_params import slow_but
+from awkward_modules import Pair, assert_near, train_as_eager
+from forward_modules import model
+from huggingface_models import each, gpt2, llama, t5
+from slow_params import slow, slow_but
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as library
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
@@ -82,7 +85,7 @@ def test_gradients_and_outputs_are_those_of_eager_torch(kind: str) -> None:
         assert_near(pipe.eval()(x, documents), model(x, documents), "output")
 
 
-@module(lambda: {"layer": nn.Linear(WIDTH, WIDTH)})
+@model(layer=lambda: nn.Linear(WIDTH, WIDTH))
 def OfBlocks(self: Any, x: Tensor, documents: Tensor) -> Tensor:
     """The first of two blocks of keys, for all queries. The kernels of GPUs skip the other one."""
     count = torch.ones(1, 1, 1, dtype=torch.int32)
@@ -107,11 +110,9 @@ def test_functions_that_are_not_elementwise_and_blocks_alone_are_refused(name: s
         pipec.compile(model.eval(), 2, microbatches=2)(x, documents)
 
 
-@module(
-    lambda: {
-        "layers": nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2)),
-        "head": nn.Linear(WIDTH, 2),
-    }
+@model(
+    layers=lambda: nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2)),
+    head=lambda: nn.Linear(WIDTH, 2),
 )
 def Masked(self: Any, x: Tensor, masks: dict[str, Any] | Any) -> Tensor:
     """Two layers of attention, whose masks are arguments."""
@@ -281,7 +282,7 @@ def test_a_model_of_transformers_with_padded_rows() -> None:
     pair.step(input_ids=ids, attention_mask=mask, labels=ids, error=1e-6)  # logits are float32 in the loss
 
 
-@module(lambda: {"layer": nn.Linear(WIDTH, WIDTH)})
+@model(layer=lambda: nn.Linear(WIDTH, WIDTH))
 def Mapped(self: Any, x: Tensor) -> Tensor:
     def written(row: Tensor) -> Tensor:
         row = 2 * row
@@ -299,3 +300,78 @@ def test_a_mapped_function_may_write_in_place(mixes: bool, recwarn: pytest.Warni
     x = torch.randn(6, WIDTH, dtype=torch.float64)
     train_as_eager(Mapped().double(), x, target=x, loss_fn=loss_fn, options={"microbatches": 3})
     assert not recwarn
+
+
+# torch's modules, which have one operator in evaluations that reads all weights, and caches of transformers
+
+
+LENGTH = 5
+X = torch.randn(6, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+PADDING = torch.arange(LENGTH) >= torch.tensor([5, 3, 1, 4, 2, 5])[:, None]
+CAUSAL = torch.ones(LENGTH, LENGTH).triu(1).bool()
+
+
+def layers(**options: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@model(
+    first=lambda average: nn.Linear(WIDTH, WIDTH),
+    attention=lambda average: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+    last=lambda average: nn.Linear(WIDTH, WIDTH),
+    average=bool,
+)
+def Weighing(self: Any, src: Tensor, src_key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns its weights, too."""
+    x = self.first(src)
+    y, weights = self.attention(x, x, x, src_key_padding_mask, average_attn_weights=self.average)
+    return self.last(y), weights
+
+
+def distance(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output if isinstance(output, Tensor) else output[0], target)
+
+
+@pytest.mark.parametrize(
+    ("make", "masks", "devices"),
+    [
+        slow(layers, {"src_key_padding_mask": PADDING, "mask": CAUSAL}, 4),
+        slow(lambda: layers(norm_first=True, activation="gelu"), {"src_key_padding_mask": PADDING}, 4),
+        slow(lambda: layers(layer_norm_eps=1e-2), {}, 4),
+        (lambda: Weighing(True), {"src_key_padding_mask": PADDING}, 2),
+        slow(lambda: Weighing(False), {"src_key_padding_mask": PADDING}, 2),
+    ],
+)
+def test_modules_evaluate_on_the_stages_of_training(
+    make: Any, masks: dict[str, Tensor], devices: int
+) -> None:
+    """The cuts of four stages are inside layers: a stage has fewer weights than one."""
+    torch.manual_seed(0)
+    net, given = make(), {"src": X, **masks}
+    batched = {name: None if name == "mask" else 0 for name in given}
+    pipe = pipec.compile(net, devices, loss_fn=distance, microbatches=3, batched=batched)
+    pipe.step(**given, target=X)
+    net.eval()
+    with torch.no_grad():
+        expected = net(**given)
+        torch.testing.assert_close(pipe(**given), expected)
+        torch.testing.assert_close(pipe.eval_step(**given, target=X), distance(expected, X))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", each(gpt2, llama, t5))
+def test_no_pipeline_makes_a_cache_of_keys_and_values(factory: Any) -> None:
+    """Caches of Hugging Face's models are for generating text: training copies nothing into one."""
+    made, inputs = factory()
+    unsplit = copy.deepcopy(made).eval()
+    pipe = pipec.compile(made.eval(), devices=2, microbatches=2)
+    found = pipe(**inputs)
+    with torch.no_grad():
+        expected = unsplit(**inputs, use_cache=False)
+    assert type(found) is type(expected)
+    assert list(found) == list(expected)
+    assert torch.allclose(found.logits, expected.logits, atol=1e-6)
+    assert made.config.use_cache
+    with pytest.raises(InputError, match="use_cache=True asks for a cache"):
+        pipe(**inputs, use_cache=True)
