@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_models import encoder
-from torch import Tensor, nn
+from torch import nn
 
 import pipec
 from pipec.codegen.stage_source import StageSource
@@ -27,26 +28,13 @@ HOSTILE = (
     "été",
     "a" * 300,
 )
-
-
-class Hostile(nn.Module):
-    """Layers whose names are code, formats, keywords, and names that the generated code uses itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in HOSTILE:
-            self.add_module(name, nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.children():
-            x = torch.tanh(layer(x))
-        return x
+"""Names that are code, formats, keywords, and names that the generated code uses itself."""
 
 
 @pytest.fixture(scope="module")
 def hostile() -> Pipeline:
-    x = torch.zeros(4, 4)
-    pipe = pipec.compile(Hostile(), devices=2, microbatches=2, loss_fn=nn.functional.mse_loss)
+    model, x = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in HOSTILE)), torch.zeros(4, 4)
+    pipe = pipec.compile(model, devices=2, microbatches=2, loss_fn=nn.functional.mse_loss)
     return pipe.prepare(x, target=x)
 
 

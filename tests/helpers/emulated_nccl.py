@@ -1,21 +1,19 @@
 """NCCL among threads: ranks of one process that talk over ``NcclConnections``, without a GPU.
 
 As on a GPU, a group has one stream on each of its ranks, which works on one message after the other. A send
-lasts until the other rank has received it. All ranks of a group use it first, so that messages of some of
-more than two are refused before a collective. Delays are random. A message that has arrived is found to be
-over only some time later, as if the host were ahead of the device.
+lasts until the other rank has received it. Delays are random. A message that has arrived is found to be over
+only some time later, as if the host were ahead of the device.
 
 What computes is the CPU: a wait for a message holds up the thread of its rank.
 """
 
-import contextlib
 import functools
 import itertools
 import random
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -24,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipec.ir import Program
 from pipec.runtime.messages.collective_group import InProcessCollectives, InProcessGroup
 from pipec.runtime.messages.distributed_transport import DistributedTransport
 from pipec.runtime.messages.nccl import NcclConnections
+from pipec.runtime.processes.star import Star
 
 T = TypeVar("T")
 
@@ -83,14 +81,13 @@ class Group:
         rank: int,
         wires: dict[tuple[int, int], "SimpleQueue[_Sent]"],
         together: InProcessGroup,
-        seed: int,
+        seed: str,
     ) -> None:
         self.rank, self._wires, self._random = rank, wires, random.Random(seed)
         self.together = together
         self.set_timeout = bool
-        self.is_connected = together.size == 2
         self._stream: SimpleQueue[tuple[Callable[[], None], Work]] = SimpleQueue()
-        self.running = self.num_started = self.num_found_over = 0
+        self.num_started = self.num_done = self.num_found_over = 0
         threading.Thread(target=self._run, daemon=True).start()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
@@ -100,7 +97,6 @@ class Group:
         return self._start([Message(False, *tensors, peer)])
 
     def allreduce(self, tensors: list[Tensor]) -> Work:
-        self.is_connected = True
         return self.run(lambda: self.together.all_reduce(*tensors)())
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]]) -> Work:
@@ -121,7 +117,6 @@ class Group:
 
     def run(self, job: Callable[[], None]) -> Work:
         """Let the stream do a job behind those before it."""
-        self.running += 1
         self.num_started += 1
         work = Work(self, self.num_started, self._random.randrange(3))
         self._stream.put((job, work))
@@ -135,7 +130,7 @@ class Group:
             job, work = self._stream.get()
             time.sleep(self._random.random() * 3e-4)
             job()
-            self.running -= 1
+            self.num_done += 1
             over = work.over
             del job, work  # which hold memory
             over.set()
@@ -154,9 +149,7 @@ class Group:
                 assert message.tensor.dtype is arrived.tensor.dtype
                 assert message.tensor.numel() == arrived.tensor.numel()
                 with torch.no_grad():
-                    message.tensor.view(-1).copy_(
-                        arrived.tensor.view(-1)
-                    )  # of which NCCL knows the count alone
+                    message.tensor.view(-1).copy_(arrived.tensor.view(-1))  # NCCL knows the count alone
                 arrived.received.set()
         for sent in leaving:
             sent.received.wait()
@@ -171,98 +164,56 @@ class Options:
 
 
 class Distributed:
-    """torch.distributed, as each thread sees it that calls ``as_rank``."""
+    """torch.distributed, as all ranks see it."""
 
     DistError = dist.DistError
 
     def __init__(self) -> None:
-        self.ProcessGroupNCCL: Any = functools.partial(self._make_group)
+        self.ProcessGroupNCCL: Any = functools.partial(lambda *given: self.make_group(*given))
         self.ProcessGroupNCCL.Options = Options
-        self._here = threading.local()
         self._wires: dict[str, dict[tuple[int, int], SimpleQueue[_Sent]]] = {}
-        self._in_process_collectives: dict[str, InProcessCollectives] = {}
-        self.groups: dict[int, list[Group]] = defaultdict(list)
-
-    @contextlib.contextmanager
-    def as_rank(self, rank: int) -> Iterator[None]:
-        self._here.rank = rank
-        yield
+        self._collectives: dict[str, InProcessCollectives] = {}
 
     def PrefixStore(self, prefix: str, store: object) -> str:
         return prefix
 
-    def _make_group(self, store: str, rank: int, size: int, options: Options) -> Group:
+    def make_group(self, store: str, rank: int, size: int, options: Options) -> Any:
         """The group of the ranks that give it the same store; ``rank`` is the number in it."""
-        in_process_collectives = self._in_process_collectives.setdefault(
-            store, InProcessCollectives(size, lambda: None)
-        )
-        together = InProcessGroup(in_process_collectives, rank)
+        collectives = self._collectives.setdefault(store, InProcessCollectives(size, lambda: None))
         pairs = itertools.product(range(size), repeat=2)
         wires = self._wires.setdefault(store, {pair: SimpleQueue() for pair in pairs})
-        own = self.groups[self._here.rank]
-        own.append(Group(rank, wires, together, 1000 * self._here.rank + len(own)))
-        return own[-1]
-
-    def is_busy(self, rank: int) -> bool:
-        """Whether messages run on the device of a rank."""
-        return any(group.running for group in self.groups[rank])
-
-
-class _Star:
-    """The connections of ranks of which a test hears by itself if one fails."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-
-    def waiting(
-        self, activity: str, peer: int | None = None, limited: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def all_gather(self, own: T, activity: str) -> list[T]:
-        return [own] * self._num_ranks
-
-    def check(self) -> None:
-        """Nothing fails."""
-
-    def fail(self, reason: str) -> None:
-        """Nobody asks."""
+        return Group(rank, wires, InProcessGroup(collectives, rank), f"{store} {rank}")
 
 
 class Emulated(DistributedTransport):
-    """The transport of a rank whose GPU is emulated."""
+    """The transport of a rank whose GPU is emulated. If another one fails, the test is told by itself."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks, self.device, self._timeout = rank, num_ranks, torch.device("cpu"), PATIENCE
-        self.star: Any = _Star(num_ranks)
+        self.star = Star(0, 1, PATIENCE)
         self._connections = NcclConnections(self.device, dist.HashStore(), rank, num_ranks, bool)
 
-    def call_on_all_ranks(self, what: str, make: Callable[[], T], num_segments: int = 1) -> T:
-        return make()  # on this thread, which is known by its rank
+    def is_busy(self) -> bool:
+        """Whether messages run on the device of the rank."""
+        groups: Any = self._connections._unaborted  # type: ignore[attr-defined]
+        return any(group.num_done < group.num_started for group in groups)
 
 
-def run_ranks(
-    distributed: Distributed, programs: Sequence[Program], run: Callable[[int, Emulated], T]
-) -> list[T]:
+def run_ranks(num_ranks: int, run: Callable[[Emulated], T]) -> list[T]:
     """What ``run`` returns for each rank; all run at the same time, each with its transport."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
+    ranks = [Emulated(rank, num_ranks) for rank in range(num_ranks)]
+    found = [Future[T]() for _ in ranks]
 
-    def run_one(rank: int) -> None:
+    def run_one(transport: Emulated, result: "Future[T]") -> None:
         try:
-            with distributed.as_rank(rank):
-                transport = Emulated(rank, len(programs))
-                transport.connect(programs, (), "")
-                results[rank] = run(rank, transport)
+            result.set_result(run(transport))
         except BaseException as error:
-            errors.append(error)
+            result.set_exception(error)
 
-    threads = [threading.Thread(target=run_one, args=(rank,), daemon=True) for rank, _ in enumerate(programs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    if errors:
-        raise errors[0]
-    assert len(results) == len(programs), "some ranks wait for each other"
-    return [results[rank] for rank in range(len(programs))]
+    for each in zip(ranks, found, strict=True):
+        threading.Thread(target=run_one, args=each, daemon=True).start()
+    try:
+        return [each.result(PATIENCE) for each in found]
+    finally:
+        for rank in ranks:
+            rank.star.close()

@@ -18,11 +18,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
-from typer.testing import CliRunner
 from unsplit_reference import Inputs, StepResult
 
 import pipec
-from pipec.cli import app
 
 PIPEC_TIMEOUT, TIMEOUT = 240.0, 200.0
 """Seconds: pipec gives up on a rank well before the processes are given up."""
@@ -53,20 +51,21 @@ def train(artifacts: Sequence[Path], inputs: Inputs, scratch: Path) -> list[str]
     return _run_ranks(_save_step, arguments, scratch)
 
 
-def pipec_cli(arguments: Sequence[tuple[str, ...]], scratch: Path) -> list[str]:
-    """Rank r runs the command line ``arguments[r]``; what each rank printed. A failure fails the test."""
-    return _printed(_invoke, [(words,) for words in arguments], scratch)
-
-
 def run_script(script: Path, arguments: Sequence[str], num_ranks: int, scratch: Path) -> str:
     """What rank 0 prints if ``torchrun`` starts the script; with no ranks, what the script alone prints."""
     return run_ranks(script, num_ranks, scratch, arguments)[0]
 
 
 def run_ranks(script: Path, num_ranks: int, scratch: Path, arguments: Sequence[str] = ()) -> list[str]:
-    """What each rank prints if ``torchrun`` starts the script, or with no ranks, the script alone."""
-    ranks = [(script, arguments)] * max(num_ranks, 1)
-    return _printed(run_main, ranks, scratch, distributed=num_ranks > 0)
+    """What each rank prints if ``torchrun`` starts the script, or with no ranks, the script alone.
+
+    A failure fails the test.
+    """
+    printed = [scratch / f"printed_{rank}" for rank in range(max(num_ranks, 1))]
+    given = [(path, run_main, script, arguments) for path in printed]
+    errors = _run_ranks(printing, given, scratch, distributed=num_ranks > 0)
+    assert errors == [""] * len(printed), "\n".join(errors)
+    return [path.read_text() for path in printed]
 
 
 def run_lines(text: str, num_ranks: int, scratch: Path) -> list[list[str]]:
@@ -78,17 +77,6 @@ def run_lines(text: str, num_ranks: int, scratch: Path) -> list[list[str]]:
     script.write_text(text)
     printed = run_ranks(script, num_ranks, scratch)
     return [[line for line in each.splitlines() if not line.startswith("pipec: ")] for each in printed]
-
-
-def _printed(
-    task: Callable[..., None], arguments: Sequence[tuple[Any, ...]], scratch: Path, distributed: bool = True
-) -> list[str]:
-    """What ``task`` prints on each rank. A failure fails the test."""
-    printed = [scratch / f"printed_{rank}" for rank in range(len(arguments))]
-    given = [(path, task, *own) for path, own in zip(printed, arguments, strict=True)]
-    errors = _run_ranks(printing, given, scratch, distributed)
-    assert errors == [""] * len(arguments), "\n".join(errors)
-    return [path.read_text() for path in printed]
 
 
 def _run_ranks(
@@ -205,12 +193,6 @@ def printing(printed: Path, task: Callable[..., None], *arguments: Any) -> None:
         handler.addFilter(lambda record: not record.getMessage().startswith("compiling"))  # depends on time
         logging.getLogger("pipec").addHandler(handler)
         task(*arguments)
-
-
-def _invoke(arguments: Sequence[str]) -> None:
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    print(result.stdout, end="")
 
 
 def run_main(script: Path, arguments: Sequence[str]) -> None:

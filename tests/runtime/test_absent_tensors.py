@@ -5,8 +5,10 @@ Outputs of the last stage do so on all other ranks; what can be computed of them
 
 import copy
 import io
+import operator
 import pickle
 from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +26,15 @@ from pipec.errors import InputError
 from pipec.runtime.absent_outputs import AbsentOutput, absent_output
 from pipec.runtime.absent_tensors import (
     copies_of_absent,
-    hold,
     is_absent,
     materialized,
+    plain_tensors,
     release_elsewhere,
     release_sharded,
 )
 from pipec.runtime.local_gradients import GradientNorms
 from pipec.runtime.loss_tensors import STEP_LOSS, StepLoss
-from pipec.runtime.model_tensors import ModelTensors
+from pipec.runtime.model_tensors import ModelTensors, fill_tensors
 from pipec.runtime.whole_model import StateOfRank0
 
 
@@ -135,16 +137,23 @@ def test_shards_are_not_changed_by_what_no_rank_would_do() -> None:
     assert torch.equal(parameter, torch.zeros(2))
 
 
-def test_values_come_back_to_the_same_object(model: nn.Module) -> None:
-    weight = model[0].weight
+def test_absent_tensors_hold_no_memory_until_values_come_back_to_the_same_object(model: nn.Module) -> None:
+    """Also if it has two names."""
+    weight, values = model[0].weight, torch.ones(3, 4)
+    model.register_parameter("tied", weight)
+    with plain_tensors():
+        assert weight.untyped_storage().nbytes() == model[1].running_mean.untyped_storage().nbytes() == 4
     with materialized(model.parameters()):
         assert type(weight) is nn.Parameter
         assert weight.stride() == (4, 1)
     assert is_absent(weight)
-    hold(weight, torch.ones(3, 4))
+    fill_tensors(model, {"0.weight": values, "tied": values, "1.running_mean": torch.ones(3)})
     assert type(weight) is nn.Parameter
-    assert torch.equal(weight, torch.ones(3, 4))
+    assert model.tied is weight
+    assert torch.equal(weight, values)
     assert not vars(weight)
+    with pytest.raises(InputError, match=r"has \[3\] on cpu as 0.bias; expected \[2\] with memory"):
+        fill_tensors(model, {"0.bias": torch.ones(2)})
 
 
 def test_a_copy_of_the_model_lacks_the_same(model: nn.Module) -> None:
@@ -173,12 +182,6 @@ def gradients(model: nn.Module) -> Iterator[list[Tensor]]:
     assert [type(each.grad) for each in model.parameters() if each.grad is not None] == [Tensor, Tensor]
 
 
-def _added(total: Tensor, numbers: list[Tensor]) -> Tensor:
-    for each in numbers:
-        total += each
-    return total
-
-
 GATHERED: dict[str, Callable[[list[Tensor]], Any]] = {
     "of norms": lambda g: torch.stack([each.norm() for each in g]).norm(),
     "as SAM's": lambda g: torch.norm(torch.stack([(1.0 * each).norm(p=2).to("cpu") for each in g]), p=2),
@@ -202,11 +205,11 @@ TOTALS: dict[str, Callable[[list[Tensor]], object]] = {
     "as numbers": lambda g: torch.stack([each.norm() for each in g]).tolist(),
     "of largest rows": lambda g: sum(each.max(dim=0).values.norm() for each in g),
     "of squares": lambda g: sum((each**2).sum() for each in g),
-    "added in place": lambda g: _added(torch.zeros(()), [each.norm() ** 2 for each in g]),
+    "added in place": lambda g: reduce(operator.iadd, [each.norm() ** 2 for each in g], torch.zeros(())),
     "of one of them twice": lambda g: torch.stack([g[0].norm(), g[0].norm()]).norm(),
     "of a vector of one of them": lambda g: torch.cat([g[0].flatten()]).norm(),
     "of one vector": lambda g: torch.cat([each.flatten() for each in g]).norm(),
-    "written one by one": lambda g: torch.zeros(2).__setitem__(0, g[0].norm()),
+    "written one by one": lambda g: operator.setitem(torch.zeros(2), 0, g[0].norm()),
 }
 
 
@@ -226,7 +229,7 @@ def test_momentum_adds_up_the_gradient_of_one_number_and_a_norm_does_not() -> No
         optimizer.step()
         assert model["scale"].item() == expected
     with pytest.raises(InputError, match="of this rank's stages alone"):
-        _added(torch.zeros(()), [model["scale"].grad ** 2])
+        operator.iadd(torch.zeros(()), model["scale"].grad ** 2)
 
 
 def test_a_trust_ratio_of_one_parameter_is_right_on_each_rank(gradients: list[Tensor]) -> None:
@@ -275,8 +278,8 @@ def test_an_empty_state_is_not_written_over_that_of_rank_0(
 Y = torch.tensor([0, 2, 1, 4])
 
 
-def absent(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = True) -> AbsentOutput:
-    memory = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
+def absent() -> AbsentOutput:
+    memory = torch.empty(4, 5, device="meta", requires_grad=True)
     return absent_output(memory, [2, 3], torch.device("cpu"))
 
 
@@ -306,19 +309,10 @@ COMPUTED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", COMPUTED)
 def test_shape_and_dtype(name: str) -> None:
-    found, expected = COMPUTED[name](absent(4, 5)), COMPUTED[name](torch.randn(4, 5, requires_grad=True))
+    found, expected = COMPUTED[name](absent()), COMPUTED[name](torch.randn(4, 5, requires_grad=True))
     assert isinstance(found, AbsentOutput)
     assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
     assert found.requires_grad == expected.requires_grad
-
-
-def add_up(x: Tensor) -> None:
-    total = torch.zeros(4, 5)
-    total += x.detach()
-
-
-def write_into(x: Tensor) -> None:
-    torch.zeros(5)[1] = x.detach().mean()
 
 
 READ: dict[str, Callable[[Tensor], Any]] = {
@@ -343,8 +337,8 @@ READ: dict[str, Callable[[Tensor], Any]] = {
     "data_ptr": lambda x: x.data_ptr(),
     "storage": lambda x: x.untyped_storage(),
     "list": lambda x: torch.tensor([x.mean(), x.mean()]),
-    "add up": add_up,
-    "write into": write_into,
+    "add up": lambda x: operator.iadd(torch.zeros(4, 5), x.detach()),
+    "write into": lambda x: operator.setitem(torch.zeros(5), 1, x.detach().mean()),
     "out": lambda x: torch.mul(x.detach(), 2, out=torch.zeros(4, 5)),
     "another parameter": lambda x: x * nn.Parameter(torch.ones(5)),
 }
@@ -361,7 +355,7 @@ def absent_parameter() -> nn.Parameter:
 def test_a_value_that_is_read_is_refused(name: str) -> None:
     READ[name](torch.randn(4, 5))
     with pytest.raises(InputError, match=r"on ranks 2, 3 alone.*outputs=\"differentiable\""):
-        READ[name](absent(4, 5))
+        READ[name](absent())
     with pytest.raises(InputError, match="on rank 1, and this process has none of its values"):
         READ[name](absent_parameter())
 
@@ -380,20 +374,20 @@ def test_a_collective_is_refused(call: Callable[[Tensor], object]) -> None:
     if torch.__version__.startswith("2.11") and not dist.is_initialized():
         pytest.skip("torch 2.11 asks for a group first")
     with pytest.raises(InputError, match="on ranks 2, 3 alone"):
-        call(absent(4, 5).detach().mean())
+        call(absent().detach().mean())
 
 
 def test_an_error_of_the_script_is_its_own_and_any_output_may_be_printed() -> None:
-    assert str(absent(4, 5)) == f"{absent(4, 5)}" == "<float32[4, 5], on ranks 2, 3>"
+    assert str(absent()) == f"{absent()}" == "<float32[4, 5], on ranks 2, 3>"
     with pytest.raises(ValueError, match="to match target batch_size"):
-        F.cross_entropy(absent(4, 5), Y[:3])
+        F.cross_entropy(absent(), Y[:3])
 
 
 @pytest.mark.parametrize("value", [0.1, 0.125, float("nan")])
 @pytest.mark.parametrize("function", [Tensor.mean, lambda x: x.mean().sqrt()])
 def test_a_loss_has_a_value_after_its_backward(function: Callable[[Tensor], Tensor], value: float) -> None:
     """It is exact, whatever dtype the loss has here. Nothing else has one."""
-    loss, other = function(absent(4, 5)), absent(4, 5).mean()
+    loss, other = function(absent()), absent().mean()
     loss.value = value
     loss.backward(torch.tensor(0.5))
     assert type(loss) is Tensor
@@ -404,7 +398,7 @@ def test_a_loss_has_a_value_after_its_backward(function: Callable[[Tensor], Tens
 
 
 def test_a_loss_that_another_graph_has_saved_stays_without_a_value() -> None:
-    loss, other = absent(4, 5).mean(), absent(4, 5).mean()
+    loss, other = absent().mean(), absent().mean()
     product = loss * other
     loss.value = 0.1
     loss.backward()

@@ -14,15 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipec
-from pipec.ir import InputLeaf, Instruction, Mode, Op, Plan, Program, Stage, Value
-from pipec.runtime import Interpreter, random_operators
+from pipec.runtime import random_operators
 from pipec.runtime.messages.connections import MAX_IN_TRANSIT
 from pipec.runtime.messages.cuda import PeerToPeerCopies, on_callers_streams
 from pipec.runtime.messages.transport import InProcessTransport
 from pipec.runtime.random_operators import call_with_generator
 from pipec.runtime.stages import bound_stage
-from pipec.runtime.step import execution, interpreter
-from pipec.runtime.step.batch_slice import BatchSlice
+from pipec.runtime.step import execution
 from pipec.runtime.step.timestamps import CudaClock
 
 A, B, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
@@ -200,34 +198,17 @@ class TimingEvent:
         return other._time - self._time
 
 
-class Launching:
-    """A stage of which a microbatch keeps the GPU busy for as many milliseconds as it has rows."""
-
-    PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
-    INPUTS = ("x",)
-
-    @staticmethod
-    def forward(frame: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
-        TimingEvent.now += len(frame["x"])
-        return {}, [], ()
-
-
 def test_recorded_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host takes microseconds to launch what takes the GPU milliseconds."""
     monkeypatch.setattr(torch.cuda, "Event", TimingEvent)
-    monkeypatch.setattr(interpreter, "clock_of", lambda device: CudaClock())
-    inputs = (InputLeaf(0, "x", True, Value("x", "float32", ("b",))),)
-    plan = Plan(
-        Mode.FORWARD, "gpipe", 2, 3, placement=((0,),), stages=(Stage(0, 0, 0),), links=(), inputs=inputs
-    )
-    program = Program(0, [Instruction(Op.FORWARD, 0, microbatch) for microbatch in range(2)])
-    made = Interpreter(program, plan, {0: Launching}, {}, {}, InProcessTransport([CPU]).endpoint(0), CPU)
-    timestamps: list[int] = []
-    began = time.time_ns()
-    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], BatchSlice([3, 2], 5), timestamps=timestamps)
-    assert [round((stamp - timestamps[0]) / 1e6) for stamp in timestamps] == [0, 3, 3, 5]
-    assert began <= timestamps[0] <= time.time_ns()
-    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], BatchSlice([3, 2], 5))
+    clock, began, marks = CudaClock(), time.time_ns(), list[Any]()
+    clock.begin()
+    for milliseconds in (0, 3, 0, 2):
+        TimingEvent.now += milliseconds
+        marks.append(clock.now())
+    stamps = clock.times(marks)
+    assert [round((stamp - stamps[0]) / 1e6) for stamp in stamps] == [0, 3, 3, 5]
+    assert began <= stamps[0] <= time.time_ns()
 
 
 # random numbers

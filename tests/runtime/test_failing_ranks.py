@@ -1,6 +1,6 @@
-"""Ranks that fail, differ or are killed: all others end, and name them."""
+"""Ranks that fail, differ, hang or are lost, whichever it is and whenever: all others end, and name them."""
 
-import functools
+import itertools
 import json
 import os
 import re
@@ -9,63 +9,36 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from compile_variants import Variant, captured, compiled, save_with_tensors
-from handwritten_stages import (
-    STAGES,
-    Stage1,
-    make_batch,
-    make_interpreter,
-    make_model,
-    whole_batch,
-)
+from compile_variants import captured, compiled, save_with_tensors
+from equality_rows import Row, batch_of, piped
 from huggingface_models import perceptron
+from instruction_hooks import before_each
 from page_views import embedded
 from slow_params import slow_but
-from torch import Tensor, nn
-from whole_batch_losses import LOSSES, Towers
-from worker_processes import PIPEC_TIMEOUT, new_store, pipec_cli, run_ranks, start_ranks, train
+from torch import Tensor
+from worker_processes import free_port, new_store, run_lines, start_ranks, train
 
-import pipec
 from pipec import ops
 from pipec.errors import InputError, PipecError, TransportError
-from pipec.ir import Compute, Instruction, Op, Phase, Schedule, one_rank_per_stage
+from pipec.ir import Op
 from pipec.runtime import DistributedTransport
+from pipec.runtime.processes import rendezvous
 from pipec.runtime.step.linker import Linker
+from pipec.runtime.step.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 
 
-# replicas and hosts
-
-
-DIFFERENT = {
-    "learning rate": "optimizers that differ:",
-    "optimizer": "different arguments to pipec.compile:",
-    "plan": "microbatches: 2 on rank 0; 4 on rank 1",
-    "rows": "rows: 24 on rank 0; 12 on rank 1",
-}
-
-
-@pytest.mark.slow
-def test_ranks_that_differ_or_fail_are_told_so(tmp_path: Path) -> None:
-    script = ROOT / "tests" / "helpers" / "replica_failure_script.py"
-    printed = run_ranks(script, 2, tmp_path, [*DIFFERENT, "collective"])
-    for text, last in zip(printed, ("TransportError: ", "ExecutionError: "), strict=True):
-        *errors, broken = re.split(r"^(?=\w+Error: )", text, flags=re.MULTILINE)[1:]
-        for error, said in zip(errors, DIFFERENT.values(), strict=True):
-            assert error.startswith("InputError: ")
-            assert said in error
-        assert broken.startswith(last)
-        assert "ValueError: broken" in broken
+# hosts
 
 
 def may_make_hosts() -> bool:
@@ -122,19 +95,15 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
 ) -> None:
     """Messages that are aborted leave garbage, on which the next instruction may fail."""
 
-    class Broken(Stage1):
-        @staticmethod
-        def forward(frame: object) -> None:
-            alone.star.fail("rank 1: out of memory")
-            monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
-            raise ValueError("garbage")
+    def fail(*_: object) -> None:
+        alone.star.fail("rank 1: out of memory")
+        monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
+        raise ValueError("garbage")
 
-    forwards = [Compute(Phase.FORWARD, stage, 0) for stage in (0, 1, 2)]
-    order = (*forwards, *(Compute(Phase.BACKWARD, stage, 0) for stage in (2, 1, 0)))
-    schedule = Schedule("by hand", 1, one_rank_per_stage((0, 0, 0)), (order,))
-    rank = make_interpreter(schedule, 0, alone, make_model(), {**STAGES, 1: Broken})
+    monkeypatch.setattr(Linker, "link", before_each(fail))
+    monkeypatch.setattr(Ranks, "transport", lambda ranks, rank: alone)
     with pytest.raises(TransportError, match="failed while this one was computing:\n  rank 1: out"):
-        rank.run(make_batch([4]), whole_batch([4]))
+        piped(Row(layout="1")).step(*batch_of(Row(), 0, 8))
 
 
 def test_a_connection_that_cannot_be_opened_fails_every_rank(
@@ -163,7 +132,7 @@ def test_a_reason_that_comes_a_moment_after_the_connection_was_lost_is_told(
 
 def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> None:
     model = captured(perceptron)
-    artifact = compiled(model, Variant(2, "1f1b", "none"))
+    artifact = compiled(model, 2, "1f1b")
     first, last = artifact.sources
     broken = replace(
         artifact, sources=(first, last.replace('frame.pop("saved")', 'frame.pop("saved").sort(0)', 1))
@@ -179,7 +148,7 @@ def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> N
 def test_ranks_that_load_different_artifacts_refuse_to_run(tmp_path: Path) -> None:
     model = captured(perceptron)
     directories = [
-        save_with_tensors(compiled(model, Variant(2, schedule, "none")), model.model, tmp_path / schedule)
+        save_with_tensors(compiled(model, 2, schedule), model.model, tmp_path / schedule)
         for schedule in ("gpipe", "1f1b")
     ]
     errors = train(directories, model.inputs, tmp_path)
@@ -193,14 +162,18 @@ def test_ranks_that_load_different_artifacts_refuse_to_run(tmp_path: Path) -> No
 def test_every_rank_is_traced_and_rank_zero_tells(tmp_path: Path) -> None:
     """The times of all ranks come together on one axis; the others print nothing and write nothing."""
     model = captured(perceptron)
-    artifact = compiled(model, Variant(2, "1f1b", "none"))
+    artifact = compiled(model, 2, "1f1b")
     directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
     pages = [tmp_path / f"{rank}.html" for rank in (0, 1)]
-    options = ("--trace", "--steps", "2", "--json", "--output")
-    traced = [("run", str(directory), *options, str(page)) for page in pages]
-    told, silence = pipec_cli(traced, tmp_path)
-    assert silence == ""
-    facts = json.loads(told)
+    words = ["run", str(directory), "--trace", "--steps", "2", "--json", "--output"]
+    script = f"""
+import os
+from pipec.cli import app
+app([*{words}, {list(map(str, pages))}[int(os.environ["RANK"])]], standalone_mode=False)
+"""
+    told, silence = run_lines(script, 2, tmp_path)
+    assert silence == []
+    facts = json.loads("".join(told))
     assert [len(facts[name]["waits"]) for name in ("planned", "measured")] == [2, 2]
     assert facts["measured"]["num_events"] == facts["planned"]["num_events"]
     assert all(0 < rank["busy"] < facts["measured"]["makespan"] for rank in facts["measured"]["waits"])
@@ -211,87 +184,35 @@ def test_every_rank_is_traced_and_rank_zero_tells(tmp_path: Path) -> None:
 # ranks that are killed in an instruction for which another rank waits
 
 
-SGD = functools.partial(torch.optim.SGD, lr=0.01)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A pipeline of two ranks, and a batch for it. ``ops`` are those in which a rank of it is killed."""
-
-    ops: tuple[Op, ...]
-    compiled: Callable[[], pipec.Pipeline]
-    args: tuple[Tensor, ...]
-    target: Tensor | None = None
-
-
-def mlp(norm: type[nn.Module] | None = None) -> nn.Module:
-    torch.manual_seed(0)
-    norms = [norm(8)] if norm else []
-    return nn.Sequential(nn.Linear(6, 8), *norms, *(x for _ in "123" for x in (nn.Tanh(), nn.Linear(8, 8))))
-
-
 def joined(x: Tensor, y: Tensor) -> Tensor:
     """A loss with a gathering, its gradient, and a sum over replicas."""
-    logits = x @ ops.all_gather(x.tanh()).T
-    return logits.logsumexp(1).mean() + (x.square().sum(1) * y).sum() / ops.all_reduce(y.sum())
+    logits, weights = x @ ops.all_gather(x.tanh()).T, y.to(x)
+    return logits.logsumexp(1).mean() + (x.square().sum(1) * weights).sum() / ops.all_reduce(weights.sum())
 
 
-def pipeline_of(model: Callable[[], nn.Module] = mlp, loss_fn: Any = F.cross_entropy, **options: Any) -> Any:
-    options = {"microbatches": 4, "timeout": PIPEC_TIMEOUT} | options
-    return lambda: pipec.compile(model(), 2, loss_fn=loss_fn, **options)
-
-
-X, CLASSES = torch.ones(8, 6), torch.arange(8) % 3
-PADDED = torch.tensor([0, -100, 1, 2])
-
-CASES = {
-    "1f1b": Case(
-        (Op.RECV, Op.WAIT_RECV, Op.SEND, Op.FORWARD, Op.BACKWARD, Op.ACCUMULATE, Op.FREE),
-        pipeline_of(),
-        (X,),
-        CLASSES,
+CASES: dict[tuple[Op, ...], tuple[Row, dict[str, Any]]] = {
+    (Op.RECV, Op.WAIT_RECV, Op.SEND, Op.FORWARD, Op.BACKWARD, Op.ACCUMULATE, Op.FREE): (
+        Row(schedule="1f1b"),
+        {},
     ),
-    "sharded": Case(
-        (
-            *(Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.WAIT_AVERAGE_BUFFERS),
-            *(Op.UNSHARD, Op.WAIT_UNSHARD, Op.RESHARD, Op.GRAD_NORM, Op.CHECK, Op.UPDATE),
-        ),
-        pipeline_of(
-            functools.partial(mlp, nn.BatchNorm1d),
-            stages=1,
-            optimizer=SGD,
-            shard="parameters",
-            clip_grad_norm=1.0,
-            on_nan="skip",
-        ),
-        (X,),
-        CLASSES,
-    ),
-    "local batch": Case(
-        (Op.SUM_COUNTS, Op.WAIT_SUM_COUNTS), pipeline_of(stages=1, batch="local"), (X[:4],), PADDED
-    ),
-    "tail": Case(
-        (Op.GATHER_ROWS, Op.WAIT_GATHER_ROWS, Op.TAIL),
-        pipeline_of(lambda: Towers(LOSSES["info_nce"]), None, stages=1, batched={"x": 0, "y": 0}),
-        (torch.rand(12, 6), torch.rand(12, 6)),
-    ),
-    "model collectives": Case(
-        (
-            *(Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER),
-            *(Op.WAIT_ALL_REDUCE, Op.WAIT_ALL_GATHER, Op.WAIT_REDUCE_SCATTER),
-        ),
-        pipeline_of(functools.partial(mlp, nn.SyncBatchNorm), joined, stages=1, microbatches=2),
-        (X,),
-        torch.ones(8),
-    ),
-    "stream": Case(
-        (Op.PAUSE, Op.STASH, Op.STAGE_NORM),
-        pipeline_of(schedule="pipedream", microbatches=None, optimizer=SGD, clip_grad_norm=1.0),
-        (X,),
-        CLASSES,
+    (
+        *(Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.WAIT_AVERAGE_BUFFERS),
+        *(Op.UNSHARD, Op.WAIT_UNSHARD, Op.RESHARD, Op.GRAD_NORM, Op.CHECK, Op.UPDATE),
+    ): (Row(model="norms", layout="1x2", update="clipped", shard="parameters"), {}),
+    (Op.SUM_COUNTS, Op.WAIT_SUM_COUNTS): (Row(loss="ignored", layout="1x2", batch="local"), {}),
+    (Op.GATHER_ROWS, Op.WAIT_GATHER_ROWS, Op.TAIL): (Row(loss="mixing", layout="1x2"), {}),
+    (
+        *(Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER),
+        *(Op.WAIT_ALL_REDUCE, Op.WAIT_ALL_GATHER, Op.WAIT_REDUCE_SCATTER),
+    ): (Row(layout="1x2"), {"loss_fn": joined}),
+    (Op.PAUSE, Op.STASH, Op.STAGE_NORM): (
+        Row(schedule="pipedream-2bw", update="sgd"),
+        {"clip_grad_norm": 1.0},
     ),
 }
-OPS = {op: case for case in CASES.values() for op in case.ops}
+"""Trainings of two ranks, and the options that are changed, by the ops in which a rank is killed."""
+
+OPS = {op: training for own, training in CASES.items() for op in own}
 
 
 @pytest.mark.parametrize("op", slow_but(OPS, Op.FORWARD, Op.REDUCE_GRAD))
@@ -313,30 +234,96 @@ def test_a_rank_that_is_killed_in_an_instruction_is_named_by_the_other(op: Op, t
 
 def step_until_killed(op: Op) -> None:
     """One rank, which steps until it is killed, or ends with the error that it sees."""
-    case, rank = OPS[op], int(os.environ["RANK"])
-    kwargs = {} if case.target is None else {"target": case.target}
-    pipe, armed = case.compiled(), list[bool]()
-    wrap_actions(op, armed)
-    pipe.step(*case.args, **kwargs)
-    programs = pipe.plan.programs
+    (row, changed), armed = OPS[op], list[bool]()
+    Linker.link = before_each(  # type: ignore[method-assign]
+        lambda _, instruction: lose("killed") if armed and instruction.op is op else None
+    )
+    script = piped(row, **changed)
+    script.step(*batch_of(row, 0, 8))
+    programs = script.pipe.plan.programs
     victim = max(each.rank for each in programs if any(x.op is op for x in each.instructions))
-    armed += [True] * (rank == victim)
+    armed += [True] * (int(os.environ["RANK"]) == victim)
     while True:
-        pipe.step(*case.args, **kwargs)
+        script.step(*batch_of(row, 0, 8))
 
 
-def wrap_actions(op: Op, armed: list[bool]) -> None:
-    """Let a rank that is armed be killed when it comes to an instruction with this op."""
-    link = Linker.link
+# ranks that are lost from the rendezvous on
 
-    def linking(self: Linker, instruction: Instruction) -> Callable[[], None]:
-        action = link(self, instruction)
 
-        def act() -> None:
-            if armed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            action()
+NUM_RANKS = 3
+SAID = {
+    "killed": "died|ended",
+    "stopped": "is stopped|no sign of life|did not connect",
+    "hangs": "is alive, but waits for no other rank",
+}
+PHASES = {
+    "rendezvous": ("killed", "stopped"),
+    "compilation": ("killed", "stopped"),
+    "steady state": ("killed", "stopped"),
+    "step": ("hangs",),
+}
 
-        return act if instruction.op is op else action
 
-    Linker.link = linking  # type: ignore[method-assign]
+def lose(how: str) -> None:
+    """Kill or stop this process, or let this thread hang."""
+    if how == "hangs":
+        threading.Event().wait()
+    os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("phase", PHASES)
+def test_whichever_rank_is_lost_the_others_end_and_name_it(phase: str, tmp_path: Path) -> None:
+    ranks = {}
+    for how, victim in itertools.product(PHASES[phase], range(NUM_RANKS)):
+        scratch = tmp_path / f"{how}_{victim}"
+        scratch.mkdir()
+        given = [(phase, how, victim)] * NUM_RANKS
+        ranks[how, victim] = start_ranks(step_until_lost, given, scratch, free_port())
+    try:
+        for (how, victim), rank in itertools.product(ranks, range(NUM_RANKS)):
+            if rank != victim:
+                ranks[how, victim][rank].join(300)
+                assert ranks[how, victim][rank].exitcode == 0, (how, victim, rank)
+                said = (tmp_path / f"{how}_{victim}" / f"error_{rank}").read_text()
+                assert said.startswith("TransportError: "), said
+                assert re.search(rf"rank {victim}\b.*({SAID[how]})", said), (how, rank, said)
+    finally:
+        for process in itertools.chain(*ranks.values()):
+            process.kill()
+
+
+def step_until_lost(phase: str, how: str, victim: int) -> None:
+    """One rank, without a store of ``torchrun``, from the rendezvous to many steps."""
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    rank, connect, begun = int(os.environ["RANK"]), rendezvous.connect, list[int]()
+
+    def reach(reached: str) -> None:
+        if (reached, rank) == (phase, victim):
+            lose(how)
+
+    def connect_unless_lost(*given: Any) -> bytes:
+        reach("rendezvous")
+        return connect(*given)
+
+    def compile_slowly() -> None:
+        """Without an end where ranks are lost meanwhile."""
+        time.sleep(0.5)
+        reach("compilation")
+        if phase == "compilation":
+            threading.Event().wait()
+
+    rendezvous.connect = connect_unless_lost
+    Linker.link = before_each(lambda *_: reach("step") if len(begun) > 5 else None)  # type: ignore[method-assign]
+    transport = DistributedTransport(torch.device("cpu"), 60.0)
+    if rank > 0:
+        threading.Timer(0.5, reach, ("compilation",)).start()
+    transport.call_on_rank_0("compile", compile_slowly)
+    row = Row(layout="3", schedule="1f1b")
+    script = piped(row, timeout=60.0)
+    for step in itertools.count():
+        begun.append(step)
+        script.step(*batch_of(row, step, 8))
+        if step == 5:
+            reach("steady state")

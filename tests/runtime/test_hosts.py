@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 from two_level_topology_script import LEVELS, ODD, RANKS, SGD, STEPS, batch, model
+from unsplit_reference import Plain
 from worker_processes import run_ranks
 
 from pipec.hardware.collective_costs import all_reduce_seconds, unshard_seconds
@@ -26,16 +27,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
 
 def plain(widths: tuple[int, int] = (32, 8)) -> list[float]:
     """The losses of the script without pipec."""
-    net, losses = model(widths), []
-    optimizer = SGD(net.parameters())
-    for number in range(STEPS):
-        x, target = batch(number, widths)
-        loss = nn.functional.mse_loss(net(x), target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    script = Plain(model(widths), SGD, loss_fn=nn.functional.mse_loss)
+    batches = (batch(number, widths) for number in range(STEPS))
+    return [script.step(x, target=target).item() for x, target in batches]
 
 
 NAMES = [f"{shard} {where}" for shard in LEVELS for where in ("on hosts", "flat")]

@@ -14,22 +14,18 @@ import pipec
 from pipec.runtime.memory import block_cache
 from pipec.runtime.memory.block_cache import clear_block_cache
 from pipec.runtime.stages import kernels
+from zoo.layers import Apply
 
 pytestmark = pytest.mark.slow
 
 ROWS = [12, 12, 7]
 
 
-class Drawn(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.bernoulli(x.sigmoid())
-
-
 def make_model() -> nn.Module:
     """It draws by ``native_dropout`` and by another operator."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)]
-    return nn.Sequential(*layers, nn.Dropout(0.1), Drawn())
+    return nn.Sequential(*layers, nn.Dropout(0.1), Apply(lambda x: x * torch.bernoulli(x.sigmoid())))
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:

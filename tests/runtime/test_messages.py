@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -88,6 +88,15 @@ def receive(pair: Pair, *shape: int, tag: int = 3) -> tuple[Tensor, shared_memor
     return made, pair[1].receive([made], 0, tag)
 
 
+def exchanged(pair: Sequence[SharedMemory], *sent: Tensor) -> list[Tensor]:
+    """What rank 1 receives of a message of these."""
+    received = [torch.empty_like(each) for each in sent]
+    work = pair[1].receive(received, 0, 3)
+    pair[0].send(sent, 1, 3)
+    work.wait()
+    return received
+
+
 def memory_of(pair: Pair) -> int:
     """The bytes of memory that the file from rank 0 to rank 1 takes."""
     return os.fstat(pair[0]._outgoing[1]._file).st_blocks * 512
@@ -101,10 +110,7 @@ def test_values_arrive_as_they_were_sent_and_stay_while_they_are_held(pair: Pair
     tensors += [torch.randn(2, 9000), torch.tensor(2.5)]
     kept = list[tuple[list[Tensor], int]]()
     for turn in range(9):
-        values = [torch.empty_like(tensor) for tensor in tensors]
-        work = pair[1].receive(values, 0, 3)
-        pair[0].send([x + turn if x.dtype != torch.bool else x for x in tensors], 1, 3)
-        work.wait()
+        values = exchanged(pair, *(x + turn if x.dtype != torch.bool else x for x in tensors))
         kept = [*kept[-1:], (values, turn)]
         for found, number in kept[-2:]:
             for value, tensor in zip(found, tensors, strict=True):
@@ -150,9 +156,7 @@ def test_a_sender_waits_until_the_last_but_one_is_posted(pair: Pair) -> None:
 
 def test_sizes_change_from_step_to_step_and_memory_does_not_pile_up(pair: Pair) -> None:
     for rows in (1, 5, 2, 7, 5, 9, 1):
-        value, work = receive(pair, rows, 8)
-        pair[0].send([torch.full((rows, 8), float(rows))], 1, 3)
-        work.wait()
+        (value,) = exchanged(pair, torch.full((rows, 8), float(rows)))
         assert (value == rows).all()
     assert memory_of(pair) <= 3 * PAGE
 
@@ -166,11 +170,7 @@ def test_values_are_whole_where_the_system_transfers_a_few_bytes_at_once(
     for name in ("pwritev", "preadv"):
         monkeypatch.setattr(shared_memory.os, name, functools.partial(little, getattr(os, name)))
     sent = [torch.arange(5), torch.arange(3.0)]
-    received = [torch.empty_like(each) for each in sent]
-    work = pair[1].receive(received, 0, 3)
-    pair[0].send(sent, 1, 3)
-    work.wait()
-    torch.testing.assert_close(received, sent, rtol=0, atol=0)
+    torch.testing.assert_close(exchanged(pair, *sent), sent, rtol=0, atol=0)
 
 
 def test_a_message_of_another_size_is_refused(pair: Pair) -> None:
@@ -244,20 +244,14 @@ def test_strangers_of_the_host_are_not_let_in() -> None:
         os.waitpid(child, 0)
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(lambda end: end.connect([each.address for each in ends]), ends))
-    received = torch.empty(2)
-    work = ends[1].receive([received], 0, 3)
-    ends[0].send([torch.ones(2)], 1, 3)
-    work.wait()
-    assert received.sum() == 2
+    assert exchanged(ends, torch.ones(2))[0].tolist() == [1, 1]
 
 
 def test_no_file_of_a_message_stays_open() -> None:
     def use() -> None:
-        first, second = connected(2)
+        pair = connected(2)
         for _ in range(3):
-            work = second.receive([torch.empty(2, 3)], 0, 3)
-            first.send([torch.ones(2, 3)], 1, 3)
-            work.wait()
+            exchanged(pair, torch.ones(2, 3))
 
     use()
     before = len(os.listdir("/proc/self/fd"))

@@ -5,7 +5,6 @@ import functools
 import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,15 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipec.errors import InputError, TransportError, VerifyError
+from pipec.errors import InputError, VerifyError
 from pipec.ir import Instruction, Link, Op, Payload, Value
 from pipec.ir.sharding import shard_evenly
-from pipec.runtime import InProcessTransport, World, resolve_devices, world
-from pipec.runtime.absent_tensors import plain_tensors, release_elsewhere
+from pipec.runtime import InProcessTransport, World, resolve_devices
 from pipec.runtime.call_agreement import mismatch_message
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.distributed_transport import require_own_gpus
-from pipec.runtime.model_tensors import fill_tensors
 from pipec.runtime.processes.launch import default_num_ranks
 from pipec.runtime.processes.worker import Worker
 from pipec.runtime.random_operators import call_with_generator, dropout
@@ -40,22 +37,6 @@ CPU = torch.device("cpu")
 
 
 # what holds tensors
-
-
-def test_absent_tensors_hold_no_memory_until_they_are_filled() -> None:
-    model = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
-    model["second"].weight = model["first"].weight
-    model.register_buffer("kept", torch.ones(1))
-    release_elsewhere("first.weight", model["first"].weight, "on rank 1")
-    release_elsewhere("kept", model.kept, "on rank 1")
-    with plain_tensors():
-        assert model["first"].weight.untyped_storage().nbytes() == model.kept.untyped_storage().nbytes() == 4
-    values = torch.ones(2, 2)
-    fill_tensors(model, {"first.weight": values, "second.weight": values, "kept": torch.ones(1)})
-    assert type(model["second"].weight) is nn.Parameter
-    assert torch.equal(model["second"].weight, values)
-    with pytest.raises(InputError, match=r"has \[2\] on cpu as first.bias; expected \[3\] with memory"):
-        fill_tensors(model, {"first.bias": torch.ones(3)})
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["gathered before use", "kept"])
@@ -262,25 +243,6 @@ def test_a_collective_that_fails_stops_all_its_ranks(wrong: int) -> None:
     assert all(x.tolist() == [3, 3, 3] for x in ranks.run([functools.partial(reduce, k) for k in range(3)]))
 
 
-def test_an_error_stops_a_rank_that_only_sends() -> None:
-    ranks = InProcessTransport([CPU, CPU])
-    link = Link(0, 1, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))
-    send = ranks.endpoint(0).sender(Instruction(Op.SEND, 0, 0, link, peer=1), tag=0)
-    stopped: list[str] = []
-
-    def send_until_stopped() -> None:
-        deadline = time.monotonic() + 120
-        try:
-            while time.monotonic() < deadline:
-                send([], {"b": 2})
-        except TransportError as error:
-            stopped.append(str(error))
-
-    with pytest.raises(ValueError, match="elsewhere"):
-        ranks.run([send_until_stopped, lambda: fail(ValueError("elsewhere"))])
-    assert stopped == ["another rank of this process failed"]
-
-
 def test_threads_end_with_the_transport(collect: Callable[[], int]) -> None:
     before = set(threading.enumerate())
     ranks = InProcessTransport([CPU] * 3)
@@ -304,20 +266,6 @@ def test_a_worker_holds_nothing_of_what_it_did() -> None:
 
 
 # launching
-
-
-def test_the_world_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert world() == World(0, 1)
-    assert not world().is_distributed
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert world() == World(2, 4)
-    assert world().is_distributed
-    assert default_num_ranks(world()) == 4
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert [default_num_ranks(each) for each in (World(0, 1), World(0, 1, (3,)))] == [8, 1]
 
 
 @pytest.fixture
@@ -381,7 +329,8 @@ def test_each_rank_has_its_device(
             resolve_devices(devices, here)
     else:
         assert resolve_devices(devices, here) == expected
-        assert default_num_ranks(ALONE) == max(1, num_gpus)
+        counts = [default_num_ranks(each) for each in (ALONE, World(2, 4), World(0, 1, (3,)))]
+        assert counts == [max(1, num_gpus), 4, 1]
 
 
 def test_ranks_with_the_same_gpu_are_refused() -> None:

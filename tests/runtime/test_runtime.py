@@ -1,142 +1,93 @@
-"""The runtime on hand-written stages: the same bits as autograd, and errors that say where and why."""
+"""Steps that fail say where and why, stop all ranks, and leave no trace."""
 
 import contextlib
-import itertools
 import logging
 import re
-import threading
 import traceback
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from handwritten_stages import (
-    CPU,
-    NUM_RANKS,
-    SIZES,
-    STAGES,
-    FailingStage1,
-    Pipeline,
-    Stage0,
-    Stage1,
-    Stage2,
-    make_model,
-    reference_step,
-    whole_batch,
-)
+import torch.nn.functional as F
+from instruction_hooks import before_each
 from torch import Tensor, nn
 
 import pipec
 from pipec.errors import ExecutionError
-from pipec.ir import Compute, Phase, Schedule, one_rank_per_stage
-from pipec.runtime.messages import transport
-from pipec.runtime.stages.gradients import GradientAccumulator
+from pipec.ir import Instruction, Op
 from pipec.runtime.step import interpreter
-from pipec.schedules import make_schedule
+from pipec.runtime.step.interpreter import Interpreter
+from pipec.runtime.step.linker import Linker
+from pipec.runtime.step.rank_state import RankState
+from pipec.runtime.step.step_results import StepResults
+
+pytestmark = pytest.mark.filterwarnings("ignore:batch norms")
+
+X = torch.linspace(-1, 1, 20).view(10, 2)
 
 
-def in_order(*parts: tuple[Phase, int]) -> tuple[Compute, ...]:
-    """Each of these cells for every microbatch before the next."""
-    return tuple(Compute(phase, stage, mb) for phase, stage in parts for mb in range(len(SIZES)))
+def compiled(devices: int = 1) -> pipec.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2))))
+    return pipec.compile(model, devices, loss_fn=F.mse_loss, microbatches=5, schedule="1f1b")
 
 
-F, B = Phase.FORWARD, Phase.BACKWARD
-SCHEDULES = {
-    "gpipe": make_schedule("gpipe", NUM_RANKS, len(SIZES)),
-    "1f1b": make_schedule("1f1b", NUM_RANKS, len(SIZES)),
-    "zb-h1": make_schedule("zb-h1", NUM_RANKS, len(SIZES)),
-    "folded onto two ranks": Schedule(
-        "folded",
-        len(SIZES),
-        one_rank_per_stage((0, 1, 0)),
-        (in_order((F, 0), (F, 2), (B, 2), (B, 0)), in_order((F, 1), (B, 1))),
-    ),
-    "one rank": Schedule(
-        "sequential",
-        len(SIZES),
-        one_rank_per_stage((0, 0, 0)),
-        (in_order((F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)),),
-    ),
-}
+def failing_once(error: BaseException) -> Callable[[RankState, Instruction], None]:
+    """Raises ``error`` in the first backward of rank 1, after three microbatches have run forward there."""
+    errors = iter([error])
+
+    def fail(rank: RankState, instruction: Instruction) -> None:
+        if rank.number == 1 and instruction.op is Op.BACKWARD:
+            for each in errors:
+                raise each
+
+    return fail
 
 
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def gradients_of(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.parameters.items()}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
-def test_steps_have_the_bits_of_autograd(schedule: Schedule) -> None:
-    """Two steps without clearing gradients: uneven microbatches, dropout, a tied weight, a running mean."""
-    pipeline, model = Pipeline(schedule), make_model()
-    for step in range(2):
-        expected = reference_step(model, SIZES, step)
-        for results in pipeline.step(SIZES, step):
-            assert_same_bits(results, expected)
-        assert_same_bits(gradients_of(pipeline.model), gradients_of(model))
-        assert_same_bits(pipeline.model.buffers, model.buffers)
-
-
-# what a rank holds on to
-
-
-def test_a_received_value_is_dropped_by_its_last_reader_and_saved_values_when_the_backward_took_them() -> (
-    None
-):
-    received, alive = [], []
-
-    class Watching(Stage1):
-        @staticmethod
-        def forward(frame):
-            alive.append([reference() is not None for reference in received])
-            hidden_1 = frame.pop("hidden_1")
-            received.append(weakref.ref(hidden_1))
-            sent, (_, z, mask), updates = Stage1.computed(frame, hidden_1)
-            return sent, [hidden_1.clone(), z, mask], updates
-
-    class Careless(Stage0):
-        @staticmethod
-        def forward(frame):
-            sent, saved, updates = Stage0.forward(frame)
-            return sent, [saved[0], saved[1].clone()], updates
-
-    Pipeline(SCHEDULES["gpipe"], {**STAGES, 0: Careless, 1: Watching}).step(SIZES)
-    assert alive == [[False] * number for number in range(len(SIZES))]
-
-
-@pytest.mark.parametrize("sizes", [SIZES, (4, 0, 3, 4, 0)], ids=["all", "some without rows"])
-def test_what_a_backward_sends_leaves_before_its_gradients_are_added(
-    sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=repr)
+def test_a_failing_rank_stops_all_and_the_pipeline_works_again_afterwards(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: dict[str, list[str]] = defaultdict(list)
+    """Its buffers are as before the step."""
+    expected = compiled(3)
+    expected.step(X, target=X)
+    monkeypatch.setattr(Linker, "link", before_each(failing_once(error)))
+    pipe = compiled(3)
+    before = [each.clone() for each in pipe.buffers()]
+    kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ExecutionError
+    with pytest.raises(kind) as caught:
+        pipe.step(X, target=X)
+    assert all(map(torch.equal, before, pipe.buffers()))
+    if kind is ExecutionError:
+        first, heading, *instructions = str(caught.value).splitlines()
+        place = r"rank 1, stage 1, microbatch 0, backward: ValueError: broken "
+        assert re.fullmatch(place + r"\(test_runtime.py, line \d+, in fail\)", first)
+        assert (heading, len(instructions)) == ("last instructions of rank 1:", 5)
+        assert instructions[-1].split() == ["11", "backward", "stage", "1", "mb", "0"]
+        assert caught.value.__cause__ is error
+    pipe.zero_grad()
+    pipe.step(X, target=X)
+    assert all(map(torch.equal, pipe.buffers(), expected.buffers()))
+    for own, other in zip(pipe.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
 
-    def noting(what: str, function: Callable[..., None]) -> Callable[..., None]:
-        def noted(*args: Any) -> None:
-            events[threading.current_thread().name].append(what)
-            function(*args)
 
-        return noted
-
-    monkeypatch.setattr(transport._Mailbox, "send", noting("send", transport._Mailbox.send))
-    monkeypatch.setattr(GradientAccumulator, "_add", noting("add", GradientAccumulator._add))
-    Pipeline(SCHEDULES["1f1b"]).step(sizes)
-    found = events["pipec rank 1"]
-    before = [what for what, behind in itertools.pairwise(found) if behind == "add"]
-    assert before == ["send"] * sum(map(bool, sizes))
-    assert found.count("send") == 2 * len(before)
+@pytest.mark.parametrize(
+    ("owner", "method", "place"),
+    [(Interpreter, "begin_step", "preparing"), (StepResults, "of_batch", "finishing")],
+)
+def test_an_error_before_the_first_and_after_the_last_instruction_says_so(
+    owner: type, method: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, method, lambda *_: exec("raise KeyError('x')"))
+    with pytest.raises(ExecutionError, match=f"rank 0, {place} the step: KeyError: 'x'"):
+        compiled().step(X, target=X)
 
 
 def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton kernels and extensions ask for it, and a step may be made on any thread."""
-    current = list[object]()
+    current, seen = list[object](), list[Any]()
 
     @contextlib.contextmanager
     def current_device(device: torch.device) -> Iterator[None]:
@@ -144,84 +95,15 @@ def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pyte
         yield
         current.append("another")
 
-    class Watching(Stage1):
-        @staticmethod
-        def forward(frame):
-            assert current == [CPU]
-            return Stage1.forward(frame)
-
     monkeypatch.setattr(interpreter, "current_device", current_device)
-    Pipeline(SCHEDULES["one rank"], {**STAGES, 1: Watching}).step(SIZES)
-    assert current == [CPU, "another"]
+    monkeypatch.setattr(Linker, "link", before_each(lambda *_: seen.append([*current])))
+    compiled().step(X, target=X)
+    assert seen
+    assert all(each == [torch.device("cpu")] for each in seen)
+    assert current[1:] == ["another"]
 
 
-# failing
-
-
-def test_a_failing_rank_stops_all_and_the_pipeline_works_again_afterwards() -> None:
-    broken = iter([True])
-
-    class Once(Stage1):
-        @staticmethod
-        def backward(frame):
-            return (FailingStage1 if next(broken, False) else Stage1).backward(frame)
-
-    pipeline, model = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Once}), make_model()
-    buffers = {name: buffer.clone() for name, buffer in pipeline.model.buffers.items()}
-    with pytest.raises(ExecutionError) as caught:
-        pipeline.step(SIZES)
-    first, *lines = str(caught.value).splitlines()
-    assert re.fullmatch(
-        r"rank 1, stage 1, microbatch 0, backward: ValueError: the backward of stage 1 is broken "
-        r"\(handwritten_stages.py, line \d+, in backward\)",
-        first,
-    )
-    assert lines == [
-        "last instructions of rank 1:",
-        "     7  wait_recv   stage 1  mb 1  hidden_1 (0 -> 1)               from rank 0",
-        "     8  forward     stage 1  mb 1",
-        "     9  send        stage 1  mb 1  hidden_2 (1 -> 2)               to rank 2",
-        "    10  wait_recv   stage 1  mb 0  grad_hidden_2 (2 -> 1)          from rank 2",
-        "    11  backward    stage 1  mb 0",
-    ]
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert_same_bits(pipeline.model.buffers, buffers)
-
-    for parameter in pipeline.model.parameters.values():
-        parameter.grad = None
-    expected = reference_step(model, SIZES, 0)
-    assert_same_bits(pipeline.step(SIZES)[0], expected)
-    assert_same_bits(gradients_of(pipeline.model), gradients_of(model))
-
-
-def test_ctrl_c_on_one_rank_stops_all() -> None:
-    class Interrupted(Stage1):
-        @staticmethod
-        def backward(frame):
-            raise KeyboardInterrupt
-
-    pipeline = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Interrupted})
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.step(SIZES)
-
-
-def test_an_error_before_the_first_and_after_the_last_instruction_says_so() -> None:
-    pipeline = Pipeline(SCHEDULES["one rank"])
-    with pytest.raises(ExecutionError, match="rank 0, preparing the step: KeyError: 'x'"):
-        pipeline.interpreters[0].run([{}] * len(SIZES), whole_batch(SIZES))
-
-    class Counting(Stage2):
-        @staticmethod
-        def forward(frame):
-            sent, saved, updates = Stage2.forward(frame)
-            return {**sent, "loss": torch.tensor(len(frame["target"]))}, saved, updates
-
-    pipeline = Pipeline(SCHEDULES["one rank"], {**STAGES, 2: Counting})
-    with pytest.raises(ExecutionError, match="rank 0, finishing the step: InputError: the result loss"):
-        pipeline.step(SIZES)
-
-
-def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def failing(output: Tensor, target: Tensor) -> Tensor:
     raise RuntimeError("the loss is not to be had")
 
 

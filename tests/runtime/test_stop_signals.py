@@ -47,7 +47,7 @@ def test_sigterm_ends_a_stream_when_every_stage_has_made_the_same_updates() -> N
         train()
     assert caught.value.code == 143
     assert len(losses) < 10
-    assert losses == [reference.step(batch) for batch in batches(len(losses))]
+    assert losses == [reference.feed(batch) for batch in batches(len(losses))]
     assert_same(pipe, reference)
     ((num_steps, parameters),) = seen
     assert num_steps == len(losses)
@@ -111,8 +111,8 @@ from pathlib import Path
 sys.path.insert(0, TESTS)
 import torch, pipec
 import optimizer_reference
-from tests.pipeline import test_on_nan
-from tests.pipeline.test_on_nan import GOOD, KINDS, NAN_LOSS
+from tests.pipeline import test_updates
+from tests.pipeline.test_updates import GOOD, KINDS, NAN_LOSS
 from delayed_gradients import *
 from tests.pipeline.test_asynchronous import Fails as FailsOnce
 rank = int(os.environ["RANK"])
@@ -125,31 +125,31 @@ def raised(call):
 
 def are_those_of(pipe, reference, count):
     while len(reference.history) <= count:
-        reference.step(given[len(reference.history) - 1])
+        reference.feed(given[len(reference.history) - 1])
     own = pipe.local_state_dict()
     return all(torch.equal(own[name], reference.history[count][name]) for name in own)
 
-def made(schedule, lag, **options):
-    pipe, plain = pipeline(3, SGD, schedule, timeout=240.0, **options), model()
-    return pipe, Delayed(plain, SGD, stages_of(pipe.plan), 3, lag, losses_in(pipe.plan.num_microbatches))
+def made(schedule, **options):
+    pipe = pipeline(3, SGD, schedule, timeout=240.0, **options)
+    return pipe, delayed(pipe, SGD, model())
 
 given = list(batches(40))
 
 # Steps that are skipped on all ranks, one of which has shares of the optimizer's state.
 options = dict(devices=3, replicas=(2, 1), on_nan="skip", shard="optimizer", timeout=240.0)
-pipe, plain = optimizer_reference.pair("adamw", make=test_on_nan.model, **options)
-for kind, batch in zip(KINDS, test_on_nan.batches(*KINDS)):
+pipe, plain = optimizer_reference.pair(test_updates.model, **options)
+for kind, batch in zip(KINDS, test_updates.batches(*KINDS)):
     pipe.step(**batch)
     if kind is GOOD:
-        plain.step(batch)
+        plain.step(**batch)
 held = pipe.local_state_dict()
 near = all(torch.allclose(p, dict(plain.model.named_parameters())[n], rtol=1e-9) for n, p in held.items())
 print("skipped", pipe.num_skipped, near)
 
 # A part of the batch that one replica alone has passed, and whose loss is NaN.
 options = dict(stages=1, batch="local", on_nan="raise", optimizer=torch.optim.AdamW, timeout=240.0)
-pipe = pipec.compile(test_on_nan.model(), 3, microbatches=6, **options)
-good, bad = test_on_nan.batches(GOOD, NAN_LOSS)
+pipe = pipec.compile(test_updates.model(), 3, microbatches=6, **options)
+good, bad = test_updates.batches(GOOD, NAN_LOSS)
 pipe.step(**good)
 before = [p.clone() for p in pipe.parameters()]
 error = raised(lambda: pipe.step(**(bad if rank == 1 else good)))
@@ -157,14 +157,14 @@ same = all(map(torch.equal, before, pipe.parameters()))
 print("local", type(error).__name__, str(error).split(".")[0], same, pipe.step(**good) > 0)
 
 # A stream without a flush whose seventh loss is NaN.
-pipe, reference = made("pipedream", stashed, on_nan="raise")
+pipe, reference = made("pipedream", on_nan="raise")
 bad = [*given[:6], (given[6][0] * float("nan"), given[6][1]), *given[7:]]
 losses = []
 error = raised(lambda: losses.extend(pipe.stream(bad)))
 print("nan", type(error).__name__, str(error).split(".")[0], len(losses), are_those_of(pipe, reference, 6))
 
 # Ctrl-C at one rank while its stream is under way.
-pipe, reference = made("pipedream", stashed)
+pipe, reference = made("pipedream")
 losses = []
 def interrupted():
     for loss in pipe.stream(given):
@@ -195,7 +195,7 @@ error = raised(lambda: list(pipe.stream(given)))
 print("failed", "the learning rate is negative" in str(error), error.__notes__[0].split(",")[0])
 
 # A rank that dies while its stream is under way.
-pipe, reference = made("pipedream-vertical-sync", vertical)
+pipe, reference = made("pipedream-vertical-sync")
 def killed():
     for number, loss in enumerate(pipe.stream(given)):
         if number == 8 and rank == 1:
