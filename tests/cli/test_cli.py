@@ -5,7 +5,6 @@ tests/test_doc_blocks.py compares every command of the documentation with what i
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -28,14 +27,7 @@ ROOT = Path(__file__).parents[2]
 MODELS = Path(__file__).parents[1] / "helpers" / "cli_models.py"
 MLP, MOMENTUM = f"{MODELS}:mlp", f"{MODELS}:momentum"
 ONE_F_ONE_B = ("schedule", "1f1b", "--microbatches")
-COMPILER = (
-    "torch._dynamo",
-    "pipec.capture",
-    "pipec.passes",
-    "pipec.planner",
-    "pipec.codegen",
-    "pipec.torch_compat.dynamo_front_end",
-)
+COMPILER = ("torch._dynamo", "pipec.capture", "pipec.passes", "pipec.planner", "pipec.codegen")
 
 
 def pipec_cli(*arguments: object, status: int = 0) -> Result:
@@ -63,24 +55,22 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # plan
 
 
-def test_plan_as_json_has_the_documented_keys() -> None:
-    facts = pipec_json("plan", MLP, "--devices", 2)
-    assert set(facts) == {"plan", "makespan", "bubble_rate", "peak_bytes"}
+def test_plan_as_json_has_the_documented_keys_and_the_code_that_it_would_write(directory: Path) -> None:
+    facts = pipec_json("plan", MLP, "--devices", 2, "--microbatches", 4, "--code")
+    assert set(facts) == {"plan", "makespan", "bubble_rate", "peak_bytes", "sources"}
     assert set(facts["plan"]) == {field.name for field in fields(Plan)}
     assert len(facts["peak_bytes"]) == 2
+    assert facts["sources"] == {str(k): (directory / f"stage_{k}.py").read_text() for k in range(2)}
 
 
-def test_a_target_may_be_a_module_of_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_is_a_module_of_the_current_folder_or_a_file_that_replaces_no_loaded_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
-    assert load_example("tests.helpers.cli_models:mlp").args[0].shape == (8, 16)
-
-
-@pytest.mark.slow
-def test_plan_prints_the_code_that_it_would_write(directory: Path) -> None:
-    options = (MLP, "--devices", 2, "--microbatches", 4, "--code")
-    sources = [(directory / f"stage_{stage}.py").read_text() for stage in range(2)]
-    assert pipec_cli("plan", *options).stdout == "\n\n".join(sources)
-    assert pipec_json("plan", *options)["sources"] == {"0": sources[0], "1": sources[1]}
+    (tmp_path / "json.py").write_text(MODELS.read_text())
+    for target in ("tests.helpers.cli_models:mlp", f"{tmp_path / 'json.py'}:mlp"):
+        assert load_example(target).args[0].shape == (8, 16)
+    assert sys.modules["json"] is json
 
 
 def test_plan_draws_the_step_of_the_plan(tmp_path: Path) -> None:
@@ -90,18 +80,6 @@ def test_plan_draws_the_step_of_the_plan(tmp_path: Path) -> None:
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     counted = {next(iter(event["args"])) for event in events if event["ph"] == "C"}
     assert counted == {"microbatches", "parameters"}
-
-
-def test_a_fault_of_the_factory_is_told_with_its_line() -> None:
-    error = pipec_cli("plan", f"{MODELS}:broken", "--devices", 2, status=2).stderr
-    assert re.search(r":broken raised ZeroDivisionError: .* \(.*cli_models\.py:\d+\); expected a fact", error)
-    assert error.count("\n") == 1
-
-
-def test_a_target_named_like_a_loaded_module_does_not_replace_it(tmp_path: Path) -> None:
-    (tmp_path / "json.py").write_text(Path(MODELS).read_text())
-    pipec_cli("plan", f"{tmp_path / 'json.py'}:mlp", "--devices", 2, "--microbatches", 2)
-    assert sys.modules["json"] is json
 
 
 # schedule
@@ -155,13 +133,8 @@ def test_schedule_of_a_file_of_compute_orders(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_schedule_shows_another_beside_it(tmp_path: Path) -> None:
-    both = ("schedule", "gpipe", "--stages", 3, "--compare", "zb-h1")
-    printed = pipec_cli(*both).stdout
-    assert printed == "\n".join(
-        pipec_cli("schedule", name, "--stages", 3).stdout for name in ("gpipe", "zb-h1")
-    )
     page = tmp_path / "both.html"
-    facts = pipec_json(*both, "--output", page)
+    facts = pipec_json("schedule", "gpipe", "--stages", 3, "--compare", "zb-h1", "--output", page)
     assert (facts["makespan"], facts["compare"]["schedule"]) == (30.0, "zb-h1")
     assert facts["compare"]["makespan"] < facts["makespan"]
     assert "gpipe and zb-h1, 8 microbatches" in page.read_text(encoding="utf-8")
@@ -197,19 +170,10 @@ def test_run_depends_on_the_seed_alone(directory: Path) -> None:
 
 
 def test_run_repeats_a_tensor_that_was_passed_twice(tmp_path: Path) -> None:
-    class Reconstruction(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, 4)
-
-        def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            noise = 0.0 if x is wanted else 0.1
-            return (self.decoder(self.encoder(x + noise)) - wanted).square().mean()
-
-    pipe = pipec.compile(Reconstruction(), devices=2, microbatches=2)
+    autoencoder = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    pipe = pipec.compile(autoencoder, devices=2, microbatches=2, loss_fn=nn.functional.mse_loss)
     x = torch.randn(8, 4)
-    pipe.prepare(x, x)
-    pipe.save(tmp_path / "artifact")
+    pipe.prepare(x, target=x).save(tmp_path / "artifact")
     assert pipec_json("run", tmp_path / "artifact")["losses"]
 
 
@@ -233,12 +197,7 @@ def spawn(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("arguments", "unwanted"),
-    [
-        (("--help",), ("torch",)),
-        (("schedule", "1f1b"), ("torch",)),
-        pytest.param(("check", "DIR"), COMPILER, marks=pytest.mark.slow),
-        pytest.param(("run", "DIR"), COMPILER, marks=pytest.mark.slow),
-    ],
+    [(("schedule", "1f1b"), ("torch",)), slow(("run", "DIR"), COMPILER)],
     ids=" ".join,
 )
 def test_a_command_loads_only_what_it_needs(
@@ -336,8 +295,6 @@ def test_an_artifact_that_updates_is_traced(saved: Path, tmp_path: Path) -> None
 
 # refusals
 
-SAVED = "the artifact of ``saved``"
-
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -347,20 +304,15 @@ SAVED = "the artifact of ``saved``"
         (("plan", "no_such_package.model:factory", "--devices", 2), "there is no module no_such_package"),
         (("plan", f"{MODELS}:absent", "--devices", 2), "absent does not exist"),
         (("plan", f"{MODELS}:NOT_A_FACTORY", "--devices", 2), "NOT_A_FACTORY is not callable"),
+        (("plan", f"{MODELS}:broken", "--devices", 2), f"ZeroDivisionError: division by zero ({MODELS}:"),
         (("plan", f"{MODELS}:number", "--devices", 2), "returned int; expected pipec.Example(model, args"),
-        (("plan", MLP, "--devices", 2, "--memory-limit", "much"), "memory_limit is 'much'"),
-        (("plan", MLP, "--devices", 2, "--schedule", "1f2b"), "did you mean '1f1b'?"),
         (("plan", MLP, "--devices", 2, "--recompute", "some"), "'some' is not one of"),
         (("plan", "absent:f", "--devices", 2, "--stages", 0), "stages is 0; expected a whole number from 1"),
-        (("plan", "absent:f", "--devices", 2, "--clip-grad-norm", -1), "clip_grad_norm is -1.0; expected"),
-        (("plan", "absent:f", "--devices", 2, "--on-nan", "no"), "'no' is not one of"),
         (("plan", MLP), "give it with --devices, or a file with --topology"),
         (("plan", ROOT, "--devices", 2), f"{ROOT} is a folder: pipec check {ROOT} says what it holds"),
         (("schedule", "gpip"), "unknown schedule 'gpip'; did you mean 'gpipe'?"),
         (("schedule", "gpipe", "--stages", 0), "Invalid value for '--stages'"),
         (("schedule", "gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .json,"),
-        (("schedule", "zb-2p", "--memory-limit", "3GB"), "Invalid value for '--memory-limit'"),
-        (("schedule", "orders.csv"), "orders.csv"),
         (("schedule", "gpipe", "--devices", 4), "No such option: --devices"),
         (("schedule", MLP), f"pipec plan {MLP} --devices 4 -o step.html draws its step"),
         (("schedule", ROOT), f"pipec run {ROOT} --trace -o page.html draws the steps of a saved artifact"),
@@ -372,32 +324,20 @@ SAVED = "the artifact of ``saved``"
         (("schedule", "1f1b", "--replicas", "2-1", "--stages", 3), "--replicas 2-1 is for 2 stages, but"),
         (("schedule", "1f1b", "--replicas", 9), "9 replicas need a microbatch each, but there are 8"),
         (("schedule", "zb-h1", "--replicas", "2-1"), "'zb-h1' needs the same number of replicas for every"),
-        (("run", SAVED), "update the weights, but optimizer is None; pass"),
-        (("run", SAVED, "--optimizer", "SGD"), "clip gradients, but clip_grad_norm is None"),
-        (
-            ("run", SAVED, "--optimizer", "sgdd", "--clip-grad-norm", 1),
-            "optimizer is 'sgdd'; expected one",
-        ),
-        (("run", SAVED, "--optimizer", f"{MOMENTUM}x", "--clip-grad-norm", 1), "momentumx does not exist in"),
+        (("plan", MLP, "--devices", 2, "--optimizer", "sgdd"), "optimizer is 'sgdd'; expected one of"),
+        (("plan", MLP, "--devices", 2, "--optimizer", f"{MOMENTUM}x"), "momentumx does not exist in"),
         (("run", ROOT, "-o", "x.html"), "give --trace, too"),
         (("dump", MLP), "there is no command dump any more; pipec plan TARGET --code prints the code"),
         (("trace", "DIR", "-o", "x.html"), "pipec run FOLDER --trace -o page.html"),
         (("checkpoint", "show", "DIR"), "pipec check DIR does the same"),
     ],
 )
-def test_bad_usage_says_what_is_expected(saved: Path, arguments: tuple[object, ...], message: str) -> None:
-    result = pipec_cli(*(saved if word is SAVED else word for word in arguments), status=2)
+def test_bad_usage_tells_the_expected_usage(arguments: tuple[object, ...], message: str) -> None:
+    result = pipec_cli(*arguments, status=2)
     assert message in result.stderr
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((f"{MODELS}:undecided",), "the model cannot be captured as one graph"),
-        slow((MLP, "--memory-limit", "1kB"), "nothing that was tried fits into the memory"),
-        ((MLP, "--devices", 99), "8 operators are too few for a stage on each of 99 devices"),
-    ],
-)
-def test_what_cannot_be_planned_says_why(arguments: tuple[object, ...], message: str) -> None:
-    assert message in pipec_cli("plan", "--devices", 2, *arguments, status=1).stderr
+def test_what_cannot_be_planned_says_why() -> None:
+    told = pipec_cli("plan", MLP, "--devices", 99, status=1).stderr
+    assert "8 operators are too few for a stage on each of 99 devices" in told

@@ -7,81 +7,43 @@ import numpy as np
 import pytest
 from bare_programs import lower, uniform_costs
 from hypothesis import given
-from hypothesis import strategies as st
-from simulated_updates import EVERYTHING, ended
+from simulated_steps import TIMELINES
 
-from pipec.ir import Instruction, Link, Op, Payload, Schedule, Value
+from pipec.ir import Instruction, Link, Op, Payload, Program, Value
 from pipec.programs.lower import chain_links
-from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.timeline.attribution import (
-    attribute_waits,
-    critical_path,
-    critical_path_times,
-)
+from pipec.schedules import make_schedule
+from pipec.timeline.attribution import attribute_waits, critical_path, critical_path_times
 from pipec.timeline.curves import in_flight_over_time
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.rank_times import rank_times
+from pipec.timeline.rank_times import RankTime, rank_times
 from pipec.timeline.simulate import simulate
 from pipec.timeline.step_events import Waits
-
-
-def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> Timeline:
-    links = (*chain_links(schedule.num_stages), *links)
-    return simulate(lower(schedule, links), uniform_costs(schedule.num_stages, links=links, **costs))
+from pipec.timeline.trace import measured_timeline
 
 
 def named(timeline: Timeline, index: int) -> str:
     """``forward 1.0`` is the forward of stage 1 for microbatch 0, ``send 1.0`` a message it sends."""
-    if index < 0:
-        return "nothing"
     instruction = timeline.events[index].instruction
     return f"{instruction.op} {instruction.stage}.{instruction.microbatch}"
 
 
-endings = st.builds(
-    lambda replicas, microbatches, options: ended(replicas, microbatches, **options),
-    st.sampled_from([1, 2, 3, (3, 2, 1), (1, 2), (2, 1)]),
-    st.integers(3, 7),
-    st.sampled_from([{}, {"updates": True}, {"updates": True, "clips": True}, EVERYTHING]),
-)
-
-timelines = endings | st.builds(
-    lambda make, ranks, microbatches, forward, message: played(
-        make(ranks, microbatches), forward=forward, message=message
-    ),
-    st.sampled_from([lambda p, m: make_schedule("1f1b", p, m), zb_h1, zb_v]),
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.sampled_from([0.3, 1.0, 1.7]),
-    st.sampled_from([0.0, 0.1, 0.7, 2.5]),
-)
-
-
-def recorded(*waits: tuple[int, int, float, float]) -> Timeline:
-    """Two microbatches, as recorded: messages last until they are awaited, and rank 1 is busy until 3."""
-    link = Link(0, 1, Payload.ACTIVATION, ())
-    events = (
-        Event(0, Instruction(Op.FORWARD, 0, 0), 0.0, 1.0),
-        Event(0, Instruction(Op.SEND, 0, 0, link, peer=1), 1.0, 1.2),
-        Event(0, Instruction(Op.FORWARD, 0, 1), 1.0, 2.7),
-        Event(0, Instruction(Op.SEND, 0, 1, link, peer=1), 2.7, 3.4),
-        Event(1, Instruction(Op.FORWARD, 1, 0), 1.2, 3.0),
-        Event(1, Instruction(Op.FORWARD, 1, 1), 3.4, 6.0),
-    )
-    return Timeline(events, (1, 2), waits=waits_of(events, *waits))
-
-
-def waits_of(events: Sequence[Event], *waits: tuple[int, int, float, float]) -> Waits:
-    """Waits as rows: the event awaited, the one that follows, and when the wait began and ended."""
-    awaited, following, starts, ends = map(np.array, zip(*waits, strict=True))
-    ranks = np.array([events[each if each >= 0 else at].rank for at, each, *_ in waits])
-    return Waits(ranks, awaited, following, starts, ends)
+def recorded(*ranks: Sequence[tuple[Instruction, float, float]]) -> Timeline:
+    """A step in which each rank ran these instructions, from one time to another. Clocks began before it."""
+    programs = [Program(rank, tuple(each for each, *_ in own)) for rank, own in enumerate(ranks)]
+    times = [[round(1e9 * (7 + time)) for _, *span in own for time in span] for own in ranks]
+    return measured_timeline(programs, dict(enumerate(times)))
 
 
 def test_a_recorded_wait_tells_its_time_and_what_it_was_for() -> None:
     """One that found its message there does not: what the rank did from 3 to 3.4 is its own."""
+    link = Link(0, 1, Payload.ACTIVATION, ())
+    sends = [Instruction(Op.SEND, 0, microbatch, link, peer=1) for microbatch in range(2)]
+    waits = [Instruction(Op.WAIT_RECV, 1, microbatch, link, peer=0) for microbatch in range(2)]
+    first, second = ([Instruction(Op.FORWARD, stage, mb) for mb in range(2)] for stage in range(2))
+    sender = [(first[0], 0, 1), (sends[0], 1, 1), (first[1], 1, 2.7), (sends[1], 2.7, 2.7)]
     for begin, own, blocking in ((3.4, 0.4, "forward 1.0"), (3.1, 0.1, "send 0.1")):
-        timeline = recorded((1, 4, 0.0, 1.2), (3, 5, begin, 3.4))
+        reader = [(waits[0], 0, 1.2), (second[0], 1.2, 3.0), (waits[1], begin, 3.4), (second[1], 3.4, 6.0)]
+        timeline = recorded(sender, reader)
         found = attribute_waits(timeline)
         assert found.idle[-1] == pytest.approx(0.4)
         assert bool(found.awaited[-1] < 0) is (begin == 3.4)
@@ -105,11 +67,6 @@ def test_of_two_waits_the_one_that_held_the_rank_last_is_blamed() -> None:
     assert own == [(1, 3.0), (0, 1.0)]
 
 
-def waited(timeline: Timeline, rank: int) -> list[tuple[int, int, str, float]]:
-    times = rank_times(timeline, attribute_waits(timeline))[rank]
-    return [(each.rank, each.stage, each.what, each.time) for each in times.waits]
-
-
 def test_what_overlaps_counts_once_on_the_critical_path() -> None:
     """A recorded norm may begin while the sum before it is still under way."""
     events = (
@@ -118,35 +75,36 @@ def test_what_overlaps_counts_once_on_the_critical_path() -> None:
         Event(0, Instruction(Op.GRAD_NORM, -1), 2.5, 6.0),
         Event(0, Instruction(Op.UPDATE, 0), 6.0, 7.0),
     )
-    timeline = Timeline(events, (1,), waits=waits_of(events, (1, 3, 2.0, 5.0), (2, 3, 5.0, 6.0)))
+    waits = Waits(*map(np.array, [(0, 0), (1, 2), (3, 3), (2.0, 5.0), (5.0, 6.0)]))
+    timeline = Timeline(events, (1,), waits=waits)
     path = critical_path(timeline, attribute_waits(timeline))
     assert path == (0, 1, 2, 3)
     assert critical_path_times(timeline, path) == [2.0, 3.0, 1.0, 1.0]
 
 
-def recorded_sum(starts: tuple[float, float]) -> Timeline:
-    """Two replicas that begin a sum at these times and find it over at 6 and 7."""
-    events = tuple(
-        event
-        for rank in range(2)
-        for event in (
-            Event(rank, Instruction(Op.BACKWARD, 0, rank), 0.0, 1.0),
-            Event(rank, Instruction(Op.REDUCE_GRAD, 0, bucket=0), starts[rank], 6.0 + rank),
-        )
-    )
-    waits = waits_of(events, (1, -1, starts[0], 6.0), (3, -1, starts[1], 7.0))
-    return Timeline(events, (1, 1), waits=waits)
-
-
 def test_a_recorded_sum_begins_when_the_last_rank_has_begun_it() -> None:
-    timeline = recorded_sum((1.0, 4.0))
-    assert waited(timeline, 0) == [(1, 0, Op.REDUCE_GRAD, 3.0), (0, 0, Op.REDUCE_GRAD, 2.0)]
-    assert waited(timeline, 1) == [(1, 0, Op.REDUCE_GRAD, 3.0)]
-    assert rank_times(timeline, attribute_waits(timeline))[1].unattributed_idle == 3.0
-    assert waited(recorded_sum((2.0, 1.0)), 1) == [(1, 0, Op.REDUCE_GRAD, 5.0), (0, 0, Op.REDUCE_GRAD, 1.0)]
+    """Two replicas find it over at 6 and 7."""
+    backward, reduce = Instruction(Op.BACKWARD, 0, 0), Instruction(Op.REDUCE_GRAD, 0, bucket=0)
+    wait = replace(reduce, op=Op.WAIT_REDUCE_GRAD)
+
+    def times(*starts: float) -> list[RankTime]:
+        spans = zip(starts, (6, 7), strict=True)
+        timeline = recorded(
+            *([(backward, 0, 1), (reduce, start, start), (wait, start, end)] for start, end in spans)
+        )
+        return rank_times(timeline, attribute_waits(timeline))
+
+    def waited(time: RankTime) -> list[tuple[int, int, str, float]]:
+        return [(each.rank, each.stage, each.what, pytest.approx(each.time)) for each in time.waits]
+
+    first, second = times(1.0, 4.0)
+    assert waited(first) == [(1, 0, Op.REDUCE_GRAD, 3.0), (0, 0, Op.REDUCE_GRAD, 2.0)]
+    assert waited(second) == [(1, 0, Op.REDUCE_GRAD, 3.0)]
+    assert second.unattributed_idle == pytest.approx(3.0)
+    assert waited(times(2.0, 1.0)[1]) == [(1, 0, Op.REDUCE_GRAD, 5.0), (0, 0, Op.REDUCE_GRAD, 1.0)]
 
 
-@given(timelines)
+@given(TIMELINES)
 def test_the_critical_path_accounts_for_the_whole_makespan(timeline: Timeline) -> None:
     events = [timeline.events[index] for index in critical_path(timeline, attribute_waits(timeline))]
     assert sum(event.end - event.start for event in events) == pytest.approx(timeline.makespan)
@@ -154,7 +112,7 @@ def test_the_critical_path_accounts_for_the_whole_makespan(timeline: Timeline) -
     assert [one.end for one in events[:-1]] == pytest.approx([other.start for other in events[1:]])
 
 
-@given(timelines)
+@given(TIMELINES)
 def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timeline) -> None:
     curves = in_flight_over_time(timeline)
     assert tuple(curve.amounts.max() for curve in curves) == timeline.peak_in_flight
@@ -164,7 +122,7 @@ def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timelin
         assert times == sorted(set(times))
 
 
-@given(timelines)
+@given(TIMELINES)
 def test_the_parts_of_each_rank_s_time_add_up_to_the_makespan(timeline: Timeline) -> None:
     for time in rank_times(timeline, attribute_waits(timeline)):
         assert time.busy + time.waiting + time.unattributed_idle + time.trailing_idle == pytest.approx(

@@ -1,7 +1,6 @@
 """Recorded steps: every instruction has its times, and they obey the program."""
 
 import functools
-from dataclasses import replace
 from itertools import pairwise
 from math import nan
 from pathlib import Path
@@ -9,30 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 from page_views import embedded
-from torch import Tensor, nn
+from torch import nn
 
 import pipec
 from pipec.drawn_artifacts import trace_steps
 from pipec.errors import InputError
-from pipec.ir import Instruction, Op, Program, StepPart
+from pipec.ir import Op, StepPart
 from pipec.pipeline import Pipeline
-from pipec.timeline.trace import measured_timeline
 
 X, Y = torch.randn(8, 16), torch.randn(8, 4)
 
 
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
-
-
-@pytest.fixture(scope="module")
-def pipe() -> Pipeline:
-    return pipec.compile(net(), devices=2, microbatches=4, loss_fn=nn.functional.mse_loss)
-
-
-def loss_of(pipe: Pipeline) -> Tensor:
-    pipe.zero_grad()
-    return pipe.step(X, target=Y)
+def compiled(**options: object) -> Pipeline:
+    layers = [nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)]
+    loss_fn = nn.functional.mse_loss
+    return pipec.compile(nn.Sequential(*layers), devices=2, microbatches=4, loss_fn=loss_fn, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"shard": "parameters"}])
@@ -40,7 +30,7 @@ def test_collectives_and_updates_have_their_times(options: dict[str, object]) ->
     """Two replicas of one stage: a sum is found over by the update that needs it, or at the end."""
     adam = functools.partial(torch.optim.AdamW, lr=1e-3)
     choice = {"optimizer": adam, **options} if options else {}
-    pipe = pipec.compile(net(), devices=2, stages=1, microbatches=4, loss_fn=nn.functional.mse_loss, **choice)
+    pipe = compiled(stages=1, **choice)
     with pipe.trace() as trace:
         pipe.step(X, target=Y)
     timeline = trace.steps[0]
@@ -62,14 +52,7 @@ def test_collectives_and_updates_have_their_times(options: dict[str, object]) ->
 
 def test_every_nth_step_is_recorded_with_the_update_that_follows_and_what_was_special() -> None:
     torch.manual_seed(0)
-    pipe = pipec.compile(
-        net(),
-        devices=2,
-        microbatches=4,
-        loss_fn=nn.functional.mse_loss,
-        on_nan="skip",
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-    )
+    pipe = compiled(on_nan="skip", optimizer=functools.partial(torch.optim.SGD, lr=0.1))
     pipe.step(X, target=Y)
     with pipe.trace(every=3) as run:
         for number in range(1, 6):
@@ -94,7 +77,7 @@ def test_every_nth_step_is_recorded_with_the_update_that_follows_and_what_was_sp
 @pytest.mark.usefixtures("constant_batch")
 def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
     """Batches of another size have another plan, where sizes do not vary."""
-    pipe = pipec.compile(net(), devices=2, microbatches=4, loss_fn=nn.functional.mse_loss)
+    pipe = compiled()
     with pipe.trace() as run:
         for rows in (4, 4, 4, 8):
             pipe.step(X[:rows], target=Y[:rows])
@@ -117,28 +100,16 @@ def test_the_measured_step_is_one_of_the_plan_beside_it() -> None:
     assert [step.note for step in steps[2:]] == ["another plan"] * 2
 
 
-def test_what_is_started_lasts_until_its_wait_is_over() -> None:
-    """A sum is started from 1 to 2, and the wait for it is over at 9."""
-    reduce = Instruction(Op.REDUCE_GRAD, 0, bucket=0)
-    wait, update = replace(reduce, op=Op.WAIT_REDUCE_GRAD), Instruction(Op.UPDATE, 0)
-    timeline = measured_timeline([Program(0, (reduce, wait, update))], {0: [1, 2, 4, 9, 9, 11]})
-    found = [(each.instruction, each.start, each.end) for each in timeline.events]
-    assert found == [
-        (reduce, 0, pytest.approx(8e-9)),
-        (update, pytest.approx(8e-9), pytest.approx(10e-9)),
-    ]
-
-
-@pytest.mark.parametrize("suffix", [".html", ".json", ".svg", ".txt"])
-def test_planned_and_measured_are_drawn_together(pipe: Pipeline, tmp_path: Path, suffix: str) -> None:
-    loss_of(pipe)
+def test_planned_and_measured_are_drawn_together(tmp_path: Path) -> None:
+    pipe = compiled()
     with pipe.trace() as trace:
-        loss_of(pipe)
-    path = tmp_path / "drawn" / f"step{suffix}"
-    shown = pipe.visualize(path, trace)
-    assert "planned: 1f1b, 4 microbatches" in shown
-    assert "measured: 1f1b, 4 microbatches" in shown
-    drawn = path.read_text()
-    drawn = str(embedded(drawn)) if suffix == ".html" else drawn
-    assert ("planned" in drawn) is (suffix in (".html", ".json"))
-    assert len(drawn) > 100
+        pipe.step(X, target=Y)
+    for suffix in (".html", ".json", ".svg", ".txt"):
+        path = tmp_path / "drawn" / f"step{suffix}"
+        shown = pipe.visualize(path, trace)
+        assert "planned: 1f1b, 4 microbatches" in shown
+        assert "measured: 1f1b, 4 microbatches" in shown
+        drawn = path.read_text()
+        drawn = str(embedded(drawn)) if suffix == ".html" else drawn
+        assert ("planned" in drawn) is (suffix in (".html", ".json"))
+        assert len(drawn) > 100
