@@ -1,22 +1,20 @@
-"""Say what the tests of GPUs lack here: packages, or a GPU. It needs nothing but Python.
+"""Say what the tests of GPUs lack here: packages of pyproject.toml, or a GPU."""
 
-The packages are those of pyproject.toml, and what the tests themselves import.
-"""
-
-import importlib.metadata
-import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+from packaging.requirements import Requirement  # pytest needs it, too
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 OF_THE_TESTS = ("pytest", "pytest-timeout", "hypothesis")
 
 
 def main() -> None:
-    lacking = list(problems(requirements()))
-    if lacking:
+    dev = map(Requirement, PROJECT["optional-dependencies"]["dev"])
+    needed = [*map(Requirement, PROJECT["dependencies"]), *(x for x in dev if x.name in OF_THE_TESTS)]
+    if lacking := [text for each in needed if (text := problem(each))]:
         sys.exit(f"{sys.executable} lacks {', '.join(lacking)}")
     import torch
 
@@ -26,31 +24,13 @@ def main() -> None:
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {', '.join(names)}")
 
 
-def requirements() -> list[tuple[str, str]]:
-    """The packages, each with its least version, which may be empty."""
-    project = tomllib.loads(PROJECT.read_text())["project"]
-    dev = dict(map(_parsed, project["optional-dependencies"]["dev"]))
-    return [*map(_parsed, project["dependencies"]), *((name, dev.get(name, "")) for name in OF_THE_TESTS)]
-
-
-def problems(needed: Sequence[tuple[str, str]]) -> Iterator[str]:
-    for name, least in needed:
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield name
-            continue
-        if _numbers(found) < _numbers(least):
-            yield f"{name}>={least} (it has {found})"
-
-
-def _parsed(requirement: str) -> tuple[str, str]:
-    name, _, least = requirement.partition(">=")
-    return re.split(r"[<>=\[]", name)[0], least
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+def problem(needed: Requirement) -> str:
+    """What is lacking, or nothing."""
+    try:
+        found = version(needed.name)
+    except PackageNotFoundError:
+        return str(needed)
+    return "" if needed.specifier.contains(found, prereleases=True) else f"{needed} (it has {found})"
 
 
 if __name__ == "__main__":

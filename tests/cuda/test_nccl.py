@@ -1,6 +1,7 @@
 """Ranks with a GPU each, over NCCL and over copies within a process; and what a single rank can show."""
 
-import copy
+import functools
+import itertools
 import os
 import re
 import signal
@@ -12,73 +13,69 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from compile_variants import SIZES
-from gpu_models import decoder, eager_step, errors, token_loss, tokens
+from gpu_models import assert_steps_agree, token_loss, tokens, transformer
 from huggingface_models import perceptron
 from torch import nn
-from unsplit_reference import StepResult, unsplit_step
-from worker_processes import read_outcome, run_script, train
+from unsplit_reference import Plain, StepResult
+from worker_processes import new_store, read_outcome, run_script, start_ranks, train
 
 import pipec
 from pipec.artifact.artifact import read_artifact, write_artifact
 
-HERE = Path(__file__).parent
-ROOT = str(HERE.parent.parent)
+ROOT = str(Path(__file__).parents[2])
 NUM_STEPS = 5
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 
+ALONE = """
+import torch
+from pipec.runtime.messages.nccl import NcclConnections
+
+device = torch.device("cuda", 0)
+store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+connections = NcclConnections(device, store, 0, 1, bool)
+connections.open([], has_results=True)
+number = torch.ones(4, device=device)
+connections.all_reduce((0,), number)()
+connections.drain()
+assert number.tolist() == [1.0] * 4
+
+busy = torch.ones(8192, 8192, device=device)
+for _ in range(50):
+    busy = busy @ busy
+connections.all_reduce((0,), busy)
+connections.close()
+print("closed")
+"""
+
 
 @pytest.mark.slow
-def test_a_rank_that_is_told_of_a_failure_closes_soon(gpu: torch.device) -> None:
-    """Its abort waits for the GPU, which is busy; a drain notices within the interval of its watcher."""
-    done = subprocess.run(
-        [sys.executable, HERE / "single_rank_nccl_script.py"],
-        env={**os.environ, "PYTHONPATH": ROOT},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_a_group_is_aborted_while_its_gpu_is_busy(gpu: torch.device) -> None:
+    """Of one rank, which waits for nobody."""
+    given = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([sys.executable, "-c", ALONE], env={**os.environ, "PYTHONPATH": ROOT}, **given)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr.lower(), "of groups that are left, say"
-    assert float(done.stdout.split()[-1]) < 5
+    assert done.stdout.endswith("closed\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"])
 def test_copies_between_gpus_are_what_eager_computes(two_devices: list[torch.device], schedule: str) -> None:
     """Over many steps: what arrives too early, or is overwritten too early, is found by chance alone."""
-    expected, batch = decoder(), tokens(16)
-    model, expected = copy.deepcopy(expected), expected.to(two_devices[0])
-    pipe = pipec.compile(model, two_devices, schedule=schedule, microbatches=8, loss_fn=token_loss)
-    for _ in range(20):
-        pipe.zero_grad()
-        expected.zero_grad()
-        loss = pipe.step(batch[0], target=batch[1])
-        reference = eager_step(expected, token_loss, batch, 8)
-        torch.testing.assert_close(loss.cpu(), reference.cpu(), rtol=1e-5, atol=0)
-        assert max(errors(model, expected).values()) < 1e-4
-
-
-def losses_of_autograd() -> list[float]:
-    """Of the unsplit model, trained on the CPU."""
-    model, inputs = perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(NUM_STEPS):
-        losses.append(float(unsplit_step(model, inputs, SIZES)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    model, batches = transformer().to(two_devices[0]), [tokens(16)] * 20
+    assert_steps_agree(model, two_devices, batches, token_loss, microbatches=8, schedule=schedule)
 
 
 @pytest.mark.slow
 def test_two_processes_with_a_gpu_each_train_over_nccl(
     two_devices: list[torch.device], tmp_path: Path
 ) -> None:
-    script = HERE.parent / "helpers" / "train_script.py"
+    script = Path(__file__).parents[1] / "helpers" / "train_script.py"
     printed = run_script(script, ["perceptron", "2", str(NUM_STEPS)], 2, tmp_path)
     losses = [float.fromhex(line.split()[1]) for line in printed.splitlines() if line.startswith("loss")]
-    assert losses == pytest.approx(losses_of_autograd(), rel=1e-4)
+    model, inputs = perceptron()
+    unsplit = Plain(model, functools.partial(torch.optim.AdamW, lr=1e-2))
+    assert losses == pytest.approx([float(unsplit.step(**inputs)) for _ in range(NUM_STEPS)], rel=1e-4)
 
 
 @pytest.fixture
@@ -117,49 +114,30 @@ def test_a_failing_rank_fails_the_other_with_its_error(
     assert "ValueError: broken" in first
 
 
-ENDLESS = """
-import os, torch, pipec
-from torch import nn
-torch.manual_seed(0)
-model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-pipe = pipec.compile(model, devices=2, microbatches=4, loss_fn=nn.functional.mse_loss, timeout=240.0)
-x = torch.ones(64, 256)
-for step in range(10**9):
-    pipe.step(x, target=x)
-    if step == 5:
-        print("trains", os.getpid(), flush=True)
-"""
+def train_until_killed() -> None:
+    """Rank 1 is killed after some steps; rank 0 ends with the error that it sees."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    pipe = pipec.compile(model, devices=2, microbatches=4, loss_fn=nn.functional.mse_loss, timeout=240.0)
+    x = torch.ones(64, 256)
+    for step in itertools.count():
+        pipe.step(x, target=x)
+        if step == 5 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_other(two_devices: list[torch.device], tmp_path: Path) -> None:
     """Its host may wait for the GPU, where a message waits for the dead rank."""
-    script = tmp_path / "endless.py"
-    script.write_text(ENDLESS)
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env={
-                **os.environ,
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": ROOT},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)},
-                **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    store = new_store()
+    ranks = start_ranks(train_until_killed, [()] * 2, tmp_path, store.port)
     try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert any(line.startswith("trains") for line in rank.stdout), "it ended before it was killed"
-        ranks[1].send_signal(signal.SIGKILL)
-        _, said = ranks[0].communicate(timeout=100)
-        assert "TransportError" in said
-        assert "rank 1: its process died" in said
+        for process in ranks:
+            process.join(200)
+        assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in ranks:
+            process.kill()
+    said = (tmp_path / "error_0").read_text()
+    assert said.startswith("TransportError: ")
+    assert re.search(r"rank 1\b.*(died|ended)", said), said

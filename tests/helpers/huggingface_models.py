@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forward_modules import model
 from torch import Tensor, nn
 
 ROWS, TOKENS, VOCABULARY = 8, 12, 48
@@ -21,99 +22,73 @@ Factory = Callable[[], tuple[nn.Module, dict[str, Any]]]
 
 def gpt2(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
     """Its output head is its token embedding, which is used on the first stage and on the last."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": TOKENS}
-    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
     ids = _ids()
-    return _made(GPT2LMHeadModel, config), {"input_ids": ids, "labels": ids}
+    made = _made("GPT2LMHeadModel", **sizes, **rates, bos_token_id=0, eos_token_id=0)
+    return made, {"input_ids": ids, "labels": ids}
 
 
 def llama() -> tuple[nn.Module, dict[str, Any]]:
     """Nothing is tied; two heads share their keys and values."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     ids = _ids()
-    config = LlamaConfig(**SIZES, num_key_value_heads=1)
-    return _made(LlamaForCausalLM, config), {"input_ids": ids, "labels": ids}
+    return _made("LlamaForCausalLM", **SIZES, num_key_value_heads=1), {"input_ids": ids, "labels": ids}
 
 
 def mixtral() -> tuple[nn.Module, dict[str, Any]]:
     """Four experts, balanced by a loss of all tokens that are no padding."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
-    config = MixtralConfig(**SIZES, **experts, num_key_value_heads=1, use_cache=False)
     ids, mask = _ids(), _padding()
     labels = ids.masked_fill(mask == 0, -100)
-    return _made(MixtralForCausalLM, config), {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    made = _made("MixtralForCausalLM", **SIZES, **experts, num_key_value_heads=1, use_cache=False)
+    return made, {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def bert() -> tuple[nn.Module, dict[str, Any]]:
     """Bidirectional, with padding; its output head is its token embedding, plus a bias."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    ids, config = _ids(), BertConfig(**SIZES, **NO_DROPOUT)
-    return _made(BertForMaskedLM, config), {"input_ids": ids, "attention_mask": _padding(), "labels": ids}
+    ids = _ids()
+    batch = {"input_ids": ids, "attention_mask": _padding(), "labels": ids}
+    return _made("BertForMaskedLM", **SIZES, **NO_DROPOUT), batch
 
 
 def bert_classifier() -> nn.Module:
     """Of three classes, in double precision."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return _made(BertForSequenceClassification, BertConfig(**SIZES, **NO_DROPOUT, num_labels=3)).double()
+    return _made("BertForSequenceClassification", **SIZES, **NO_DROPOUT, num_labels=3).double()
 
 
 def t5() -> tuple[nn.Module, dict[str, Any]]:
     """Encoder and decoder: every layer of the second reads the last value of the first."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 2, "num_heads": 2}
-    config = T5Config(**sizes, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0)
-    kwargs = {"input_ids": _ids(), "attention_mask": _padding(), "labels": _ids(TOKENS // 2)}
-    return _made(T5ForConditionalGeneration, config), kwargs
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
+    batch = {"input_ids": _ids(), "attention_mask": _padding(), "labels": _ids(TOKENS // 2)}
+    return _made("T5ForConditionalGeneration", **sizes, dropout_rate=0.0, decoder_start_token_id=0), batch
 
 
 def resnet() -> tuple[nn.Module, dict[str, Any]]:
     """Convolutions, skips, and BatchNorm, whose running statistics every microbatch changes."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], num_labels=10, layer_type="basic"
-    )
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "num_labels": 10}
     random = torch.Generator().manual_seed(3)
-    kwargs = {
+    batch = {
         "pixel_values": torch.randn(ROWS, 3, 16, 16, generator=random),
         "labels": torch.randint(0, 10, (ROWS,), generator=random),
     }
-    return _made(ResNetForImageClassification, config), kwargs
+    return _made("ResNetForImageClassification", **sizes, layer_type="basic"), batch
 
 
-class Perceptron(nn.Module):
+@model(layers=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+def Perceptron(self, x: Tensor, y: Tensor) -> Tensor:
     """Three layers, and the loss as it returns it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.layers(x), y)
+    return nn.functional.mse_loss(self.layers(x), y)
 
 
-class Encoder(nn.Module):
+def _encoder() -> nn.Module:
+    layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2))
+    return nn.Sequential(*layers)
+
+
+@model(layers=_encoder)
+def Encoder(self, x: Tensor) -> Tensor:
     """torch's own transformer layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+    return self.layers(x).square().mean()
 
 
 def encoder() -> tuple[nn.Module, dict[str, Any]]:
@@ -143,10 +118,14 @@ def each(*factories: Factory) -> list[Any]:
     return [pytest.param(factory, id=factory.__name__) for factory in factories]
 
 
-def _made(model_class: Callable[[Any], nn.Module], config: Any) -> nn.Module:
+def _made(name: str, **sizes: Any) -> nn.Module:
+    """The transformers model of a class name."""
+    import transformers
+
+    model_class = getattr(transformers, name)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return model_class(config).train()
+        return model_class(model_class.config_class(**sizes)).train()
 
 
 def _ids(tokens: int = TOKENS) -> Tensor:

@@ -1,13 +1,12 @@
-"""``python -m zoo.huggingface [--sample N]``: every architecture of transformers, made small.
+"""``python -m zoo.huggingface [KIND[/ARCHITECTURE] ...]``: every architecture of transformers, made small.
 
-It tries the models of five mappings of ``AutoModelFor...`` that a small configuration can be made of, and
-writes the share that is right, and the rest by cause, into docs/models.md. An interrupted run goes on where
-it stopped; remove build/huggingface.jsonl to begin anew.
+It tries the models of five mappings of ``AutoModelFor...`` that a small configuration can be made of. All of
+them make a section of docs/models.md anew: the share that is right, and the rest by cause. An interrupted
+run goes on where it stopped; remove build/huggingface.jsonl to begin anew.
 """
 
-import argparse
 import importlib
-import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,19 +138,13 @@ def _small(class_name: str, sizes: Mapping[str, Any]) -> nn.Module:
     return make()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sample", type=int, help="try so many of them, drawn with a fixed seed")
-    parser.add_argument("--processes", type=int, default=2)
-    options = parser.parse_args()
-    names = list(dict.fromkeys(architectures()))
-    if options.sample is not None:
-        names = random.Random(0).sample(names, options.sample)
-    results = run_all(names, find, RESULTS, LIMIT, options.processes)
+def main(wanted: tuple[str, ...]) -> None:
+    names = [name for name in dict.fromkeys(architectures()) if name.startswith(wanted or ("",))]
+    results = run_all(names, find, RESULTS, LIMIT)
     print(counted(result.outcome for result in results.values()))
-    if options.sample is None:
+    if not wanted:
         replace_section(PAGE, "Hugging Face", huggingface_section(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(tuple(sys.argv[1:]))

@@ -67,15 +67,12 @@ def warnings_in(results: Sequence[Result]) -> Iterator[str]:
 
 def _row(family: str, cases: Sequence[Case], results: Mapping[str, Result]) -> str:
     """The models of a family by outcome."""
-    columns: dict[str, list[str]] = {RIGHT: [], ROUNDED: [], "": []}
-    for case in cases:
-        result = results[f"{family}/{case.name}"]
-        if result.trained:
-            columns[result.outcome].append(case.name)
-        else:
-            reason = result.cause or _first_line(result.message)
-            columns[""].append(f"{case.name} ({result.outcome}: {reason})")
-    cells = [family.replace("_", " ").capitalize(), *map(", ".join, columns.values())]
+    found = {case.name: results[f"{family}/{case.name}"] for case in cases}
+    cells = [family.replace("_", " ").capitalize()]
+    for outcome in (RIGHT, ROUNDED):
+        cells.append(", ".join(name for name, result in found.items() if result.outcome == outcome))
+    others = [(name, result) for name, result in found.items() if not result.trained]
+    cells.append(", ".join(f"{name} ({result.outcome}: {_reason(result)})" for name, result in others))
     return f"| {' | '.join(cells)} |"
 
 
@@ -98,9 +95,7 @@ def huggingface_section(results: Mapping[str, Result]) -> Iterator[str]:
     causes = defaultdict[str, list[str]](list)
     for name, result in results.items():
         if not result.trained and result.outcome != UNUSABLE:
-            causes[result.cause or f"{result.outcome}: {_first_line(result.message)}"].append(
-                name.partition("/")[2]
-            )
+            causes[result.cause or f"{result.outcome}: {_reason(result)}"].append(name.partition("/")[2])
     for cause, names in sorted(causes.items(), key=lambda item: -len(item[1])):
         yield f"* {cause}: {', '.join(names)}"
 
@@ -114,5 +109,5 @@ def _named(results: Iterable[Result]) -> str:
     return ", ".join(result.name.partition("/")[2] for result in results) or "none"
 
 
-def _first_line(message: str) -> str:
-    return message.split("\n")[0][:240].replace("|", "/")
+def _reason(result: Result) -> str:
+    return result.cause or result.message.split("\n")[0][:240].replace("|", "/")

@@ -121,16 +121,11 @@ def tiny(name: str, **sizes: Any) -> Callable[[], nn.Module]:
 
 
 def transformer(
-    name: str,
-    batch: Callable[[int], Inputs],
-    loss_fn: Loss | None = None,
-    refused: str | None = None,
-    batched: Mapping[str, int | None] | None = None,
-    by_microbatch: bool = False,
-    **sizes: Any,
+    name: str, batch: Callable[[int], Inputs], loss_fn: Loss | None = None, **options: Any
 ) -> Case:
-    """The case of the transformers model of a class name."""
-    return Case(name, tiny(name, **sizes), batch, loss_fn, refused, batched, by_microbatch)
+    """The case of the transformers model of a class name. Options that a case does not have are sizes."""
+    own = {option: options.pop(option) for option in options.keys() & {"refused", "batched", "by_microbatch"}}
+    return Case(name, tiny(name, **options), batch, loss_fn, **own)
 
 
 def words(rows: int, tokens: int = TOKENS) -> Tensor:

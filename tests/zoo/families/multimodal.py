@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.model_case import Case, Inputs, batch, integers, normal, uniform
-from zoo.tiny_transformers import LABELS, PIXELS, TOKENS, transformer, words
+from zoo.tiny_transformers import LABELS, PIXELS, TOKENS, config_of, transformer, words
 
 
 def boxes(rows: int) -> Tensor:
@@ -22,33 +22,11 @@ def described(rows: int) -> Inputs:
     return {"input_ids": ids, "pixel_values": IMAGE(rows), "labels": ids}
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def llava() -> nn.Module:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    return LlavaForConditionalGeneration(
-        LlavaConfig(
-            vision_config=CLIPVisionConfig(image_size=PIXELS, patch_size=8, **SIZES),
-            text_config=LlamaConfig(vocab_size=64, num_key_value_heads=2, **SIZES),
-            image_token_index=4,
-            vision_feature_layer=-1,
-        )
-    )
-
-
 def captioner() -> nn.Module:
     from transformers import GPT2Config, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
 
-    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    vit = ViTConfig(image_size=PIXELS, patch_size=8, **SIZES, **no_dropout)
-    gpt = GPT2Config(
-        **{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 16},
-        **{"bos_token_id": 0, "eos_token_id": 0, "add_cross_attention": True},
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    )
-    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, gpt)
+    writer = config_of(GPT2Config, {"add_cross_attention": True, "n_positions": 16})
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(config_of(ViTConfig, {}), writer)
     config.decoder_start_token_id, config.pad_token_id = 0, 1
     return VisionEncoderDecoderModel(config)
 
@@ -80,6 +58,7 @@ IMAGES = {"pixel_values": 0}
 contrastive = functools.partial(transformer, batch=PAIRS, batched=IMAGES, by_microbatch=True)
 PATCHES = {"context_length": 16, "patch_length": 4, "patch_stride": 4}
 FORECAST = {"num_input_channels": 2, "prediction_length": 4}
+LLAVA = {"image_token_index": 4, "vision_feature_layer": -1}
 DECISIONS = {"state_dim": 6, "act_dim": 2, "max_ep_len": 20}
 
 CASES = (
@@ -88,7 +67,7 @@ CASES = (
     contrastive("AltCLIPModel", projection_dim=32, project_dim=32),
     transformer("ViltForQuestionAnswering", QUESTIONS, refused="a branch on values"),
     transformer("LayoutLMForSequenceClassification", DOCUMENTS),
-    Case("LlavaForConditionalGeneration", llava, described, batched=IMAGES),
+    transformer("LlavaForConditionalGeneration", described, batched=IMAGES, **LLAVA),
     Case("VisionEncoderDecoderModel", captioner, CAPTIONED),
     transformer("PatchTSTForPrediction", FORECASTS, **FORECAST, **PATCHES),
     transformer("PatchTSMixerForPrediction", FORECASTS, **FORECAST, **PATCHES),
