@@ -5,19 +5,17 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 from huggingface_models import Factory
 from torch import Tensor, nn
-from unsplit_reference import Inputs, StepResult, unsplit_step
+from unsplit_reference import Inputs, StepResult, assert_equal, unsplit_step
 
 import pipec
 from pipec.artifact.artifact import Artifact, write_artifact
 from pipec.capture.model_call import ModelCall
-from pipec.capture.tracer import CaptureRequest, capture
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged_graph import StagedGraph
-from pipec.graph import TrainingGraph, copy_graph
+from pipec.graph import TrainingGraph
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import equal_devices
 from pipec.ir import Schedule
@@ -38,27 +36,6 @@ SEED, TIMEOUT = 7, 240.0
 OPTIONS = CompilerOptions(DEVICES["cpu"], equal_devices(4, DEVICES["cpu"].link))
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How a model is cut into stages and run. ``recompute``: "none" or "full"."""
-
-    num_stages: int
-    schedule: str
-    recompute: str
-
-    def __str__(self) -> str:
-        return f"{self.num_stages}-{self.schedule}-{self.recompute}"
-
-
-VARIANTS = [
-    Variant(2, "gpipe", "none"),
-    Variant(2, "1f1b", "full"),
-    Variant(4, "gpipe", "full"),
-    Variant(4, "1f1b", "none"),
-]
-"""Every two of these choices meet in one of them."""
-
-
 @dataclass(frozen=True, eq=False)
 class Captured:
     """A model as it was at first, a mini-batch, and their graph before any pass. Nothing of it changes."""
@@ -72,18 +49,10 @@ class Captured:
 def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
     """What ``pipec.compile`` makes for four devices, the model it trains, and what it captured on the way."""
     model, inputs = factory()
-    kept: list[TrainingGraph] = []
-
-    def capture_and_keep(request: CaptureRequest) -> TrainingGraph:
-        graph = capture(request)
-        kept.append(copy_graph(graph))
-        return graph
-
     trained = copy.deepcopy(model)
-    pipe = pipec.compile(trained, devices=4, microbatches=len(SIZES))
-    with mock.patch("pipec.capture.tracer.capture", capture_and_keep):
-        pipe.prepare(**inputs)
-    return pipe, trained, Captured(model, inputs, kept[0])
+    pipe = pipec.compile(trained, devices=4, microbatches=len(SIZES)).prepare(**inputs)
+    (staged, *_) = pipe._executions.compiler.cache.staged_graphs
+    return pipe, trained, Captured(model, inputs, staged.captured)
 
 
 def captured(factory: Factory) -> Captured:
@@ -106,24 +75,21 @@ def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> StagedGraph:
 
 
 @functools.cache
-def compiled(model: Captured, combination: Variant) -> Artifact:
-    graph = cut_evenly(model, combination.num_stages, combination.recompute == "full")
-    return generated(graph, make_schedule(combination.schedule, combination.num_stages, len(SIZES)))
+def compiled(model: Captured, num_stages: int, schedule: str, recompute: bool = False) -> Artifact:
+    graph = cut_evenly(model, num_stages, recompute)
+    return generated(graph, make_schedule(schedule, num_stages, len(SIZES)))
 
 
 def generated(staged: StagedGraph, schedule: Schedule) -> Artifact:
     return staged.evaluate(schedule, max(SIZES)).artifact()
 
 
-@functools.cache
-def expected(model: Captured) -> StepResult:
-    """What one step of the unsplit model leaves."""
-    unsplit = copy.deepcopy(model.model)
-    return StepResult.of(unsplit_step(unsplit, model.inputs, SIZES), unsplit)
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def save_with_tensors(artifact: Artifact, model: nn.Module, directory: Path) -> Path:
-    write_artifact(artifact, directory, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    write_artifact(artifact, directory, tensors_of(model))
     return directory
 
 
@@ -144,10 +110,7 @@ class TrainingRun:
 
     def __init__(self, artifact: Artifact, model: nn.Module) -> None:
         self.model = copy.deepcopy(model)
-        tensors: dict[str, Tensor] = {
-            **dict(self.model.named_parameters()),
-            **dict(self.model.named_buffers()),
-        }
+        tensors = tensors_of(self.model)
         self._variables = artifact.plan.variables
         self._execution = Execution(artifact, tensors, tensors, Ranks(artifact.plan.num_ranks, TIMEOUT))
         self._num_steps = 0
@@ -158,3 +121,14 @@ class TrainingRun:
         loss = self._execution.run([leaves], batch, SEED + self._num_steps)["loss"]
         self._num_steps += 1
         return loss
+
+
+def assert_same_bits(
+    artifact: Artifact, model: Captured, inputs: Inputs | None = None, sizes: Sequence[int] = SIZES
+) -> None:
+    """A step leaves what one of the unsplit model leaves."""
+    run, unsplit = TrainingRun(artifact, model.model), copy.deepcopy(model.model)
+    inputs = inputs or model.inputs
+    found = StepResult.of(run.step(inputs, sizes), run.model)
+    expected = StepResult.of(unsplit_step(unsplit, inputs, sizes), unsplit)
+    assert_equal(found, expected, tied_parameters(artifact))

@@ -10,12 +10,14 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forward_modules import model as module
 from torch import Tensor, nn
 from unsplit_reference import relative_error
 
@@ -23,110 +25,113 @@ import pipec
 from pipec.ir import Plan
 from pipec.ir.batch_split import split_sizes
 
-Lag = Callable[[int, int, int], int]
-"""The number of updates behind the weights that stage s of p uses for mini-batch i."""
+WINDOWS: Mapping[tuple[int, ...], tuple[int, ...]] = {(2, 1): (2, 1), (2, 2): (2, 1), (3, 2, 1): (4, 2, 1)}
+"""By the replicas of stages that take turns: the mini-batches that each replica has in flight."""
+
+Batch = tuple[Tensor, Tensor]
 
 
-def round_robin(*stages: tuple[int, int]) -> Lag:
-    """Of stages with so many replicas, and so many mini-batches of each in flight: (2, 4) is 2 with 4."""
-
-    def version(batch: int, stage: int, count: int) -> int:
-        replicas, window = stages[stage]
-        return max(0, batch // replicas - (window - 1))
-
-    return version
-
-
-def stashed(batch: int, stage: int, stages: int) -> int:
-    """PipeDream: stage s of p uses its weights after max(0, i - (p - 1 - s)) updates."""
-    return max(0, batch - (stages - 1 - stage))
-
-
-def vertical(batch: int, stage: int, stages: int) -> int:
-    """Every stage uses the version that the first one has."""
-    return max(0, batch - (stages - 1))
-
-
-def double(batch: int, stage: int, stages: int) -> int:
-    """PipeDream-2BW: W(t + 1) = W(t) - rate * gradient at W(t - 1)."""
-    return max(0, batch - 1)
-
-
-def none(batch: int, stage: int, stages: int) -> int:
-    """A synchronous schedule: the weights after all updates before."""
-    return batch
-
-
-LAGS: Mapping[str, Lag] = {
-    "1f1b": none,
-    **{"pipedream": stashed, "pipedream-vertical-sync": vertical, "pipedream-2bw": double},
-    "2-1": round_robin((2, 2), (1, 1)),
-    "2-2": round_robin((2, 2), (2, 1)),
-    "3-2-1": round_robin((3, 4), (2, 2), (1, 1)),
-}
-"""What stages with so many replicas use: i // r - (w - 1) with a window w that is said here again."""
-
-
-@dataclass
 class Delayed:
-    """The unsplit model, its optimizer, and all versions of its weights. ``stage_of`` is by name.
+    """The unsplit model, its optimizer, and all versions of its weights, behind the methods of a pipeline.
 
-    Stage s adds up the gradients of ``replicas[s]`` mini-batches, or of one, and then updates its weights.
-    ``history`` has these after each mini-batch.
+    With ``pipedream`` a stage adds up the gradients of as many mini-batches as it has replicas, and then
+    updates its weights. ``history`` has these after each mini-batch since the pipeline was empty.
     """
 
-    model: nn.Module
-    factory: Callable[[Any], torch.optim.Optimizer]
-    stage_of: Mapping[str, int]
-    stages: int
-    version: Lag
-    loss_of: Callable[[Callable[..., Any], Any], Sequence[tuple[Tensor, float]]]
-    clip: float | None = None
-    replicas: Sequence[int] = ()
-    history: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.model = copy.deepcopy(self.model)
-        self.optimizer = self.factory(list(self.model.named_parameters()))
-        self.replicas = self.replicas or (1,) * self.stages
-        self.sums: dict[str, Tensor] = {}
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        factory: Callable[[Any], torch.optim.Optimizer],
+        clip: float | None = None,
+        precision: str | None = None,
+    ) -> None:
+        self.plan, self.model, self.clip, self.is_mixed = plan, copy.deepcopy(model), clip, bool(precision)
+        self._optimizer = factory(list(self.model.named_parameters()))
+        self.stage_of = {name: stage.index for stage in plan.stages for name in stage.parameters}
+        replicas = tuple(map(len, plan.placement))
+        self.windows = WINDOWS.get(replicas, range(len(replicas), 0, -1))
+        self.replicas = replicas if plan.schedule == "pipedream" else (1,) * len(replicas)
+        self.in_flight = {"1f1b": 0, "pipedream-2bw": 1}.get(plan.schedule, sum(replicas) - 1)
+        self.sums, self.history = dict[str, Tensor](), list[dict[str, Tensor]]()
         self._note()
+        self._stream = deque[Batch](), deque[Tensor]()
 
-    def step(self, batch: Any) -> Tensor:
-        """Train on the next mini-batch; returns its loss."""
-        number = len(self.history) - 1
-        used = {
-            name: self._used(number, stage)[name].clone().requires_grad_()
-            for name, stage in self.stage_of.items()
-        }
+    def version(self, batch: int, stage: int) -> int:
+        """The number of updates behind the weights that a stage uses for a mini-batch."""
+        behind = {
+            "1f1b": 0,  # synchronous: the weights after all updates before
+            "pipedream": self.windows[stage] - 1,  # stage s of p, for i: after max(0, i - (p - 1 - s))
+            "pipedream-vertical-sync": len(self.replicas) - 1,  # every stage, the version of the first one
+            "pipedream-2bw": 1,  # W(t + 1) = W(t) - rate * gradient at W(t - 1)
+        }[self.plan.schedule]
+        return max(0, batch // self.replicas[stage] - behind)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return torch.func.functional_call(self.model, used, args, kwargs)
-
-        total: Any = 0.0
-        for loss, share in self.loss_of(call, batch):
+    def feed(self, batch: Batch) -> Tensor:
+        """Train on the next mini-batch of a stream; returns its loss."""
+        number, (x, y), total = len(self.history) - 1, batch, torch.tensor(0.0)
+        used = dict[str, Tensor]()
+        for name, stage in self.stage_of.items():
+            weights = self.history[self.version(number, stage) * self.replicas[stage]]
+            used[name] = weights[name].clone().requires_grad_()
+        sizes = split_sizes(len(x), self.plan.num_microbatches)
+        for rows, target in zip(x.split(sizes), y.split(sizes), strict=True):
+            if not len(rows):
+                continue
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.is_mixed):
+                loss = LOSS(torch.func.functional_call(self.model, used, rows), target)
+            share = len(rows) / len(x)
             loss.backward(torch.full((), share, dtype=loss.dtype))
             total = total + loss.detach() * share
         for name, weight in used.items():
             gradient = weight.grad
             assert gradient is not None
             self.sums[name] = self.sums[name] + gradient if name in self.sums else gradient
-        self._update([stage for stage in range(self.stages) if (number + 1) % self.replicas[stage] == 0])
+        self._update([k for k, count in enumerate(self.replicas) if (number + 1) % count == 0])
         self._note()
-        return total if isinstance(total, Tensor) else torch.tensor(total)
+        return total
 
-    def finish(self) -> None:
-        """Update the stages whose last round is not complete, as the end of a stream does."""
-        self._update(range(self.stages))
-        self.history.pop()
+    def stream(self, given: Iterable[Batch]) -> Iterator[Tensor]:
+        self.drain()
+        pending, losses = deque(given), deque[Tensor]()
+        while pending or losses:
+            self._stream = pending, losses
+            if not losses:
+                losses.append(self.feed(pending.popleft()))
+                if not pending:
+                    self.drain()
+            yield losses.popleft()
+
+    def drain(self) -> None:
+        """Train on what is in flight, and update the stages whose last round is not complete."""
+        (pending, losses), self._stream = self._stream, (deque(), deque())
+        for _ in range(min(self.in_flight, len(pending))):
+            losses.append(self.feed(pending.popleft()))
+        self._update(range(len(self.replicas)))
+        self.history.clear()
         self._note()
 
-    def restart(self) -> None:
-        """Count versions from here on: the pipeline is empty."""
-        del self.history[:-1]
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        self.drain()
+        return self._optimizer
 
-    def _used(self, batch: int, stage: int) -> Mapping[str, Tensor]:
-        return self.history[self.version(batch, stage, self.stages) * self.replicas[stage]]
+    def step(self, x: Tensor, target: Tensor) -> Tensor:
+        (loss,) = self.stream([(x, target)])
+        return loss
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.drain()
+        return self.model(x).detach()
+
+    def eval_step(self, x: Tensor, target: Tensor) -> Tensor:
+        return LOSS(self(x), target)
+
+    def eval(self) -> None:
+        self.drain()
+
+    def full_state_dict(self, all_ranks: bool) -> None:
+        self.drain()
 
     def _update(self, stages: Sequence[int]) -> None:
         for stage in stages:
@@ -135,16 +140,11 @@ class Delayed:
                 parameter.grad = self.sums.pop(name, None)
             if self.clip is not None:
                 nn.utils.clip_grad_norm_(own.values(), self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def _note(self) -> None:
         self.history.append({name: p.detach().clone() for name, p in self.model.named_parameters()})
-
-
-def stages_of(plan: Plan) -> dict[str, int]:
-    """The stage of each parameter."""
-    return {name: stage.index for stage in plan.stages for name in stage.parameters}
 
 
 # the training of the tests
@@ -154,27 +154,23 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 FACTORIES = {"sgd": SGD, "adam": ADAM}
 
-Batch = tuple[Tensor, Tensor]
 
-
-def model(depth: int = 4) -> nn.Module:
+def model(depth: int = 4, between: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
     torch.manual_seed(0)
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(6, 6), between())]
     return nn.Sequential(*layers, nn.Linear(6, 3))
 
 
-class Scaled(nn.Module):
+with_norms = functools.partial(model, between=lambda: nn.BatchNorm1d(6))
+
+
+@module(scale=lambda: nn.Parameter(torch.rand(12) + 0.5), body=model)
+def Scaled(self: Any, x: Tensor) -> Tensor:
     """A view of the first stage's parameter is what the last stage reads, a skip connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.body = nn.Parameter(torch.rand(12) + 0.5), model()
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale, (*layers, head) = self.scale[:6].expand(x.shape[0], 6), self.body
-        for layer in layers:
-            x = layer(x)
-        return head(x * scale)
+    scale, (*layers, head) = self.scale[:6].expand(x.shape[0], 6), self.body
+    for layer in layers:
+        x = layer(x)
+    return head(x * scale)
 
 
 def batches(count: int, rows: int = 8) -> Iterator[Batch]:
@@ -192,24 +188,9 @@ def pipeline(
     return pipe.prepare(x, target=y)
 
 
-def losses_in(microbatches: int) -> Callable[[Callable[..., Tensor], Batch], Sequence[tuple[Tensor, float]]]:
-    """The losses of the microbatches of a batch, and their shares."""
-
-    def found(call: Callable[..., Tensor], batch: Batch) -> Sequence[tuple[Tensor, float]]:
-        sizes = split_sizes(len(batch[0]), microbatches)
-        parts = zip(batch[0].split(sizes), batch[1].split(sizes), sizes, strict=True)
-        return [(LOSS(call(x), y), size / len(batch[0])) for x, y, size in parts]
-
-    return found
-
-
-def delayed(
-    pipe: pipec.Pipeline, factory: Any, version: Lag = stashed, losses: Any = None, **options: Any
-) -> Delayed:
-    plan = pipe.plan
-    own = options.pop("model", pipe._executions.compiler.model)
-    losses = losses or losses_in(plan.num_microbatches)
-    return Delayed(own, factory, stages_of(plan), len(plan.stages), version, losses, **options)
+def delayed(pipe: pipec.Pipeline, factory: Any, model: nn.Module | None = None) -> Delayed:
+    """The reference of a pipeline, from the weights that its model has now, or those of ``model``."""
+    return Delayed(pipe.plan, model or pipe._executions.compiler.model, factory)
 
 
 def assert_same(pipe: pipec.Pipeline, reference: Delayed) -> None:
@@ -259,19 +240,7 @@ class Row:
         return Scaled() if self.model == "scaled" else model(5)
 
     def reference(self, pipe: pipec.Pipeline) -> Delayed:
-        is_round_robin = self.has_replicas and self.schedule == "pipedream"
-        lag = LAGS["-".join(map(str, self.replicas)) if is_round_robin else self.schedule]
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.precision is not None)
-        losses = autocast(losses_in(pipe.plan.num_microbatches))
-        options = {"model": self.make(), "clip": self.clip}
-        replicas = self.replicas if self.schedule == "pipedream" else ()
-        return delayed(pipe, FACTORIES[self.optimizer], lag, losses, replicas=replicas, **options)
-
-    @property
-    def begun(self) -> int:
-        """How many mini-batches have been begun when the loss ``at`` is there: those in flight, too."""
-        behind = {"1f1b": 0, "pipedream-2bw": 1}.get(self.schedule, sum(self.replicas) - 1)
-        return min(self.batches, self.at + 1 + behind)
+        return Delayed(pipe.plan, self.make(), FACTORIES[self.optimizer], self.clip, self.precision)
 
 
 DOUBLE, VERTICAL = "pipedream-2bw", "pipedream-vertical-sync"
@@ -314,9 +283,9 @@ ROWS = (
 
 
 class Script:
-    """The loop of a script, and what it does behind a loss."""
+    """The loop of a script, and what it does behind a loss, with a pipeline or with ``Delayed``."""
 
-    def __init__(self, row: Row, pipe: pipec.Pipeline) -> None:
+    def __init__(self, row: Row, pipe: Any) -> None:
         self.row, self.pipe, self.losses, self.results = row, pipe, list[Tensor](), list[Tensor]()
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
 
@@ -332,54 +301,20 @@ class Script:
     def happen(self, event: str) -> None:
         pipe, (x, y) = self.pipe, next(batches(1))
         if event == "raises":
-            raise RuntimeError("the script's own")
+            raise ZeroDivisionError("the script's own")
         ways: dict[str, Callable[[], Any]] = {
             "drain": pipe.drain,
             "eval": pipe.eval,
             "eval_step": lambda: pipe.eval_step(x, target=y),
             "forward": lambda: pipe(x),
             "state_dict": lambda: pipe.full_state_dict(all_ranks=True),
-            "optimizer": pipe.optimizer.state_dict,
+            "optimizer": lambda: pipe.optimizer.state_dict(),
             "load": lambda: pipe.optimizer.load_state_dict(pipe.optimizer.state_dict()),
             "step": lambda: pipe.step(x, target=y),
             "other stream": lambda: [*pipe.stream(batches(4))],
         }
         found = ways[event]()
         self.results += found if isinstance(found, list) else [found] if isinstance(found, Tensor) else []
-
-
-def expected(row: Row, reference: Delayed) -> tuple[list[Tensor], list[Tensor]]:
-    """The losses of a row, and the results of its event."""
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(reference.optimizer, 0.9)
-    losses, results, given = list[Tensor](), list[Tensor](), [*batches(row.batches)]
-
-    def trained(part: Sequence[Batch], last: int) -> None:
-        """So many mini-batches, then none in flight; behind ``last`` of them the scheduler makes no step."""
-        for number, batch in enumerate(part):
-            losses.append(reference.step(batch))
-            if number < last:
-                scheduler.step()
-        reference.finish()
-        reference.restart()
-
-    if not row.event:
-        trained(given, len(given) - 1)
-        return losses, results
-    trained(given[: row.begun], row.at + 1)
-    (x, y), plain = next(batches(1)), copy.deepcopy(reference.model)
-    if row.event in ("step", "other stream"):
-        for batch in batches(1 if row.event == "step" else 4):
-            results.append(reference.step(batch))
-        reference.restart()
-    elif row.event in ("eval_step", "forward"):
-        output = plain(x).detach()
-        results.append(LOSS(output, y) if row.event == "eval_step" else output)
-    if row.event in ("break", "raises"):
-        return losses[: row.at + 1], results
-    for _ in range(row.begun - row.at - 1):
-        scheduler.step()
-    trained(given[row.begun :], len(given) - row.begun - 1)
-    return losses, results
 
 
 @functools.cache
@@ -402,16 +337,17 @@ def _at_first(row: Row, **options: Any) -> pipec.Pipeline:
 def difference(row: Row, **options: Any) -> str:
     """What is not as with delayed gradients; empty if all is."""
     pipe = _at_first(dataclasses.replace(row, batches=0, event="", at=0), **options)
-    script, reference = Script(row, pipe), row.reference(pipe)
-    with contextlib.suppress(RuntimeError) if row.event == "raises" else contextlib.nullcontext():
-        script.train()
+    script, expected = Script(row, pipe), Script(row, row.reference(pipe))
+    for each in (script, expected):
+        with contextlib.suppress(ZeroDivisionError):
+            each.train()
     pipe.train().drain()
-    losses, results = expected(row, reference)
-    if len(script.losses) != len(losses):
-        return f"{len(script.losses)} losses, not {len(losses)}"
-    wanted = reference.history[-1]
-    pairs = [(f"loss {k}", *pair) for k, pair in enumerate(zip(script.losses, losses, strict=True))]
-    pairs += [(row.event, *pair) for pair in zip(script.results, results, strict=True)]
+    expected.pipe.drain()
+    if len(script.losses) != len(expected.losses):
+        return f"{len(script.losses)} losses, not {len(expected.losses)}"
+    wanted = expected.pipe.history[-1]
+    pairs = [(f"loss {k}", *pair) for k, pair in enumerate(zip(script.losses, expected.losses, strict=True))]
+    pairs += [(row.event, *pair) for pair in zip(script.results, expected.results, strict=True)]
     pairs += [(name, value, wanted[name]) for name, value in pipe.local_state_dict().items()]
     for name, found, value in pairs:
         if not (torch.equal(found, value) or 0 < relative_error(found, value) < row.error):

@@ -2,17 +2,18 @@
 
 A page is Markdown. Its ```python blocks run in order in one namespace, in an empty folder that has
 ``examples/`` of the repository. An ```output block is what the ``python`` block above it printed. The lines
-of a ```console block behind ``$`` are commands, the others what they printed. A line ``...`` stands for any
-lines. Comments that readers do not see direct the test:
+of a ```console block behind ``$`` are commands, the others what they printed. ``...`` stands for any text.
+Comments that readers do not see direct the test:
 
     <!-- setup             code that runs here, which readers take for granted
     <!-- file: a.py -->    the block below is written into this file and not run
-    <!-- needs: gpu -->    the block below is compiled and not run: gpu, network, cluster or time
+    <!-- needs: gpu -->    the block below is compiled and not run
     <!-- quotes: a.py -->  the block below is an excerpt of this file of the repository, and not run
     <!-- raises: Name -->  the block below ends in this error, whose text is the output
     <!-- diff: a.py -->    the block below says which lines this file changes of a script without pipec
 """
 
+import doctest
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-NEEDS = ("gpu", "network", "cluster", "time")
 
 _BLOCK = re.compile(
     r"<!-- setup\n(?P<setup>.*?)-->"
-    r"|(?:<!-- (?P<mark>(?:file|needs|raises|quotes|diff): \S+) -->\n)?"
+    r"|(?:<!-- (?P<mark>needs: gpu|(?:file|raises|quotes|diff): \S+) -->\n)?"
     r"^(?P<indent> *)```(?P<language>[\w{}-]*)[^\n]*\n(?P<text>.*?)^ *```",
     re.DOTALL | re.MULTILINE,
 )
@@ -41,8 +41,8 @@ class Block:
     mark: str = ""
 
     @property
-    def needs(self) -> str | None:
-        return self.mark.removeprefix("needs: ") if self.mark.startswith("needs: ") else None
+    def needs_gpu(self) -> bool:
+        return self.mark == "needs: gpu"
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -77,19 +77,12 @@ def commands(block: Block) -> list[tuple[str, str]]:
 def require_shown(shown: str, actual: str, where: object) -> None:
     """Raise AssertionError unless ``actual`` is ``shown``.
 
-    An excerpt, with lines ``...`` or lines that end so, is compared without the width of blanks.
+    In an excerpt ``...`` stands for any text, and the width of blanks does not matter.
     """
-    wanted, printed = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (shown, actual))
-    if any(line.endswith("...") for line in wanted):
-        wanted, printed = ([" ".join(line.split()) for line in lines] for lines in (wanted, printed))
-    pattern = ""
-    for line in wanted:
-        rest = ".*" if line.endswith("...") else ""
-        pattern += (
-            r"(.*\n)*?" if line == "..." else re.escape(line.removesuffix("...").rstrip()) + rest + r"\n"
-        )
-    text = "".join(f"{line}\n" for line in printed)
-    assert re.fullmatch(pattern, text), f"{where} shows:\n{shown}\nprinted:\n{actual}"
+    wanted, printed = (re.sub(r" +$", "", f"{text.rstrip()}\n", flags=re.M) for text in (shown, actual))
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE if "..." in wanted else 0
+    is_shown = doctest.OutputChecker().check_output(wanted, printed, flags)
+    assert is_shown, f"{where} shows:\n{shown}\nprinted:\n{actual}"
 
 
 def replace(block: Block, printed: str) -> None:

@@ -3,8 +3,8 @@
 ``covering`` draws rows until every two values that go together meet in one of them. ``difference`` trains a
 row by a pipeline and in eager torch, and returns the first value that differs. ``diagnosis`` says where to
 look: which choices make the difference go away, and the operator at which microbatches stop making up the
-batch. ``python tests/helpers/equality_rows.py 17`` does both for one row, in this process. Under
-``torchrun``, ``equality_rows.py 3 8 17`` prints the differences that each rank finds, as JSON.
+batch. ``PYTHONPATH=tests python tests/helpers/equality_rows.py 17`` does both for one row, in this process.
+Under ``torchrun``, ``equality_rows.py 3 8 17`` prints the differences that each rank finds, as JSON.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ import pipec
 from pipec.ir.batch_split import split_sizes
 from pipec.runtime.absent_tensors import is_absent
 from pipec.schedules import SCHEDULES, SEARCHED_SCHEDULES
+from zoo.layers import Apply
 
 TOKENS, WIDTH, CLASSES = 3, 4, 4
 Loss = Callable[[Any, Tensor], Any]
@@ -60,17 +61,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(self.words(x.argmax(-1)))).mean(1)
-
-
-class Apply(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Tensor:
-        return self.function(x)
 
 
 def _recurrent() -> nn.Module:
@@ -168,7 +158,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 
 def _mixing(logits: Tensor, target: Tensor) -> Tensor:
     """A contrastive loss, which needs all rows at once."""
-    return F.cross_entropy(logits @ logits.T, torch.arange(len(logits))) + logits.square().mean()
+    own = torch.arange(len(logits), device=logits.device)
+    return F.cross_entropy(logits @ logits.T, own) + logits.square().mean()
 
 
 def _logged(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensors]:
@@ -205,18 +196,34 @@ SGD = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = functools.partial(optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def _groups(named: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
-    matrices, others = ([p for _, p in named if (p.ndim > 1) is wanted] for wanted in (True, False))
+Named = list[tuple[str, nn.Parameter]]
+
+
+def _by_shape(named: Named) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices, and the others."""
+    return [p for _, p in named if p.ndim == 2], [p for _, p in named if p.ndim != 2]
+
+
+def _groups(named: Named) -> optim.Optimizer:
+    matrices, others = _by_shape(named)
     return optim.SGD([{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.05}], lr=0.1)
 
 
-UPDATES: Mapping[str, tuple[Callable[..., optim.Optimizer], dict[str, Any]]] = {
+def _muon(named: Named) -> list[optim.Optimizer]:
+    """Two optimizers. One needs whole matrices."""
+    matrices, others = _by_shape(named)
+    return [optim.Muon(matrices, lr=0.02), ADAMW(others)]
+
+
+UPDATES: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "script": (SGD, {}),
     "script of the model": (ADAMW, {}),
     "sgd": (SGD, {}),
     "clipped": (ADAMW, {"clip_grad_norm": 0.1, "on_nan": "skip"}),
     "groups": (_groups, {}),
     "accumulated": (SGD, {}),
+    "muon": (_muon, {"clip_grad_norm": 0.5}),
+    "adafactor": (functools.partial(optim.Adafactor, lr=0.01, eps=(1e-6, 1e-3)), {"clip_grad_norm": 0.5}),
 }
 LAYOUTS: Mapping[str, dict[str, Any]] = {
     "1": {"devices": 1},
@@ -603,11 +610,14 @@ def parts_of(rows: int, replicas: int) -> list[int]:
     return parts[::-1] if rows % 2 else parts
 
 
-def difference(row: Row) -> str:
-    """The first value that is not that of eager torch, or an error. Every rank goes on to the end."""
+def difference(row: Row, **changed: Any) -> str:
+    """The first value that is not that of eager torch, or an error. Every rank goes on to the end.
+
+    The pipeline is compiled with the options that are ``changed``.
+    """
     wanted: dict[str, list[Tensor]] = {}
     try:
-        found = [*trained(piped(row), sizes_of(row))]
+        found = [(name, value.cpu()) for name, value in trained(piped(row, **changed), sizes_of(row))]
         for name, value in trained(_reference(row), sizes_of(row)):
             wanted.setdefault(name, []).append(value)
     except Exception as error:

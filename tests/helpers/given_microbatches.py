@@ -3,81 +3,70 @@
 As a script it trains such a model on all ranks, and compares with plain accumulation on each.
 """
 
-import copy
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import huggingface_models
 import torch
+from awkward_modules import Pair
+from forward_modules import model as module
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from unsplit_reference import loss_of
 
-Model = nn.Module
 Microbatch = Any
 
 
-class Rows(nn.Module):
+def deep(first: int, width: int, depth: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(width if k else first, width) for k in range(depth))
+
+
+@module(layers=lambda: deep(8, 8, 4), norm=lambda: nn.BatchNorm1d(8), out=lambda: nn.Linear(8, 3))
+def Rows(self: Any, x: Tensor) -> Tensor:
     """A few layers, and a batch norm, for any number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.norm, self.out = nn.BatchNorm1d(8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.out(self.norm(x))
+    for layer in self.layers:
+        x = torch.tanh(layer(x))
+    return self.out(self.norm(x))
 
 
-def squares(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
-
-
-class Graphs(nn.Module):
+@module(layers=lambda width=8, depth=4: deep(6, width, depth), out=lambda width=8, _=4: nn.Linear(width, 3))
+def Graphs(self: Any, x: Tensor, edge_index: Tensor, batch: Tensor, y: Tensor, num_graphs: int) -> Tensor:
     """Classifies graphs that are merged into one: nodes are rows of one tensor, graphs of another."""
-
-    def __init__(self, width: int = 8, depth: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6 if k == 0 else width, width) for k in range(depth))
-        self.out = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, y: Tensor, num_graphs: int) -> Tensor:
-        source, to = edge_index
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-            x = x + torch.zeros_like(x).index_add(0, to, x[source])
-        pooled = x.new_zeros(num_graphs, x.shape[1]).index_add(0, batch, x)
-        return nn.functional.cross_entropy(self.out(pooled), y)
+    source, to = edge_index
+    for layer in self.layers:
+        x = torch.tanh(layer(x))
+        x = x + torch.zeros_like(x).index_add(0, to, x[source])
+    pooled = x.new_zeros(num_graphs, x.shape[1]).index_add(0, batch, x)
+    return cross_entropy(self.out(pooled), y)
 
 
-class Images(nn.Module):
+@module(
+    early=lambda: nn.Conv2d(3, 4, 3, padding=1),
+    late=lambda: nn.Conv2d(4, 4, 3, padding=1),
+    out=lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)),
+)
+def Images(self: Any, images: Sequence[Tensor], labels: Tensor) -> Tensor:
     """Classifies two images of different sizes together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.early, self.late = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.hidden, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, images: Sequence[Tensor], labels: Tensor) -> Tensor:
-        maps = [torch.relu(self.early(image[None])) for image in images]
-        features = torch.cat([torch.relu(self.late(each)).mean((2, 3)) for each in maps])
-        return nn.functional.cross_entropy(self.out(torch.tanh(self.hidden(features))), labels)
+    maps = [torch.relu(self.early(image[None])) for image in images]
+    features = torch.cat([torch.relu(self.late(each)).mean((2, 3)) for each in maps])
+    return cross_entropy(self.out(features), labels)
 
 
-def llama() -> Model:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama() -> nn.Module:
+    """Without a cache, with which transformers would not tell documents apart."""
+    model: Any = huggingface_models.llama()[0]
+    model.config.use_cache = False
+    return model
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=30, num_key_value_heads=2, use_cache=False, **sizes))
 
-
-def experts() -> Model:
+def experts() -> nn.Module:
     """With the balance loss of each microbatch, and hooks that its first call installs under a lock."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "vocab_size": 30}
-    sizes |= {"num_key_value_heads": 2, "shared_expert_intermediate_size": 8}
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    sizes |= {"num_key_value_heads": 2, "shared_expert_intermediate_size": 8, **huggingface_models.SIZES}
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(use_cache=False, output_router_logits=True, **sizes))
 
 
@@ -111,8 +100,10 @@ def images(number: int) -> Microbatch:
     return {"images": [torch.randn(3, *size) for size in sizes], "labels": torch.randint(3, (2,))}
 
 
-KINDS: Mapping[str, tuple[Callable[[], Model], Callable[[int], Microbatch], Callable[..., Any] | None]] = {
-    "rows": (Rows, rows, squares),
+KINDS: Mapping[
+    str, tuple[Callable[[], nn.Module], Callable[[int], Microbatch], Callable[..., Any] | None]
+] = {
+    "rows": (Rows, rows, mse_loss),
     "graphs": (Graphs, graphs, None),
     "tokens": (llama, tokens, None),
     "images": (Images, images, None),
@@ -129,7 +120,7 @@ def lists_of(make: Callable[[int], Microbatch], counts: Sequence[int]) -> Iterat
 
 
 def accumulate(
-    model: Model, microbatches: Sequence[Microbatch], weights: Sequence[float], loss_fn: Any = None
+    model: nn.Module, microbatches: Sequence[Microbatch], weights: Sequence[float], loss_fn: Any = None
 ) -> float:
     """The loss of plain accumulation, which adds gradients to ``.grad``."""
     total = 0.0
@@ -137,46 +128,46 @@ def accumulate(
         if loss_fn is not None:
             loss = loss_fn(model(microbatch[0]), microbatch[1])
         else:
-            output = model(**microbatch)
-            loss = output if isinstance(output, Tensor) else output.loss
+            loss = loss_of(model(**microbatch))
         (weight * loss).backward()
         total += weight * loss.item()
     return total
 
 
-def difference(pipe: Any, model: Model) -> float:
-    """The largest difference of gradients, where this rank has them, and of buffers."""
-    plain = dict(model.named_parameters())
-    found = [
-        (parameter.grad - plain[name].grad).abs().max().item()
-        for name, parameter in pipe.named_parameters()
-        if parameter.grad is not None and plain[name].grad is not None
-    ]
-    state, buffers = pipe.state_dict(all_ranks=True), dict(model.named_buffers())
-    return max(found + [(state[name] - x).abs().max().item() for name, x in buffers.items() if name in state])
+def same(
+    pair: Pair,
+    microbatches: Sequence[Microbatch],
+    weights: Any = None,
+    of_loss: float = 1e-12,
+    of_gradients: float = 1e-10,
+) -> None:
+    """A step makes the loss of plain accumulation, gradients, where this rank has them, and buffers."""
+    count = len(microbatches)
+    factors = [1.0 if weights == "sum" else 1 / count] * count if weights in (None, "sum") else weights
+    loss = pair.pipe.step(microbatches=microbatches, weights=weights).item()
+    expected = accumulate(pair.unsplit, microbatches, factors, pair.loss_fn)
+    assert math.isclose(loss, expected, rel_tol=of_loss, abs_tol=1e-12), (loss, expected)
+    state, plain = pair.pipe.state_dict(all_ranks=True), dict(pair.unsplit.named_parameters())
+    found = [(name, x.grad, plain[name].grad) for name, x in pair.pipe.named_parameters()]
+    found += [(name, state[name], x) for name, x in pair.unsplit.named_buffers() if name in state]
+    for name, value, other in found:
+        if value is not None and other is not None:
+            assert (value - other).abs().max() < of_gradients, name
 
 
 def compare(kind: str, counts: Sequence[int] = (3, 2, 5), **options: Any) -> None:
     """Make steps with lists of so many microbatches, and accumulate the same plainly."""
-    import pipec
-
     torch.manual_seed(0)
     is_single = kind == "experts"  # whose grouped products have no float64
     torch.set_default_dtype(torch.float32 if is_single else torch.float64)
     make_model, make, loss_fn = KINDS[kind]
-    model = make_model()
-    plain = copy.deepcopy(model)
-    pipe = pipec.compile(model, loss_fn=loss_fn, **options)
+    pair = Pair(make_model(), loss_fn, **{"microbatches": None, **options})
     for step, microbatches in enumerate(lists_of(make, counts)):
         weights = None if step != 1 else [0.3 + k for k in range(len(microbatches))]
-        loss = pipe.step(microbatches=microbatches, weights=weights).item()
-        mean = [1 / len(microbatches)] * len(microbatches)
-        expected = accumulate(plain, microbatches, weights or mean, loss_fn)
-        digits = 1e-6 if make is tokens else 1e-12  # transformers computes the loss in float32
-        assert abs(loss - expected) <= digits * abs(expected), (step, loss, expected)
-        assert difference(pipe, plain) < (1e-6 if is_single else 1e-12), step
-    assert pipe.plan.variables
-    assert not pipe.plan.fixed_sizes
+        of_loss = 1e-6 if make is tokens else 1e-12  # transformers computes it in float32
+        same(pair, microbatches, weights, of_loss, 1e-6 if is_single else 1e-10)
+    assert pair.pipe.plan.variables
+    assert not pair.pipe.plan.fixed_sizes
 
 
 if __name__ == "__main__":

@@ -18,7 +18,11 @@ def killed_in_call(write: Callable[[], object], number: int) -> bool:
             if event in WATCHED and next(calls, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        os.fsync = watched(os.fsync, watch)
+        def sync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
+            watch("fsync", None)
+            fsync(descriptor)
+
+        os.fsync = sync
         sys.addaudithook(watch)
         try:
             write()
@@ -26,11 +30,3 @@ def killed_in_call(write: Callable[[], object], number: int) -> bool:
             os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.WIFSIGNALED(status)
-
-
-def watched(call: Callable[[int], None], watch: Callable[[str, object], None]) -> Callable[[int], None]:
-    def made(descriptor: int) -> None:
-        watch("fsync", None)
-        call(descriptor)
-
-    return made

@@ -1,52 +1,47 @@
-"""Training that pipec updates, and the plain PyTorch script that it must equal."""
+"""A model with a tied weight, and training that pipec updates beside the plain script that it must equal."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from split_optimizers import two
+from forward_modules import model as module
 from torch import Tensor, nn, optim
-from unsplit_reference import relative_error, unsplit_step
+from unsplit_reference import Plain, relative_error
 
 import pipec
-from pipec.ir.batch_split import split_sizes
 
 ROWS, WIDTH, WORDS = 8, 6, 11
 SAME = 1e-9
 """Relative, of numbers in double precision: replicas sum gradients in another order."""
 
-
-FACTORIES: Mapping[str, Callable[[Any], Any]] = {
-    "sgd": partial(optim.SGD, lr=0.1, momentum=0.9),
-    "adamw": partial(optim.AdamW, lr=0.01, weight_decay=0.1),
-    "adafactor": partial(optim.Adafactor, lr=0.01),
-    "muon": two,
-}
+ADAMW = partial(optim.AdamW, lr=0.01, weight_decay=0.1)
 
 
-class Tied(nn.Module):
-    """Embeds words and predicts them with the same weights, which the first and the last stage use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.body = nn.Sequential(
-            *(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()))
-        )
-        self.head = nn.Linear(WIDTH, WORDS)
-        self.head.weight = self.words.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        logits = self.head(self.body(self.words(words)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+@module(
+    words=lambda body, is_sparse: nn.Embedding(WORDS, WIDTH, sparse=is_sparse),
+    body=lambda body, is_sparse: body,
+    head=lambda body, is_sparse: nn.Linear(WIDTH, WORDS),
+)
+def Words(self: Any, words: Tensor) -> Tensor:
+    """Embeds words, and predicts them."""
+    logits = self.head(self.body(self.words(words).flatten(0, 1)))
+    return nn.functional.cross_entropy(logits, words.flatten())
 
 
-def model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return Tied().double()
+def untied(body: nn.Module, is_sparse: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Words(body, is_sparse).double()
+
+
+def model() -> nn.Module:
+    """The first and the last stage use the same weights."""
+    torch.manual_seed(0)
+    layers = [each for _ in range(3) for each in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())]
+    tied = Words(nn.Sequential(*layers), False)
+    tied.head.weight = tied.words.weight
+    return tied.double()
 
 
 def batches(count: int, rows: int = ROWS) -> Iterator[dict[str, Tensor]]:
@@ -55,49 +50,13 @@ def batches(count: int, rows: int = ROWS) -> Iterator[dict[str, Tensor]]:
         yield {"words": torch.randint(0, WORDS, (rows, 5), generator=generator)}
 
 
-@dataclass
-class Plain:
-    """The script without pipec: the unsplit model, the factory's optimizers, and the same microbatches."""
-
-    model: nn.Module
-    factory: Callable[[Any], Any]
-    microbatches: int
-    clip: float | None = None
-    optimizers: Sequence[optim.Optimizer] = field(init=False)
-
-    def __post_init__(self) -> None:
-        made = self.factory(list(self.model.named_parameters()))
-        self.optimizers = made if isinstance(made, Sequence) else [made]
-
-    def accumulate(self, batch: Mapping[str, Any]) -> Tensor:
-        rows = len(next(iter(batch.values())))
-        return unsplit_step(self.model, batch, split_sizes(rows, self.microbatches))
-
-    def update(self) -> None:
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        for each in self.optimizers:
-            each.step()
-            each.zero_grad()
-
-    def step(self, batch: Mapping[str, Any]) -> Tensor:
-        loss = self.accumulate(batch)
-        self.update()
-        return loss
-
-
 def pair(
-    name: str | Callable[[Any], Any] = "adamw",
-    microbatches: int = 4,
-    clip: float | None = None,
-    make: Any = model,
-    **options: Any,
+    make: Callable[[], nn.Module] = model, optimizer: Callable[..., Any] = ADAMW, **options: Any
 ) -> tuple[pipec.Pipeline, Plain]:
     """A pipeline that updates, and the plain script with equal weights."""
-    own, factory = make(), FACTORIES[name] if isinstance(name, str) else name
-    plain = Plain(copy.deepcopy(own), factory, microbatches, clip)
-    pipe = pipec.compile(own, optimizer=factory, microbatches=microbatches, clip_grad_norm=clip, **options)
-    return pipe, plain
+    own = make()
+    plain = Plain(copy.deepcopy(own), optimizer, options.get("clip_grad_norm"))
+    return pipec.compile(own, **{"optimizer": optimizer, "microbatches": 4, **options}), plain
 
 
 def difference(pipe: pipec.Pipeline, plain: Plain) -> float:

@@ -24,7 +24,7 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.fl
 
 
 class EarlyOutputs(nn.Module):
-    """Returns values of all its stages, a view, whole numbers and its argument."""
+    """Returns values of all its stages, a view, a mean over rows, whole numbers and its argument."""
 
     def __init__(self, last: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class EarlyOutputs(nn.Module):
         early = self.last(self.first(x))
         h = self.rest(early)
         found = {"early": early, "again": early, "scale": self.scale.view(2, 4), "last": h}
-        found["turned"] = self.last(h).t()
+        found |= {"turned": self.last(h).t(), "activity": h.square().mean()}
         return found | {"class": early.argmax(-1), "x": x, "tuple": (h.detach(), h[:, 0])}
 
 
@@ -49,82 +49,31 @@ def mixed(found: dict[str, Any]) -> Tensor:
     return both + early.logsumexp(0).sum() * scale
 
 
-class ActorCritic(nn.Module):
-    """A policy over five actions, a value, and an embedding, with a mean over rows beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.ModuleList([nn.Linear(6, 16), *(nn.Linear(16, 16) for _ in range(4))])
-        self.policy, self.value = nn.Linear(16, 5), nn.Linear(16, 1)
-        self.scale = nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = x
-        for layer in self.body:
-            h = torch.tanh(layer(h))
-        return {
-            "policy": self.policy(h),
-            "value": self.value(h)[:, 0],
-            "embedding": h,
-            "scale": self.scale,
-            "activity": h.square().mean(),
-            "columns": h.t(),
-        }
-
-
-def _log_probs(model: Model, x: Tensor, y: Tensor) -> Tensor:
-    return model(x)["policy"].log_softmax(-1).gather(1, y[:, None])[:, 0]
-
-
-def preference(model: Model, data: Data) -> Tensor:
-    """DPO of the chosen and the rejected rows of one batch."""
-    x, other, y = data
-    chosen, rejected = _log_probs(model, torch.cat([x, other]), y.repeat(2)).chunk(2)
-    return -F.logsigmoid(0.5 * (chosen - rejected + 0.1)).mean()
-
-
-def preference_in_two(model: Model, data: Data) -> Tensor:
-    x, other, y = data
-    chosen, rejected = _log_probs(model, x, y), _log_probs(model, other, y)
-    return -F.logsigmoid(0.5 * (chosen - rejected)).mean()
-
-
 def contrastive(model: Model, data: Data) -> Tensor:
     """Rows of both views against all others, with a learned temperature."""
     x, other, _ = data
     first, second = model(x), model(other)
-    one, two = F.normalize(first["embedding"], dim=1), F.normalize(second["embedding"], dim=1)
-    return F.cross_entropy(one @ two.t() * first["scale"].exp(), torch.arange(len(x)))
+    one, two = F.normalize(first["last"], dim=1), F.normalize(second["last"], dim=1)
+    return F.cross_entropy(one @ two.t() * first["scale"].mean().exp(), torch.arange(len(x)))
 
 
-def decorrelation(model: Model, data: Data) -> Tensor:
-    """Barlow twins: the correlation of the embeddings of two views, column by column."""
+def one_output(model: Model, data: Data) -> Tensor:
+    """The scale gets no gradient, and so no update."""
     x, other, _ = data
-    one, two = (model(view)["columns"] for view in (x, other))
-    one, two = (
-        (each - each.mean(1, keepdim=True)) / (each.std(1, keepdim=True) + 1e-3) for each in (one, two)
-    )
-    return (one @ two.t() / len(x) - torch.eye(len(one))).square().sum() / 10
-
-
-def one_head(model: Model, data: Data) -> Tensor:
-    """The policy and the scale get no gradient, and so no update."""
-    x, other, _ = data
-    return F.huber_loss(model(x)["value"], other[:, 0]) + (model(x)["value"].quantile(0.25) - 0.1).square()
+    return F.huber_loss(model(x)["last"][:, 0], other[:, 0]) + model(x)["last"].quantile(0.25).square()
 
 
 def consistency(model: Model, data: Data) -> Tensor:
     """The symmetric divergence between views, and a term of the batch's mean activity."""
     x, other, y = data
     one, two = model(x), model(other)
-    first, second = one["policy"].log_softmax(-1), two["policy"].log_softmax(-1)
+    first, second = one["turned"].t().log_softmax(-1), two["last"].log_softmax(-1)
     both = (first.exp() - second.exp()) * (first - second)
     return F.nll_loss(first, y) + both.mean() + (one["activity"] * two["activity"]).sqrt()
 
 
 LOSSES: Mapping[str, Callable[[Model, Data], Tensor]] = {
-    each.__name__: each
-    for each in (preference, preference_in_two, contrastive, decorrelation, one_head, consistency)
+    each.__name__: each for each in (contrastive, one_output, consistency)
 }
 """They differ in the outputs that get gradients, and in the number of forwards before a backward."""
 
@@ -136,13 +85,11 @@ def train(
 
     Each second step accumulates, and updates are clipped. All ranks call this.
     """
-    torch.manual_seed(0)
-    plain = ActorCritic().double()
+    plain = EarlyOutputs(nn.Tanh())
     pipe = pipec.compile(copy.deepcopy(plain), devices=num_ranks, microbatches=4, timeout=240.0, **options)
-    module, loss_of, off = pipe.as_module(outputs), LOSSES[name], list[float]()
+    loss_of, off = LOSSES[name], list[float]()
     both = [
-        (module, torch.optim.AdamW(module.parameters(), lr=0.02)),
-        (plain, torch.optim.AdamW(plain.parameters(), lr=0.02)),
+        (each, torch.optim.AdamW(each.parameters(), lr=0.02)) for each in (pipe.as_module(outputs), plain)
     ]
     generator = torch.Generator().manual_seed(1)
     for step in range(num_steps):

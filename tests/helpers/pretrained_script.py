@@ -1,7 +1,7 @@
-"""Trains models from folders, and prints what came of it as JSON.
+"""Trains models from folders, and prints what came of it as JSON: FOLDER KIND NAME ...
 
-The arguments are FOLDER KIND NAME ... KIND is "write" for the folders to be written, "plain" for transformers
-to load and train the models on one device, else "pipec".
+KIND is "plain" for transformers to load and train the models on one device, else "pipec". Of the name "large"
+it prints by how many bytes loading the model raises the memory of a rank.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_models
+import peft
 import pretrained_remote
 import torch
 import transformers
@@ -20,17 +21,9 @@ import pipec
 
 def mixtral() -> tuple[nn.Module, dict[str, Any]]:
     """Its experts, which files hold one by one, are merged."""
-    config = transformers.MixtralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        vocab_size=huggingface_models.VOCABULARY,
-        output_router_logits=False,
-    )
-    return transformers.MixtralForCausalLM(config), huggingface_models.llama()[1]
+    model: Any = huggingface_models.mixtral()[0]
+    model.config.output_router_logits = False
+    return model, huggingface_models.llama()[1]
 
 
 def tied() -> tuple[nn.Module, dict[str, Any]]:
@@ -58,9 +51,15 @@ def headless() -> tuple[nn.Module, dict[str, Any]]:
     return model, {**batch, "labels": torch.arange(huggingface_models.ROWS) % 3}
 
 
+def large() -> tuple[nn.Module, dict[str, Any]]:
+    """About 1 GB."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 19, "vocab_size": 8000}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=16)), {}
+
+
 MODELS = {
     **{name: vars(huggingface_models)[name] for name in ("gpt2", "llama", "bert", "t5")},
-    **{each.__name__: each for each in (mixtral, tied, bfloat16, remote, headless)},
+    **{each.__name__: each for each in (mixtral, tied, bfloat16, remote, headless, large)},
     "sharded": huggingface_models.llama,
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -123,9 +122,47 @@ def trained(folder: Path, name: str, is_plain: bool) -> dict[str, Any]:
     }
 
 
+def adapted(folder: Path, name: str, is_plain: bool) -> list[float]:
+    """Losses of three updates of an adapter, which is saved then."""
+    config, arguments = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]), {"dtype": torch.float64}
+    torch.manual_seed(3)
+    if is_plain:
+        model = transformers.LlamaForCausalLM.from_pretrained(folder / "tied", **arguments)
+        module: Any = peft.get_peft_model(model, config)
+    else:
+        options: dict[str, Any] = {"microbatches": 2, "timeout": 240.0, "peft_config": config}
+        module = pipec.from_pretrained(folder / "tied", 4, **options, **arguments).as_module()
+    module.train()
+    optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], 0.5)
+    ids, losses = torch.arange(32).view(4, 8), list[float]()
+    for _ in range(3):
+        loss = module(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    module.save_pretrained(str(folder / f"{name}_{'plain' if is_plain else 'pipec'}"))
+    return losses
+
+
+def memory(kind: str) -> int:
+    """The bytes that the kernel counts of this process, of a kind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(each for each in lines if each.startswith(kind))
+    return int(line.split()[1]) * 1024
+
+
+def loaded(folder: Path, name: str, _: bool) -> list[int]:
+    """How many bytes were taken at most to read the headers, and then to have the stages, and their bytes."""
+    ids = torch.zeros(4, 16, dtype=torch.int64)
+    before, _ = memory("VmRSS"), Path("/proc/self/clear_refs").write_text("5")
+    pipe = pipec.from_pretrained(folder / name, 4, microbatches=4, timeout=240.0, check="off")
+    of_headers = memory("VmHWM") - before
+    pipe.prepare(input_ids=ids, labels=ids)
+    return [of_headers, memory("VmHWM") - before, sum(x.nbytes for x in pipe.local_state_dict().values())]
+
+
 if __name__ == "__main__":
     place, kind, *names = sys.argv[1:]
-    for each in names if kind == "write" else ():
-        write(Path(place), each)
-    if kind != "write":
-        print(json.dumps({each: trained(Path(place), each, kind == "plain") for each in names}))
+    runs = {"large": loaded, "adapter": adapted}
+    print(json.dumps({each: runs.get(each, trained)(Path(place), each, kind == "plain") for each in names}))

@@ -1,4 +1,4 @@
-"""What utilities of torch do with a pipeline, and with its model, over two processes.
+"""What utilities of torch and of libraries do with a pipeline, and with its model, over two processes.
 
 ``torch_utilities_script.py`` prints as JSON, for each utility, "right" if the result is the unsplit model's,
 or what the error says. A rank that goes on without either prints "silent".
@@ -6,7 +6,6 @@ or what the error says. A rank that goes on without either prints "silent".
 
 import contextlib
 import copy
-import io
 import json
 import pickle
 import sys
@@ -16,14 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_models
 import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.utils as utils
+from accelerate import Accelerator
 from torch import Tensor, nn, optim
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -74,10 +74,10 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected)
 
 
-def clipped(t: Trained, of: Callable[[Trained], Any]) -> bool:
-    """Clips by the norm of what ``of`` gives, as the plain model does."""
+def clipped(t: Trained, of: str, clip: Callable[..., Any] = utils.clip_grad_norm_) -> bool:
+    """Clips by the norm of the parameters, as the plain model does."""
     expected = utils.clip_grad_norm_(t.plain.parameters(), 0.1)
-    found = utils.clip_grad_norm_(of(t), 0.1)
+    found = clip(list(getattr(t, of).parameters()), 0.1)
     plain = dict(t.plain.named_parameters())
     own = [(p.grad, plain[name].grad) for name, p in t.net.named_parameters() if p.grad is not None]
     return close(found, expected) and all(close(*pair) for pair in own)
@@ -119,8 +119,8 @@ def value_clip(net: nn.Module) -> None:
     optim.SGD(net.parameters(), 0.1).step()
 
 
-def optimizer_state(t: Trained) -> bool:
-    own, plain = optim.Adam(t.pipe.parameters()), optim.Adam(t.plain.parameters())
+def optimizer_state(t: Trained, prepare: Callable[[Any], Any] = lambda optimizer: optimizer) -> bool:
+    own, plain = prepare(optim.Adam(t.pipe.parameters())), optim.Adam(t.plain.parameters())
     own.step()
     plain.step()
     found, expected = own.state_dict(), plain.state_dict()
@@ -224,52 +224,53 @@ def other_clipped(t: Trained) -> bool:
     return close(norm, torch.tensor(18.0).sqrt() if dist.get_rank() == 0 else torch.zeros(()))
 
 
-def lars(net: nn.Module) -> None:
-    """Scales each gradient by its trust ratio, as LARS does."""
-    for parameter in net.parameters():
-        if parameter.grad is not None:
-            decayed = parameter.norm()
-            ratio = decayed / (parameter.grad.norm() + 0.01 * decayed + 1e-9)
-            parameter.add_(parameter.grad * ratio, alpha=-0.1)
-
-
 def same_norm(t: Trained, norm: Callable[[list[Tensor]], Tensor]) -> bool:
     return close(norm(t.gradients()), norm([each.grad for each in t.plain.parameters()]))
 
 
-def sam_norm(gradients: list[Tensor]) -> Tensor:
-    """As the script of SAM that most copy."""
-    return torch.norm(torch.stack([(1.0 * each).norm(p=2) for each in gradients]), p=2)
+def each_linear(t: Trained, change: Callable[..., object], *given: Any) -> None:
+    """Changes a layer of each rank."""
+    for k in (0, 4):
+        change(t.net[k], *given)
+
+
+def accelerator() -> Accelerator:
+    """Those of a process share what they know."""
+    return Accelerator(cpu=True)
+
+
+def gathered(t: Trained) -> bool:
+    """On rank 0 it is the unsplit model's state, on others nothing."""
+    found = copy.deepcopy(accelerator().get_state_dict(t.pipe))
+    expected = t.plain.state_dict() if dist.get_rank() == 0 else {}
+    return found.keys() == expected.keys() and all(map(torch.allclose, found.values(), expected.values()))
+
+
+def scheduled(t: Trained) -> None:
+    optimizer = optim.Adam(t.net.parameters())
+    prepared, _ = accelerator().prepare(optimizer, optim.lr_scheduler.StepLR(optimizer, 1))
+    prepared.step()
+
+
+def of_transformers(t: Trained, call: Callable[[Any, Path], object]) -> None:
+    model, batch = huggingface_models.gpt2()
+    pipec.compile(model, devices=2, microbatches=2, timeout=240.0).step(**batch)
+    call(model, t.file)
 
 
 CASES: dict[str, Case] = {
-    "nn.utils.clip_grad_norm_(pipe.parameters())": partial(clipped, of=lambda t: t.pipe.parameters()),
-    "nn.utils.clip_grad_norm_(model.parameters())": partial(clipped, of=lambda t: list(t.net.parameters())),
+    "nn.utils.clip_grad_norm_(pipe.parameters())": partial(clipped, of="pipe"),
+    "nn.utils.clip_grad_norm_(model.parameters())": partial(clipped, of="net"),
     "nn.utils.clip_grad_norm_ of one layer": layer_clipped,
     "nn.utils.get_total_norm": partial(same_norm, norm=lambda g: utils.get_total_norm(g, float("inf"))),
     "nn.utils.clip_grad_norm_ of another model": other_clipped,
     "nn.utils.clip_grad_value_": partial(changed, change=value_clip),
-    "trust ratios of LARS": partial(changed, change=lars),
     "torch._foreach_norm, stacked": partial(
         same_norm, norm=lambda g: torch.stack(torch._foreach_norm(g)).norm()
     ),
-    "the norm of SAM": partial(same_norm, norm=sam_norm),
-    "sum of squares of gradients": lambda t: sum(each.pow(2).sum() for each in t.gradients()),
-    "sum of squares of parameters": lambda t: sum(each.pow(2).sum() for each in t.pipe.parameters()),
     "nn.utils.parameters_to_vector": lambda t: utils.parameters_to_vector(t.pipe.parameters()),
-    "nn.utils.vector_to_parameters": lambda t: utils.vector_to_parameters(
-        torch.zeros(1000), t.pipe.parameters()
-    ),
-    "nn.utils.parametrizations.weight_norm": lambda t: [
-        parametrizations.weight_norm(t.net[k]) for k in (0, 4)
-    ],
-    "nn.utils.parametrizations.spectral_norm": lambda t: [
-        parametrizations.spectral_norm(t.net[k]) for k in (0, 4)
-    ],
-    "nn.utils.prune.l1_unstructured": lambda t: [
-        prune.l1_unstructured(t.net[k], "weight", 0.5) for k in (0, 4)
-    ],
-    "nn.utils.fuse_linear_bn_eval": lambda t: utils.fuse_linear_bn_eval(t.net[2].eval(), t.net[3].eval()),
+    "nn.utils.parametrizations.weight_norm": lambda t: each_linear(t, parametrizations.weight_norm),
+    "nn.utils.prune.l1_unstructured": lambda t: each_linear(t, prune.l1_unstructured, "weight", 0.5),
     "nn.init.normal_": lambda t: [nn.init.normal_(each) for each in t.net.parameters()],
     "in-place arithmetic with numbers": partial(
         changed, change=lambda net: [each.mul_(0.5).add_(0.1) for each in net.parameters()]
@@ -294,17 +295,12 @@ CASES: dict[str, Case] = {
     ),
     "optim.LBFGS": lambda t: optim.LBFGS(t.pipe.parameters()).step(lambda: t.pipe.step(X, target=Y)),
     "amp.GradScaler.step": scaled_step,
-    "func.functional_call(model, ...)": lambda t: torch.func.functional_call(
-        t.net, dict(t.net.named_parameters()), (X,)
-    ),
     "func.functional_call(pipe, ...)": lambda t: torch.func.functional_call(
         t.pipe, dict(t.plain.named_parameters()), (X,)
     ),
-    "func.stack_module_state": lambda t: torch.func.stack_module_state([t.net, t.net]),
     "copy.deepcopy(pipe)": partial(copied, steps=1),
     "copy.deepcopy(pipe) before the first step": partial(copied, steps=0),
     "copy.copy(pipe)": lambda t: copy.copy(t.pipe),
-    "copy.deepcopy(model)": lambda t: copy.deepcopy(t.net),
     "pickle.dumps(pipe)": lambda t: pickle.dumps(t.pipe),
     "pickle.dumps(model)": lambda t: pickle.dumps(t.net),
     "torch.save(pipe.state_dict())": partial(saved_whole, save=torch.save, load=torch.load),
@@ -315,21 +311,15 @@ CASES: dict[str, Case] = {
         on_rank_0_alone, call=lambda t: t.pipe.load_state_dict(t.plain.state_dict())
     ),
     "pipe.state_dict(keep_vars=True)": lambda t: t.pipe.state_dict(keep_vars=True),
-    "torch.save(model.state_dict())": lambda t: torch.save(t.net.state_dict(), io.BytesIO()),
     "safetensors.torch.save_file(pipe.state_dict())": partial(
         saved_whole, save=safetensors.torch.save_file, load=safetensors.torch.load_file
     ),
     "safetensors.torch.save_model(pipe.as_module())": saved_as_module,
-    "safetensors.torch.save_file(model.state_dict())": lambda t: safetensors.torch.save_file(
-        t.net.state_dict(), t.file
-    ),
     "safetensors.torch.save_model(model)": lambda t: safetensors.torch.save_model(t.net, str(t.file)),
-    "tensor.numpy()": lambda t: t.absent().detach().numpy(),
     "torch.from_dlpack": lambda t: torch.from_dlpack(t.absent().detach()),
     "nn.parallel.DistributedDataParallel(pipe)": lambda t: DistributedDataParallel(t.pipe),
     "nn.parallel.DistributedDataParallel(model)": lambda t: DistributedDataParallel(t.net),
     "nn.DataParallel(pipe), on a CPU": lambda t: close(DataParallel(t.pipe)(X), t.plain(X)),
-    "nn.DataParallel(model)": lambda t: DataParallel(t.net)(X),
     "distributed.fsdp.FullyShardedDataParallel(pipe)": lambda t: FullyShardedDataParallel(t.pipe),
     "distributed.fsdp.FullyShardedDataParallel(model)": lambda t: FullyShardedDataParallel(t.net),
     "distributed.fsdp.fully_shard(pipe)": lambda t: fully_shard(t.pipe),
@@ -338,9 +328,6 @@ CASES: dict[str, Case] = {
     "distributed.optim.ZeroRedundancyOptimizer": lambda t: ZeroRedundancyOptimizer(
         t.pipe.parameters(), optim.SGD, lr=0.1
     ).step(),
-    "distributed.algorithms.model_averaging": lambda t: average_parameters(
-        iter([t.absent()]), dist.group.WORLD
-    ),
     "distributed.checkpoint.save(pipe.state_dict())": dcp_saved,
     "distributed.checkpoint.save(model.state_dict())": lambda t: dcp.save(
         t.net.state_dict(), checkpoint_id=t.file.with_suffix(".refused")
@@ -355,8 +342,19 @@ CASES: dict[str, Case] = {
     "torch.compile(model)": lambda t: torch.compile(t.net, backend="eager")(X),
     "torch.export.export(model)": lambda t: torch.export.export(t.net, (X,)),
     "torch.jit.trace(model)": lambda t: torch.jit.trace(t.net, X),
-    "torch.jit.script(model)": lambda t: torch.jit.script(t.net),
     "pipec.compile(model) once more": lambda t: pipec.compile(t.net, devices=2, loss_fn=mse, timeout=240.0),
+    "accelerator.prepare(pipe)": lambda t: accelerator().prepare(t.pipe),
+    "accelerator.prepare(model)": lambda t: accelerator().prepare(t.net),
+    "accelerator.prepare(pipe.as_module())": lambda t: accelerator().prepare(t.pipe.as_module()),
+    "accelerator.prepare(scheduler)": scheduled,
+    "accelerator.prepare(optimizer).state_dict()": lambda t: optimizer_state(t, accelerator().prepare),
+    "accelerator.clip_grad_norm_": lambda t: clipped(t, "net", accelerator().clip_grad_norm_),
+    "accelerator.get_state_dict(pipe)": gathered,
+    "accelerator.save_model(model)": lambda t: accelerator().save_model(t.net, t.file),
+    "PreTrainedModel.save_pretrained": partial(of_transformers, call=lambda m, file: m.save_pretrained(file)),
+    "PreTrainedModel.generate": partial(
+        of_transformers, call=lambda m, _: m.generate(torch.ones(1, 2, dtype=torch.long), pad_token_id=0)
+    ),
 }
 """By the utility as the table names it: what is done. True: the result is the unsplit model's."""
 

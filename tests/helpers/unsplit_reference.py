@@ -2,14 +2,12 @@
 
 import contextlib
 import copy
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn, optim
 
 from pipec.runtime.absent_tensors import is_absent
 
@@ -56,7 +54,7 @@ def unsplit_step(
         for buffer, value in before.items():
             buffer.copy_(value)
         loss, share = loss_of(model(**rows)), size / sum(sizes)
-        loss.backward(gradient=torch.tensor(share, dtype=loss.dtype))
+        loss.backward(gradient=loss.new_tensor(share))
         total = total + loss.detach() * share
     assert isinstance(total, Tensor)
     return total
@@ -65,7 +63,7 @@ def unsplit_step(
 class Plain:
     """The unsplit model behind the methods of a pipeline, for scripts that are written once for both.
 
-    ``optimizer`` is a factory of ``(name, parameter)`` pairs, as that of ``pipec.compile``.
+    ``optimizer`` makes one of ``(name, parameter)`` pairs, or several, as that of ``pipec.compile``.
     """
 
     def __init__(
@@ -76,7 +74,8 @@ class Plain:
         loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         self.model, self._clip, self._loss_fn, self._adds = model, clip_grad_norm, loss_fn, False
-        self.optimizer = None if optimizer is None else optimizer([*model.named_parameters()])
+        made = [] if optimizer is None else optimizer([*model.named_parameters()])
+        self.optimizers = made if isinstance(made, list) else [made]
         self.logs: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -84,8 +83,12 @@ class Plain:
 
     def __deepcopy__(self, memo: Any) -> "Plain":
         copied = Plain(self.model, None, self._clip, self._loss_fn)
-        copied.model, copied.optimizer = copy.deepcopy((self.model, self.optimizer), memo)
+        copied.model, copied.optimizers = copy.deepcopy((self.model, self.optimizers), memo)
         return copied
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        return self.optimizers[0]
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,15 +112,16 @@ class Plain:
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.add(*args, **kwargs)
-        if self.optimizer is not None and not self._adds:
+        if self.optimizers and not self._adds:
             self.update()
         return loss
 
     def update(self) -> None:
         if self._clip is not None:
             self.clip_grad_norm_(self._clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for each in self.optimizers:
+            each.step()
+            each.zero_grad()
 
     def stream(self, batches: Iterable[tuple[Any, ...]]) -> Iterator[Tensor]:
         return (self.step(*batch) for batch in batches)
@@ -137,27 +141,6 @@ class Plain:
 
     def full_state_dict(self, all_ranks: bool) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
-
-
-@torch.no_grad()
-def unsplit_output(model: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> Any:
-    """What the model returns for the mini-batch, in a structure of its own class.
-
-    Tensors are joined along their rows; a number is the mean over rows.
-    """
-    shares = [size / sum(sizes) for size in sizes]
-
-    def join(*parts: Any) -> Any:
-        if not isinstance(parts[0], Tensor):
-            return parts[0]
-        return torch.cat(parts) if parts[0].ndim else sum(map(operator.mul, parts, shares))
-
-    before, outputs = _step_buffers(model), []
-    for rows in microbatches(inputs, sizes):
-        for buffer, value in before.items():
-            buffer.copy_(value)
-        outputs.append(model(**rows))
-    return pytree.tree_map(join, *outputs)
 
 
 @dataclass(frozen=True)
@@ -199,5 +182,6 @@ def assert_equal(found: StepResult, expected: StepResult, tied: frozenset[str] =
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    difference, size = (found - expected).double().norm(), expected.double().norm()
+    dtype = torch.complex128 if expected.is_complex() else torch.float64
+    difference, size = (found - expected).to(dtype).norm(), expected.to(dtype).norm()
     return float(difference / size) if size else float(difference)

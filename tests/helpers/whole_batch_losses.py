@@ -9,33 +9,26 @@ from torch import Tensor, nn
 
 
 class Towers(nn.Module):
-    """Two towers, and what ``combine`` makes of their features, a scale, a bias and a buffer."""
+    """Two towers, and what ``combine`` makes of their features, a scale and a buffer."""
 
     center: Tensor
 
-    def __init__(self, combine: Callable[..., Any], width: int = 8) -> None:
+    def __init__(self, combine: Callable[..., Any]) -> None:
         super().__init__()
-        self.a = nn.Sequential(
-            nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
-        )
-        self.b = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 4))
-        self.scale, self.bias = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(-0.3))
+        self.a = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.b = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.scale = nn.Parameter(torch.tensor(0.7))
         self.register_buffer("center", torch.zeros(4))
         self.combine = combine
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        return self.combine(self.a(x), self.b(y), self.scale, self.bias, self.center)
+        return self.combine(self.a(x), self.b(y), self.scale, self.center)
 
 
 def info_nce(u: Tensor, v: Tensor, scale: Tensor, *_: Tensor) -> Tensor:
     logits = F.normalize(u, dim=-1) @ F.normalize(v, dim=-1).T * scale.exp()
     labels = torch.arange(len(u))
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-
-
-def siglip(u: Tensor, v: Tensor, scale: Tensor, bias: Tensor, *_: Tensor) -> Tensor:
-    logits = F.normalize(u, dim=-1) @ F.normalize(v, dim=-1).T * scale.exp() + bias
-    return -F.logsigmoid((2 * torch.eye(len(u)) - 1) * logits).sum() / len(u)
 
 
 def vicreg(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
@@ -47,27 +40,7 @@ def vicreg(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return loss
 
 
-def rmse(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    return F.mse_loss(u, v).sqrt()
-
-
-def dice(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    p, t = u.sigmoid(), (v > 0).double()
-    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
-
-
-def ranking(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    scores, wanted = u.sum(1), v[:, 0].detach()
-    above = (wanted[:, None] > wanted[None]).double()
-    return (F.softplus(scores[None] - scores[:, None]) * above).sum() / above.sum().clamp(min=1)
-
-
-def whitening(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    z = u - u.mean(0)
-    return torch.linalg.matrix_norm(z.T @ z / len(z) - torch.eye(4)) + F.mse_loss(u, v)
-
-
-def centered(u: Tensor, v: Tensor, scale: Tensor, bias: Tensor, center: Tensor) -> Tensor:
+def centered(u: Tensor, v: Tensor, scale: Tensor, center: Tensor) -> Tensor:
     """DINO's: the teacher's features are centred by a running mean, which follows those of the batch."""
     with torch.no_grad():
         target = F.softmax((v - center) / 0.04, dim=-1)
@@ -86,10 +59,12 @@ def shared_scale(u: Tensor, v: Tensor, scale: Tensor, *_: Tensor) -> Tensor:
     return info_nce(torch.tanh(u * scale), v, scale)
 
 
+def columns(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    """Rows are not the first dimension of what the loss reads."""
+    u, v = u.movedim(0, -1), v.movedim(0, -1)
+    return F.cross_entropy(u.T @ v, torch.arange(u.shape[1]))
+
+
 LOSSES: Mapping[str, Callable[..., Tensor]] = {
-    each.__name__: each
-    for each in (
-        *(info_nce, siglip, vicreg, rmse, dice, ranking, whitening),
-        *(centered, of_both_kinds, shared_scale),
-    )
+    each.__name__: each for each in (info_nce, vicreg, centered, of_both_kinds, shared_scale, columns)
 }

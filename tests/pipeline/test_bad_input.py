@@ -4,13 +4,13 @@ import functools
 import hashlib
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forward_modules import model as module
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -22,16 +22,12 @@ from pipec.errors import ArtifactError, InputError, PipecError, VerifyError
 from pipec.ir.argument_checks import ArgumentRule
 from pipec.options import OPTIONS, Options
 from pipec.pipeline import Pipeline, load
+from zoo.layers import Apply
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.second = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+@module(first=lambda: nn.Linear(4, 8), second=lambda: nn.Linear(8, 2))
+def Net(self: Any, x: Tensor) -> Tensor:
+    return self.second(torch.tanh(self.first(x)))
 
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
@@ -67,19 +63,6 @@ def test_compile_shows_every_option_with_its_default_and_meaning() -> None:
         assert parameters[name].default == getattr(Options, name)
         assert f"        {name}: {option.meaning.splitlines()[0]}\n" in documentation
         assert option.rule.is_valid(getattr(Options, name))
-
-
-@pytest.mark.parametrize(
-    ("positional", "named", "message"),
-    [
-        ((), {"microbatchs": 2}, "unexpected keyword argument 'microbatchs'; did you mean 'microbatches'?"),
-        ((), {"zzz": 2}, "unexpected keyword argument 'zzz'; help(pipec.compile) lists"),
-        ((nn.functional.mse_loss,), {}, "takes from 1 to 2 positional arguments but 3 were given"),
-    ],
-)
-def test_an_option_that_there_is_not(positional: Any, named: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(message)):
-        pipec.compile(Net(), 2, *positional, **named)
 
 
 def test_an_artifact_records_the_options(tmp_path: Path) -> None:
@@ -123,6 +106,9 @@ class Unprintable:
         ({"schedule": Path("/nowhere.csv")}, "/nowhere.csv cannot be read: .*; expected a file of compute"),
         ({"costs": 5}, r"costs is 5; expected a pipec\.Profile"),
         ({"optimizer": lambda: None}, r"the optimizer factory .* raised TypeError: .*takes 0 positional"),
+        ({"microbatchs": 2}, "unexpected keyword argument 'microbatchs'; did you mean 'microbatches'"),
+        ({"zzz": 2}, r"unexpected keyword argument 'zzz'; help\(pipec\.compile\) lists"),
+        (lambda p: pipec.compile(Net(), 2, 3), "takes from 1 to 2 positional arguments but 3 were given"),
         ({"costs": "a100"}, "a100 is no profile: .*; make one with `pipec profile`"),
         (lambda p: compiled().plan, r"not compiled yet: call step\(\.\.\.\), or prepare"),
         (lambda p: p.source(None), "stage is None; expected the number of a stage"),
@@ -139,16 +125,9 @@ class Unprintable:
 )
 def test_a_wrong_argument(pipe: Pipeline, given: Any, message: str) -> None:
     """Of ``compile``, or of another call."""
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises((InputError, TypeError), match=message) as caught:
         given(pipe) if callable(given) else compiled(**given).step(X, target=Y)
     assert "\n" not in str(caught.value)
-
-
-def test_devices_that_contradict_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(InputError, match="devices asks for 2 ranks, but 3 processes were started"):
-        compiled()
 
 
 # words of the command line
@@ -191,7 +170,6 @@ def test_a_wrong_word(words: str, message: str, tmp_path: Path, monkeypatch: pyt
         (lambda p: p.step(X[0, 0], target=Y[0, 0]), "needs a batch to split"),
         (lambda p: p.step(target=Y), r"Net\.forward\(x: .* cannot be called so: missing a required .* 'x'"),
     ],
-    ids=["empty batch", "no target", "target rows", "shape", "no batch", "nothing"],
 )
 def test_a_bad_call_is_refused_and_the_next_good_one_works(
     pipe: Pipeline, mistake: Callable[[Pipeline], Tensor], message: str
@@ -205,16 +183,11 @@ def test_a_bad_call_is_refused_and_the_next_good_one_works(
     pipe.zero_grad()
 
 
-class Centred(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        return self.second(hidden - hidden.mean(0))
-
-
 @pytest.mark.slow
 def test_dependent_rows_are_refused_whatever_their_number() -> None:
     """Also one row: a saved artifact of it would run other batches."""
-    pipe = compiled(model=Centred(), microbatches=4)
+    centred = nn.Sequential(nn.Linear(4, 8), Apply(lambda h: h - h.mean(0)), nn.Linear(8, 2))
+    pipe = compiled(model=centred, microbatches=4)
     for rows in (1, 2, 8):
         with pytest.raises(InputError, match="rows depend on other rows"):
             pipe.step(X[:rows], target=Y[:rows])
@@ -273,12 +246,6 @@ def test_saving_over_something_else_is_refused(pipe: Pipeline, tmp_path: Path) -
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
-def change_a_byte(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
 def edited(new: bytes, old: bytes | None = None) -> Callable[[Path], None]:
     """Replaces a text, or all, and the checksum with it, so that the text itself is refused."""
 
@@ -292,28 +259,22 @@ def edited(new: bytes, old: bytes | None = None) -> Callable[[Path], None]:
     return edit
 
 
-def name_a_file_outside(sums: Path) -> None:
-    """The file is there and its checksum is right: nothing but its place is wrong."""
-    (sums.parent.parent / "outside.txt").write_text("mine")
-    sums.write_text(f"{sums.read_text()}{hashlib.sha256(b'mine').hexdigest()}  ../outside.txt\n")
-
-
-def cut_short(file: Path) -> None:
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(change(file.read_bytes()))
 
 
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("tensors.safetensors", change_a_byte, "tensors.safetensors is not what was saved"),
+        ("tensors.safetensors", rewritten(lambda data: data[:-1] + b"?"), "is not what was saved"),
         ("stage_0.py", Path.unlink, "stage_0.py is missing"),
         ("plan.json", edited(b"{}"), "is not a plan of this format"),
         ("plan.json", edited(b"pipec artifact 8", b"pipec artifact"), "reads 'pipec artifact"),
         ("plan.json", edited(b'num_microbatches": 1000000', b'num_microbatches": 2'), "it was edited"),
-        ("SHA256SUMS", lambda file: file.write_text("x\n"), "found 'x', expected a SHA-256 and a name"),
-        ("SHA256SUMS", cut_short, "lists no tensors.safetensors; it was edited or cut short"),
+        ("SHA256SUMS", rewritten(lambda sums: b"x\n"), "found 'x', expected a SHA-256 and a name"),
+        ("SHA256SUMS", rewritten(lambda sums: sums[: sums.rindex(b"\n", 0, -1) + 1]), "lists no tensors"),
         ("SHA256SUMS", Path.unlink, "SHA256SUMS cannot be read: No such file"),
-        ("SHA256SUMS", name_a_file_outside, "names a file outside its folder: '../outside.txt'"),
+        ("SHA256SUMS", rewritten(lambda sums: sums + b"0" * 64 + b"  ../x\n"), "outside its folder: '../x'"),
         ("stage_0.py", edited(b"\xff"), "stage_0.py cannot be read"),
         ("tensors.safetensors", edited(b"no"), "is not a safetensors file"),
         ("plan.json", Path.unlink, "holds no plan.json"),

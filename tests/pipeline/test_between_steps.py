@@ -1,7 +1,9 @@
 """What a script changes between two steps, the next step does as the unsplit model does it."""
 
+import copy
 import gc
 import itertools
+import json
 import os
 import time
 import weakref
@@ -12,36 +14,55 @@ from typing import Any
 
 import pytest
 import torch
-from slow_params import slow
+import training_loops
+import worker_processes
+from awkward_modules import Pair, assert_near
+from forward_modules import model as module
+from slow_params import slow, slow_but
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from unsplit_reference import unsplit_step
+from unsplit_reference import Plain
+from worker_processes import run_ranks
 
 import pipec
 from pipec.compiler import compile_cache
 
-ROWS, SIZES = 8, (4, 4)
+X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
 OFFSET = 0.0
+mse = nn.functional.mse_loss
 
 
-class Net(nn.Module):
+@pytest.mark.parametrize("seed", slow_but(range(20), 5, 12, 15, 16, 18))
+def test_a_random_loop_trains_as_the_unsplit_model(seed: int) -> None:
+    assert not training_loops.difference(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_random_loops_of_two_processes_train_as_the_unsplit_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_processes, "TIMEOUT", 1500.0)
+    for printed in run_ranks(Path(training_loops.__file__), 2, tmp_path, [*map(str, range(10))]):
+        found = json.loads(printed.splitlines()[-1])
+        assert not any(found.values()), found
+
+
+@module(
+    first=lambda: nn.Linear(4, 8),
+    drop=lambda: nn.Dropout(0.0),
+    last=lambda: nn.Linear(8, 4),
+    scale=lambda: 1.0,
+    options=lambda: {"power": 1},
+    shifts=lambda: [torch.zeros(8)],
+)
+def Net(self: Any, x: Tensor) -> Tensor:
     """It reads numbers of every kind that a forward can read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.drop = nn.Dropout(0.0)
-        self.last = nn.Linear(8, 4)
-        self.scale = 1.0
-        self.options = {"power": 1}
-        self.shifts = [torch.zeros(8)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop(self.first(x)).tanh() * self.scale + self.shifts[0]
-        return self.last(hidden ** self.options["power"]) + OFFSET
+    hidden = self.drop(self.first(x)).tanh() * self.scale + self.shifts[0]
+    return self.last(hidden ** self.options["power"]) + OFFSET
 
 
-class ReadsTheClock(Net):
+class ReadsTheClock(Net):  # type: ignore[misc, valid-type]
     """Dynamo cannot trace it, so that ``make_fx`` does, which has no guards."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,57 +75,33 @@ class Loss:
 
     def __init__(self) -> None:
         self.weight = 1.0
-        self.annealed = closure()
+        self.penalty, self.anneal = closure()
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return self.weight * (output - target).square().mean() + self.annealed(output)
+        return self.weight * (output - target).square().mean() + self.penalty(output)
 
 
-def closure() -> Callable[..., Any]:
+def closure() -> tuple[Callable[..., Any], Callable[..., Any]]:
     factor = 0.0
 
-    def penalty(output: Tensor | None, new: float | None = None) -> Any:
+    def anneal(new: float) -> None:
         nonlocal factor
-        if new is not None:
-            factor = new
-            return None
-        return factor * output.square().mean()  # type: ignore[union-attr]
+        factor = new
 
-    return penalty
+    return lambda output: factor * output.square().mean(), anneal
 
 
-class Pair:
+def pair_of(make: Any = Net) -> Pair:
     """A pipeline, and the unsplit model that goes through the same: losses and gradients are equal."""
-
-    def __init__(self, make: type[Net] = Net) -> None:
-        torch.manual_seed(0)
-        self.x, self.y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
-        self.models = make(), make()
-        self.models[1].load_state_dict(self.models[0].state_dict())
-        self.losses = Loss(), Loss()
-        self.pipe = pipec.compile(self.models[0], 2, loss_fn=self.losses[0], microbatches=len(SIZES))
-
-    def unsplit_step(self) -> Tensor:
-        inputs = {"x": self.x, "y": self.y}
-        return unsplit_step(lambda x, y: self.losses[1](self.models[1](x), y), inputs, SIZES)
-
-    def step(self) -> None:
-        """One step of both."""
-        for model in self.models:
-            model.zero_grad()
-        loss, expected = self.pipe.step(self.x, target=self.y), self.unsplit_step()
-        torch.testing.assert_close(loss, expected, atol=0, rtol=1e-6)
-        for mine, theirs in zip(self.models[0].parameters(), self.models[1].parameters(), strict=True):
-            assert (mine.grad is None) == (theirs.grad is None)
-            if mine.grad is not None:
-                torch.testing.assert_close(mine.grad, theirs.grad)
+    torch.manual_seed(0)
+    return Pair(make(), Loss())
 
 
-Change = Callable[[Net, Loss], object]
+def step(pair: Pair) -> None:
+    pair.step(X, target=Y)
 
 
-def set_offset(value: float) -> None:
-    globals()["OFFSET"] = value
+Change = Callable[[Any, Loss], object]
 
 
 def fresh(make: Callable[[], Any]) -> Any:
@@ -112,7 +109,7 @@ def fresh(make: Callable[[], Any]) -> Any:
     return make()
 
 
-def assigned(net: Net) -> dict[str, Tensor]:
+def assigned(net: Any) -> dict[str, Tensor]:
     return {name: tensor * 0.5 for name, tensor in net.state_dict().items()}
 
 
@@ -125,9 +122,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "attribute": (lambda net, _: setattr(net, "scale", 3.0), "model.scale changed from 1.0 to 3.0"),
     "dropout": (lambda net, _: setattr(net.drop, "p", 1.0), "model.drop.p changed from 0.0 to 1.0"),
     "dict": (lambda net, _: net.options.update(power=2), "model.options.power changed from 1 to 2"),
-    "global": (lambda *_: set_offset(2.0), "OFFSET changed from 0.0 to 2.0"),
     "loss": (lambda _, loss: setattr(loss, "weight", 0.5), "loss_fn.weight changed from 1.0 to 0.5"),
-    "closure": (lambda _, loss: loss.annealed(None, 0.7), "0.7"),
+    "closure": (lambda _, loss: loss.anneal(0.7), "0.7"),
     "hook": (lambda net, _: net.last.register_forward_hook(doubled), "hooks of model.last changed from ()"),
     "tensor": (lambda net, _: net.shifts.__setitem__(0, torch.ones(8)), "model.shifts.0 changed"),
     "in place": (lambda net, _: net.shifts[0].fill_(1), "model.shifts.0 changed"),
@@ -143,82 +139,61 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-UNGUARDED = ("attribute", "dropout", "dict", "global", "loss", "closure", "tensor", "in place")
+UNGUARDED = ("attribute", "dropout", "dict", "loss", "closure", "tensor", "in place")
 """Changes that guards see, where there are any."""
 
 
 @pytest.mark.parametrize(("make", "changes"), [slow(Net, [*CHANGES]), (ReadsTheClock, UNGUARDED)])
 def test_what_changed_since_the_last_step_is_done_and_said_once(
-    make: type[Net], changes: Sequence[str], said: list[str]
+    make: Any, changes: Sequence[str], said: list[str]
 ) -> None:
     """One change after the other, none of which is undone."""
-    pair = Pair(make)
-    pair.step()
-    try:
-        for change in changes:
-            apply, reason = CHANGES[change]
-            for model, loss in zip(pair.models, pair.losses, strict=True):
-                apply(model, loss)
-            pair.step()
-            assert reason in "".join(said), change
-            said.clear()
-            pair.step()
-            assert not said, change
-    finally:
-        set_offset(0.0)
+    pair = pair_of(make)
+    step(pair)
+    for change in changes:
+        apply, reason = CHANGES[change]
+        for model in (pair.model, pair.unsplit):
+            apply(model, pair.loss_fn)
+        step(pair)
+        assert reason in "".join(said), change
+        said.clear()
+        step(pair)
+        assert not said, change
 
 
-def test_autocast_may_be_entered_and_left() -> None:
-    pair = Pair()
-    pair.step()
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(pair.pipe.step(pair.x, target=pair.y), pair.unsplit_step())
-        pair.step()
-
-
-def test_freezing_and_unfreezing_again_compiles_once(said: list[str]) -> None:
-    pair = Pair()
+def test_autocast_may_be_entered_and_left_again_and_compiles_once(said: list[str]) -> None:
+    pair = pair_of()
     for round_ in range(3):
-        for frozen in (True, False):
-            for model in pair.models:
-                model.first.requires_grad_(not frozen)
-            pair.step()
+        step(pair)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = pair.loss(X, target=Y)
+            assert_near(pair.pipe.step(X, target=Y), loss, "loss", 1e-6)
         assert ("recompiling" in "".join(said)) == (round_ == 0)
         said.clear()
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.sign = nn.Linear(4, 2), 0.0
-
-    def forward(self, x: Tensor, factor: float) -> Tensor:
-        return self.layer(x).square() * factor
-
-
-class Signed(Scaled):
-    def forward(self, x: Tensor, factor: float) -> Tensor:
-        signs = torch.stack([torch.tensor(factor), torch.tensor(self.sign)])
-        return self.layer(x) * torch.copysign(torch.ones(2), signs).prod()
+@module(layer=lambda: nn.Linear(4, 2))
+def Signed(self: Any, x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    signs = torch.stack([torch.tensor(factor), torch.tensor(self.sign)])
+    return self.layer(x) * factor, self.layer(x) * torch.copysign(torch.ones(2), signs).prod()
 
 
 @pytest.mark.parametrize(
-    ("make", "factors"),
+    "factors",
     [
-        (Scaled, (1.0, 2.0, 3.0, 0.0, 0.0, 0.0, -0.0, -0.0, 0.0)),
-        (Signed, (0.0, -0.0, 0.0, 1.0, -0.0, 2.0, 0.0, -0.0)),
+        (1.0, 2.0, 3.0, 0.0, 0.0, 0.0, -0.0, -0.0, 0.0),
+        (0.0, -0.0, 0.0, 1.0, -0.0, 2.0, 0.0, -0.0),
     ],
 )
-def test_a_call_like_the_last_one_has_its_own_number(make: type[Scaled], factors: Sequence[float]) -> None:
+def test_a_call_like_the_last_one_has_its_own_number(factors: Sequence[float]) -> None:
     """Also a negative zero, which equals the other one: as a constant, a variable and an attribute."""
-    model, x = make(), torch.randn(ROWS, 4)
-    pipe = pipec.compile(model, 2, microbatches=len(SIZES)).eval()
+    model = Signed()
+    pipe = pipec.compile(model, 2, microbatches=2).eval()
     for sign, factor in (*((0.0, each) for each in factors), (-0.0, 2.0), (0.0, 2.0)):
         model.sign = sign
-        found, expected = pipe(x, factor), model(x, factor).detach()
-        torch.testing.assert_close(found, expected)
-        assert torch.equal(found.signbit(), expected.signbit()), (sign, factor)
+        for found, expected in zip(pipe(X, factor), model(X, factor), strict=True):
+            torch.testing.assert_close(found, expected.detach())
+            assert torch.equal(found.signbit(), expected.signbit()), (sign, factor)
 
 
 @pytest.mark.slow
@@ -232,19 +207,18 @@ def test_what_changes_again_and_again_takes_no_more_and_more_memory(
 
     monkeypatch.setattr(compile_cache, "MAX_SIGNATURES", 2)
     before = num_captures()
-    pair, alive = Pair(), list[weakref.ref[Any]]()
+    pair, alive = pair_of(), list[weakref.ref[Any]]()
+    loss: Any = pair.loss_fn
     for number in range(5):
-        for loss in pair.losses:
-            loss.weight = 1.0 + number
-        pair.step()
+        loss.weight = 1.0 + number
+        step(pair)
         alive.append(weakref.ref(pair.pipe._executions.execution(pair.pipe._artifact)))
     assert num_captures() <= before + 2
     assert [number for number, held in enumerate(alive) if held()] == [3, 4]
     assert "What changes often is better a tensor" in "".join(said)
     said.clear()
-    for loss in pair.losses:
-        loss.weight = 4.0
-    pair.step()
+    loss.weight = 4.0
+    step(pair)
     assert not said
 
 
@@ -276,30 +250,30 @@ LOOPS: dict[str, Callable[[Any], object]] = {
     [*((name, "pipe") for name in LOOPS), *((name, "module") for name in ("mode", "attribute", "replaced"))],
 )
 def test_a_loop_over_modules_acts_on_the_model(name: str, of: str) -> None:
-    pair = Pair()
+    pair = pair_of()
     looped = pair.pipe if of == "pipe" else pair.pipe.as_module()
     for _ in range(2):  # before the first call, and after it
-        for each in (looped, pair.models[1]):
+        for each in (looped, pair.unsplit):
             torch.manual_seed(1)
             LOOPS[name](each)
-        pair.step()
+        step(pair)
 
 
 def test_groups_by_class_have_the_pipelines_parameters() -> None:
-    pipe = Pair().pipe
+    pipe = pair_of().pipe
     linears = [each for each in pipe.modules() if isinstance(each, nn.Linear)]
     assert {id(x) for each in linears for x in each.parameters()} == {id(x) for x in pipe.parameters()}
     assert [name for name, _ in pipe.named_children()] == ["first", "drop", "last"]
 
 
 def test_the_models_own_train_decides_which_modules_train() -> None:
-    class Frozen(Net):
+    class Frozen(Net):  # type: ignore[misc, valid-type]
         def train(self, mode: bool = True) -> nn.Module:
             super().train(mode)
             self.drop.eval()
             return self
 
-    pipe = Pair(Frozen).pipe
+    pipe = pair_of(Frozen).pipe
     assert pipe.train() is pipe
     assert not pipe.drop.training
     assert pipe.last.training
@@ -312,16 +286,15 @@ def test_the_models_own_train_decides_which_modules_train() -> None:
 def noisy() -> pipec.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
-    return pipec.compile(model, 2, loss_fn=nn.functional.mse_loss, microbatches=2)
+    return pipec.compile(model, 2, loss_fn=mse, microbatches=2)
 
 
 def test_draws_follow_the_state_of_torchs_generator(noisy: pipec.Pipeline, tmp_path: Path) -> None:
     """Of a loaded artifact, too."""
-    x = torch.randn(ROWS, 4)
     calls: list[Callable[[], Tensor]] = [
-        lambda: noisy.step(x, target=x),
-        lambda: noisy.eval_step(x, target=x),
-        lambda: noisy(x),
+        lambda: noisy.step(X, target=X),
+        lambda: noisy.eval_step(X, target=X),
+        lambda: noisy(X),
     ]
     state = torch.get_rng_state()
     first = [call() for call in calls for _ in range(2)]
@@ -332,18 +305,18 @@ def test_draws_follow_the_state_of_torchs_generator(noisy: pipec.Pipeline, tmp_p
     noisy.save(tmp_path / "artifact", tensors=True)
     loaded = pipec.load(tmp_path / "artifact")
     torch.set_rng_state(state)
-    assert [loaded.step(x, target=x) for _ in range(2)] == first[:2]
+    assert [loaded.step(X, target=X) for _ in range(2)] == first[:2]
 
 
 def test_a_call_takes_one_number_of_the_generator_and_only_if_it_draws(noisy: pipec.Pipeline) -> None:
-    x, state = torch.randn(ROWS, 4), torch.get_rng_state()
-    noisy.step(x, target=x)
+    state = torch.get_rng_state()
+    noisy.step(X, target=X)
     after = torch.get_rng_state()
     torch.set_rng_state(state)
     torch.empty((), dtype=torch.int64).random_()
     assert torch.equal(torch.get_rng_state(), after)
     noisy.eval()
-    noisy.eval_step(x, target=x)
+    noisy.eval_step(X, target=X)
     assert torch.equal(torch.get_rng_state(), after)
     noisy.train()
 
@@ -352,12 +325,11 @@ def test_a_call_takes_one_number_of_the_generator_and_only_if_it_draws(noisy: pi
 
 
 def test_a_step_in_a_forked_child_is_refused(noisy: pipec.Pipeline) -> None:
-    x = torch.randn(ROWS, 4)
-    noisy.step(x, target=x)
+    noisy.step(X, target=X)
     reader, writer = os.pipe()
     if not os.fork():
         try:
-            noisy.step(x, target=x)
+            noisy.step(X, target=X)
         except pipec.InputError as error:
             os.write(writer, str(error).encode())
         finally:
@@ -368,30 +340,29 @@ def test_a_step_in_a_forked_child_is_refused(noisy: pipec.Pipeline) -> None:
     os.wait()
 
 
-class Unproven(Net):
+class Unproven(Net):  # type: ignore[misc, valid-type]
     """Whether ``y`` is split along with ``x`` is found out by a capture."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (super().forward(x) - y).square().mean()
 
 
 def test_a_global_is_followed_where_it_was_found_out_which_arguments_are_split(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, (x, y) = Unproven(), torch.randn(2, ROWS, 4)
-    pipe = pipec.compile(model, 2, microbatches=2)
+    pair = Pair(Unproven())
     for offset in (1.0, 3.0):
         monkeypatch.setitem(globals(), "OFFSET", offset)
-        assert torch.allclose(pipe.step(x, y), model(x, y))
+        pair.step(X, Y)
 
 
 def test_parameters_that_inference_mode_places_can_be_trained() -> None:
-    pair = Pair()
+    pair = pair_of()
     with torch.inference_mode():
-        found = pair.pipe.eval()(pair.x.clone())
-    torch.testing.assert_close(found, pair.models[1](pair.x).detach())
+        found = pair.pipe.eval()(X.clone())
+    torch.testing.assert_close(found, pair.unsplit(X).detach())
     pair.pipe.train()
-    pair.step()
+    step(pair)
     assert not any(each.is_inference() for each in pair.pipe.parameters())
 
 
@@ -403,48 +374,37 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-mse = nn.functional.mse_loss
+UPDATING: dict[str, Any] = {"loss_fn": mse, "optimizer": partial(torch.optim.AdamW, lr=1e-2)}
 
 
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_a_stage_of_frozen_parameters_alone_may_have_replicas(shard: str | None) -> None:
-    (own, plain), (x, y) = (layers(), layers()), torch.randn(2, ROWS, 4)
-    for model in (own, plain):
-        model[:4].requires_grad_(False)
-    options: dict[str, Any] = {"devices": 4, "replicas": 2, "shard": shard, "optimizer": ADAMW}
-    pipe, optimizer = pipec.compile(own, loss_fn=mse, microbatches=4, **options), ADAMW(plain.parameters())
+    model = layers()
+    model[:4].requires_grad_(False)
+    plain = Plain(copy.deepcopy(model), **UPDATING)
+    pipe = pipec.compile(model, 4, replicas=2, microbatches=4, shard=shard, **UPDATING)
     for _ in range(2):
-        loss = mse(plain(x), y)
-        loss.backward()
-        torch.testing.assert_close(pipe.step(x, target=y), loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(own.state_dict(), plain.state_dict())
+        torch.testing.assert_close(pipe.step(X, target=Y), plain.step(X, target=Y))
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
     assert {*pipe.plan.stages[0].parameters} <= {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
 def test_parameters_that_the_optimizer_does_not_know_are_refused() -> None:
-    own, x = layers(), torch.randn(ROWS, 4)
-    pipe = pipec.compile(own, 2, loss_fn=mse, microbatches=2, optimizer=ADAMW)
-    pipe.step(x, target=x)
+    own = layers()
+    pipe = pipec.compile(own, 2, microbatches=2, **UPDATING)
+    pipe.step(X, target=Y)
     before, own[4] = own[4], nn.Sequential(nn.Linear(8, 4))
     with pytest.raises(pipec.InputError, match=r"other parameters than its optimizer.*4\.0\.bias"):
-        pipe.step(x, target=x)
+        pipe.step(X, target=Y)
     own[4] = before
-    pipe.step(x, target=x)
+    pipe.step(X, target=Y)
 
 
-class Drawing(nn.Module):
+@module(tells_sizes=bool)
+def Drawing(self: Any, x: Tensor) -> Tensor:
     """If it ``tells_sizes`` apart, no one graph serves microbatches of three and of two rows."""
-
-    def __init__(self, tells_sizes: bool) -> None:
-        super().__init__()
-        self.tells_sizes = tells_sizes
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + nn.functional.dropout(torch.ones_like(x), 0.5, training=True)
-        return (x, x)[0 if self.tells_sizes and len(x) > 2 else 1]
+    x = x + nn.functional.dropout(torch.ones_like(x), 0.5, training=True)
+    return (x, x)[0 if self.tells_sizes and len(x) > 2 else 1]
 
 
 @pytest.mark.parametrize("layout", [{"devices": 1}, {"devices": 2, "stages": 1}])
@@ -462,9 +422,9 @@ def test_draws_do_not_depend_on_how_microbatches_are_compiled(layout: dict[str, 
 
 
 def test_a_replaced_parameter_is_read_loaded_and_converted_before_the_next_call() -> None:
-    x, net = torch.randn(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pipe = pipec.compile(net, devices=2, loss_fn=nn.functional.mse_loss, microbatches=2)
-    pipe.step(x, target=x)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = pipec.compile(net, devices=2, loss_fn=mse, microbatches=2)
+    pipe.step(X, target=Y)
     net[0].bias, net[1].bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     assert torch.equal(pipe.full_state_dict()["0.bias"], torch.ones(4))
     net[0].bias = nn.Parameter(torch.full((4,), 2.0))

@@ -129,28 +129,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @often
 @given(data=st.data())
-def test_a_damaged_artifact_is_refused(saved: Path, data: st.DataObject) -> None:
-    copy = copied(saved)
-    file = copy / data.draw(st.sampled_from(sorted(path.name for path in saved.iterdir())))
-    before = file.read_bytes()
-    file.write_bytes(data.draw(damaged(before)))
-    if file.read_bytes() != before:
-        with pytest.raises(PipecError):
-            read_artifact(copy)
-
-
-@often
-@given(data=st.data())
-def test_an_artifact_with_new_sums_is_refused_or_as_good(saved: Path, data: st.DataObject) -> None:
-    """Edited by somebody who wrote the sums anew: it is refused before it runs, or it runs."""
-    copy = copied(saved)
-    file = copy / data.draw(st.sampled_from(["plan.json", "plan.json", "rank_0.txt", "stage_0.py"]))
+def test_a_damaged_artifact_is_refused_and_with_new_sums_it_may_be_as_good(
+    saved: Path, data: st.DataObject
+) -> None:
+    """Somebody who edits it may write the sums anew: it is refused before it runs, or it runs."""
+    copy, names = copied(saved), sorted(path.name for path in saved.iterdir())
+    file = copy / data.draw(st.sampled_from([*names, "plan.json", "plan.json"]))
     before = file.read_bytes()
     kinds = [damaged, rewritten] if file.suffix == ".json" else [damaged]
     file.write_bytes(data.draw(data.draw(st.sampled_from(kinds))(before)))
+    if file.read_bytes() != before:
+        with pytest.raises(PipecError):
+            read_artifact(copy)
     write_sum(copy, file, before)
-    refused_or_fine(lambda: read_artifact(copy))
-    if file.suffix != ".py":  # code that was changed at random is checked, and not run
+    if file.suffix in (".json", ".txt", ".py"):
+        refused_or_fine(lambda: read_artifact(copy))
+    if file.suffix in (".json", ".txt"):  # code that was changed at random is checked, and not run
         refused_or_fine(lambda: pipec.load(copy).step(X, target=Y))
 
 

@@ -10,21 +10,17 @@ from pathlib import Path
 import pytest
 from worker_processes import free_port, printing, run_lines, run_main, start_ranks
 
+from tests.pipeline.test_ranks import SCRIPT
+
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-import functools, logging, os, sys, time
-from pathlib import Path
-import torch, pipec
+OWN = """
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
-RANK, FOLDER = int(os.environ.get("RANK", "0")), Path(__file__).parent
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+FOLDER, ADAMW = Path(__file__).parent, functools.partial(torch.optim.AdamW, lr=1e-2)
 
 def wide():
     layers = (nn.Linear(6, 32), nn.Dropout(0.3), nn.Tanh(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -49,26 +45,11 @@ def train(pipe, steps, rows=slice(None)):
         torch.manual_seed(step)  # of dropout
         print("loss", float(pipe.step(x, target=y)).hex(), flush=True)
 
-def everything(pipe, name):
-    '''What a script does with a pipeline, whose results depend on nothing but the pipeline.'''
-    train(pipe, range(3))
-    pipe.save_checkpoint(FOLDER / name)
-    train(pipe, range(3, 5))
-    pipe.load_checkpoint(FOLDER / name)
-    train(pipe, range(3, 5))
+def evaluate(pipe):
     pipe.eval()
     print("mean", float(pipe(batch(7)[0]).mean()).hex())
-    pipe.train()
+    assert bool(pipe.state_dict()) == (not dist.is_initialized() or pipe.ranks.world.rank == 0)
     print("state", sum(float(x.sum()) for x in pipe.full_state_dict(all_ranks=True).values()).hex())
-    print("tensors of rank 0", len(pipe.state_dict()) > 0)
-    if dist.is_initialized():
-        print("place", pipe.ranks.world.rank, pipe.ranks.world.size)
-
-def attempt(call):
-    try:
-        call()
-    except (pipec.PipecError, ZeroDivisionError) as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
 """
 
 
@@ -78,25 +59,7 @@ Told = Callable[[int], Callable[[str], list[list[str]]]]
 @pytest.fixture
 def told(tmp_path: Path) -> Told:
     """``told(4)(body)`` gives the lines of each of four ranks, ``told(0)(body)`` of one process for all."""
-    return lambda num_ranks: lambda body: run_lines(SCRIPT + textwrap.dedent(body), num_ranks, tmp_path)
-
-
-def test_two_pipelines_of_one_job_are_as_each_alone(told: Told) -> None:
-    """Their ranks do not follow each other."""
-    ranks = told(4)("""
-        outer, inner = dist.new_group([0, 3]), dist.new_group([1, 2])
-        if RANK in (0, 3):
-            everything(compiled(wide, group=outer), "wide")
-        else:
-            everything(compiled(deep, 1, group=inner), "deep")
-        """)
-    alone = [
-        told(2)(f"everything(compiled({make}, {seed}, devices=2), 'alone {make}')")
-        for make, seed in (("wide", 0), ("deep", 1))
-    ]
-    assert [ranks[0], ranks[3]] == alone[0]
-    assert [ranks[1], ranks[2]] == alone[1]
-    assert alone[0][0][:5] != alone[1][0][:5]
+    return lambda num_ranks: lambda body: run_lines(SCRIPT + OWN + textwrap.dedent(body), num_ranks, tmp_path)
 
 
 def test_pipelines_on_equal_ranks_take_turns(told: Told) -> None:
@@ -104,13 +67,13 @@ def test_pipelines_on_equal_ranks_take_turns(told: Told) -> None:
     ranks = told(3)("""
         part, every = dist.new_group([2, 1]), dist.new_group([0, 1, 2])
         policy, reward = compiled(wide), compiled(wide, 1, group=every)
-        small = compiled(deep, 2, group=part) if RANK else None
-        own = [dist.new_group([rank]) for rank in range(3)][RANK]
-        single = compiled(deep, 3 + RANK, group=own)
+        small = compiled(deep, 2, group=part) if rank else None
+        own = [dist.new_group([rank]) for rank in range(3)][rank]
+        single = compiled(deep, 3 + rank, group=own)
         for step in range(3):
             for pipe in filter(None, (policy, single, small, reward)):
                 train(pipe, [step])
-        if RANK:
+        if rank:
             small.save_checkpoint(FOLDER / "small")
         policy.save_checkpoint(FOLDER / "policy")
         small = pipe = None  # frees its connections
@@ -181,26 +144,29 @@ def test_an_artifact_runs_on_any_group(told: Told) -> None:
     (alone,) = told(0)("""
         pipe = compiled(wide, devices=2)
         pipe.prepare(batch(0)[0], target=batch(0)[1])
-        pipe.save(FOLDER / "artifact", tensors=True)
+        pipe.eval()(batch(0)[0])
+        pipe.train().save(FOLDER / "artifact", tensors=True)
         train(pipe, range(3))
+        evaluate(pipe)
         """)
     ranks = told(4)("""
         groups = [dist.new_group(members) for members in ([1, 3], [0, 2])]
-        pipe = pipec.load(FOLDER / "artifact", optimizer=ADAMW, timeout=240.0, group=groups[RANK % 2 == 0])
+        pipe = pipec.load(FOLDER / "artifact", optimizer=ADAMW, timeout=240.0, group=groups[rank % 2 == 0])
         train(pipe, range(3))
+        evaluate(pipe)
         mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         attempt(lambda: pipec.load(FOLDER / "artifact", optimizer=ADAMW, group=mesh["pp", "dp"]))
         """)
     for lines in ranks:
-        assert lines[:3] == alone
-        assert lines[3].startswith("InputError: the mesh has 2 replicas, but the artifact")
+        assert lines[:-1] == alone
+        assert lines[-1].startswith("InputError: the mesh has 2 replicas, but the artifact")
 
 
 def test_what_is_no_group_of_this_process_is_refused_before_anything_is_sent(told: Told) -> None:
     ranks = told(4)("""
         group, mesh = dist.new_group([0, 1]), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
         nameless, few = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (2,))
-        if RANK > 1:
+        if rank > 1:
             attempt(lambda: compiled(wide, group=group))
             attempt(lambda: compiled(wide, group=few))
         attempt(lambda: compiled(wide, group=nameless))
@@ -227,14 +193,11 @@ def test_a_rank_in_a_call_of_another_pipeline_is_waited_for(told: Told) -> None:
     """As long as it takes: the timeout is for a rank that does not come back from a call of its own."""
     ranks = told(3)("""
         left, right = dist.new_group([0, 1]), dist.new_group([0, 2])
-        waited, handler = FOLDER / "waited", logging.Handler()
-        handler.emit = lambda record: "waited 80 s" in record.getMessage() and waited.touch()
-        logging.getLogger("pipec").addHandler(handler)
-        short = compiled(wide, group=left, timeout=60.0) if RANK < 2 else None
-        long = compiled(deep, 1, group=right) if RANK != 1 else None
+        short = compiled(wide, group=left, timeout=60.0) if rank < 2 else None
+        long = compiled(deep, 1, group=right) if rank != 1 else None
         for pipe in filter(None, (short, long)):
             train(pipe, [0])
-        if RANK == 2:
+        if rank == 2:
             while not waited.exists():
                 time.sleep(0.1)
         if long:
@@ -249,50 +212,36 @@ def test_a_rank_in_a_call_of_another_pipeline_is_waited_for(told: Told) -> None:
 
 FAILING = """
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "pp"))
-number, has_failed = mesh.get_local_rank("run"), FOLDER / "has failed"
-
-def failing():
-    pipe = compiled(wide, group=mesh["pp"], timeout=240.0)
-    train(pipe, range(2))
-    if RANK == VICTIM:
-        FAIL
+has_failed, pipe = FOLDER / "has failed", compiled(deep, 1, group=mesh["pp"])
+train(pipe, range(2))
+if rank == VICTIM:
+    FAIL
+if rank // 2 == VICTIM // 2:
     try:
         train(pipe, range(2, 4))
     except pipec.PipecError as error:
         print(type(error).__name__, " ".join(str(error).split()))
     has_failed.touch()
-
-def going_on():
-    pipe = compiled(deep, 1, group=mesh["pp"], timeout=240.0)
-    train(pipe, range(2))
-    deadline = time.monotonic() + 120
+else:
     while not has_failed.exists():
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     train(pipe, range(2, 5))
-    pipe.eval()
-    print("mean", float(pipe(batch(7)[0]).mean()).hex())
+    evaluate(pipe)
     pipe.save_checkpoint(FOLDER / "other")
-
-failing() if number == RUN else going_on()
 """
 
 
 @pytest.mark.parametrize(
     ("fail", "error"),
-    [
-        ("x = batch(0)[0]; attempt(lambda: pipe.step(x, target=1 / 0)); sys.exit()", "its script ended"),
-        ("os.kill(os.getpid(), 9)", "its process died"),
-    ],
+    [("sys.exit()", "its script ended"), ("os.kill(os.getpid(), 9)", "its process died")],
 )
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_ends_is_an_error_of_its_own_pipeline_alone(
     fail: str, error: str, victim: int, told: Told, tmp_path: Path
 ) -> None:
     """Also if the process that has torch's store is killed."""
-    body = FAILING.replace("VICTIM", str(victim)).replace("FAIL", fail).replace("RUN", str(victim // 2))
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT + body)
+    script.write_text(SCRIPT + OWN + FAILING.replace("VICTIM", str(victim)).replace("FAIL", fail))
     printed = [tmp_path / f"printed_{rank}" for rank in range(4)]
     processes = start_ranks(printing, [(path, _live, script) for path in printed], tmp_path, free_port())
     try:
@@ -315,8 +264,7 @@ def test_a_rank_that_ends_is_an_error_of_its_own_pipeline_alone(
     (alone,) = told(0)("""
         pipe = compiled(deep, 1, devices=2)
         train(pipe, range(5))
-        pipe.eval()
-        print("mean", float(pipe(batch(7)[0]).mean()).hex())
+        evaluate(pipe)
         """)
     assert [lines[rank] for rank in others] == [alone, alone]
 

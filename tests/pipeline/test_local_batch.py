@@ -9,30 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from worker_processes import run_lines
 
 import pipec
 from pipec.compiler.batch_equivalence import check_local_batch
+from tests.pipeline.test_ranks import SCRIPT
 
-SCRIPT = """
-import copy, functools, os
-import torch, pipec
-from torch import nn
+OWN = """
 from constant_batch import constant_front_ends
 from unsplit_reference import Plain, relative_error
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-cross_entropy = nn.functional.cross_entropy
 
-def model(seed=0):
-    torch.manual_seed(seed)
-    layers = nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
-    return nn.Sequential(*layers).double()
+def double(seed=0):
+    return model(seed).double()
 
-def compiled(net, loss_fn=cross_entropy, replicas=2, **options):
-    options = {"microbatches": 4, "batch": "local", "timeout": 240.0} | options
-    return pipec.compile(net, size, replicas=replicas, loss_fn=loss_fn, **options)
+def local(net, loss_fn=F.cross_entropy, **options):
+    options = {"devices": size, "replicas": 2, "microbatches": 4, "batch": "local"} | options
+    return compiled(net, loss_fn, **options)
 
 generator = torch.Generator().manual_seed(1)
 
@@ -51,12 +45,6 @@ def error(pipe, plain):
     "The largest relative error of a tensor of the whole model."
     state = pipe.full_state_dict(all_ranks=True)
     return max(relative_error(state[name], x) for name, x in plain.state_dict().items())
-
-def attempt(call):
-    try:
-        call()
-    except pipec.PipecError as error:
-        print(f"{type(error).__name__}: {error}")
 """
 
 
@@ -66,7 +54,7 @@ Told = Callable[[int], Callable[[str], list[list[str]]]]
 @pytest.fixture
 def told(tmp_path: Path) -> Told:
     """``told(4)(body)`` gives the lines of each of four ranks."""
-    return lambda num_ranks: lambda body: run_lines(SCRIPT + textwrap.dedent(body), num_ranks, tmp_path)
+    return lambda num_ranks: lambda body: run_lines(SCRIPT + OWN + textwrap.dedent(body), num_ranks, tmp_path)
 
 
 CASES = {
@@ -84,8 +72,8 @@ def test_replicas_whose_data_end_early_train_as_plain_pytorch_does(num_ranks: in
     printed = told(num_ranks)(f"""
         ROWS = [(5, 3), (1, 6), (4, 4), (7, 0), (2, 0)]
         for schedule, shard, clip in {cases}:
-            pipe = compiled(model(rank), optimizer=ADAMW, schedule=schedule, shard=shard, clip_grad_norm=clip)
-            plain = Plain(model(), ADAMW, clip, cross_entropy)
+            pipe = local(double(rank), optimizer=ADAMW, schedule=schedule, shard=shard, clip_grad_norm=clip)
+            plain = Plain(double(), ADAMW, clip, F.cross_entropy)
             rates = torch.optim.lr_scheduler.ExponentialLR
             schedulers = [rates(each.optimizer, 0.9) for each in (pipe, plain)]
             worst, joined = 0.0, 0
@@ -116,8 +104,8 @@ def test_draws_are_those_of_the_microbatch_whoever_runs_it(told: Told) -> None:
         x, y = batch(8)
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double()
-        whole = compiled(copy.deepcopy(net), batch="same")
-        pipe = compiled(net)
+        whole = local(copy.deepcopy(net), batch="same")
+        pipe = local(net)
         own = [2 * microbatch + row for microbatch in (pipe.replica, pipe.replica + 2) for row in (0, 1)]
         losses = []
         for each, rows in ((whole, list(range(8))), (pipe, own)):
@@ -137,9 +125,9 @@ def test_a_rank_that_never_has_data_trains_all_the_same(told: Told) -> None:
             return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3)).double()
         words, y = torch.randint(0, 9, (5, 2), generator=generator), torch.tensor([0, 1, 2, 1, 1])
         sgd = functools.partial(torch.optim.SGD, lr=0.1)
-        pipe, plain = compiled(net(), optimizer=sgd), net()
+        pipe, plain = local(net(), optimizer=sgd), net()
         for rows in (slice(0, 3), slice(0, 5)):
-            cross_entropy(plain(words[rows]), y[rows]).backward()
+            F.cross_entropy(plain(words[rows]), y[rows]).backward()
         sgd(plain.parameters()).step()
         if rank:
             with pipe.accumulate():
@@ -170,7 +158,7 @@ def test_statistics_are_those_of_replicas_with_rows(told: Told) -> None:
             names = "0.running_mean", "0.running_var", "0.num_batches_tracked"
             print(max(relative_error(found[name], expected[name]) for name in names) < 1e-12)
         (x, y), start = batch(10), net().state_dict()
-        pipe = compiled(net(), optimizer=ADAMW)
+        pipe = local(net(), optimizer=ADAMW)
         rows = (6, 4)
         pipe.step(part(pipe, rows, x), target=part(pipe, rows, y.clamp(min=0)))
         parts = [after(x[:6], [3, 3], start), after(x[6:], [2, 2], start)]
@@ -189,7 +177,7 @@ def test_statistics_are_those_of_replicas_with_rows(told: Told) -> None:
 def test_parts_that_do_not_fit_are_refused_on_every_rank(told: Told) -> None:
     printed = told(4)("""
         x, y = batch(8)
-        pipe = compiled(model())
+        pipe = local(double())
         step = lambda x, y: attempt(lambda: pipe.step(x, target=y))
         step(x[:4] + rank, y[:4])
         step(x[: 4 - rank // 2], y[: 4 - rank // 2])
@@ -219,7 +207,7 @@ def test_what_replicas_cannot_do_with_parts_is_refused_on_every_rank(told: Told)
     """An optimizer that a scheduler changed on one rank; counts that are no sums; sizes that need graphs."""
     printed = told(2)("""
         x, y = batch(8)
-        pipe = compiled(model(), optimizer=ADAMW)
+        pipe = local(double(), optimizer=ADAMW)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
         def train():
             for _ in range(2):
@@ -228,19 +216,19 @@ def test_what_replicas_cannot_do_with_parts_is_refused_on_every_rank(told: Told)
         attempt(train if rank else pipe.join)
         def largest(output, target):
             return (output.square().mean(1) * target).sum() / target.max()
-        attempt(lambda: compiled(model(), largest).step(x, target=y.abs().double()))
+        attempt(lambda: local(double(), largest).step(x, target=y.abs().double()))
         def relative(output, target):
             weights = target / target.sum()
             return (output.square().mean(1) * weights).sum() / (weights * weights).sum()
-        attempt(lambda: compiled(model(), relative).step(x, target=y.abs().double()))
+        attempt(lambda: local(double(), relative).step(x, target=y.abs().double()))
         front_ends = pipec.capture.tracer.FRONT_ENDS
         pipec.capture.tracer.FRONT_ENDS = constant_front_ends()
-        fixed = compiled(model())
+        fixed = local(double())
         attempt(lambda: fixed.step(x[: 8 - rank], target=y[: 8 - rank]))
         print(float(fixed.step(x, target=y)) > 0)
         pipec.capture.tracer.FRONT_ENDS = front_ends
-        attempt(lambda: compiled(model(), batch=["local", "same"][rank]))
-        weighted = compiled(model(), nn.CrossEntropyLoss(torch.ones(3).double()))
+        attempt(lambda: local(double(), batch=["local", "same"][rank]))
+        weighted = local(double(), nn.CrossEntropyLoss(torch.ones(3).double()))
         y[-1] = 3 * rank
         attempt(lambda: weighted.step(x, target=y))
         """)
@@ -258,8 +246,7 @@ def test_what_replicas_cannot_do_with_parts_is_refused_on_every_rank(told: Told)
     assert re.search(expected, first, re.DOTALL), first
 
 
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
+mse = nn.functional.mse_loss
 
 
 @pytest.mark.parametrize(
@@ -288,9 +275,6 @@ def test_one_process_passes_the_whole_batch() -> None:
         check_local_batch(replace(pipe.plan, placement=((1, 0),)), 2)
     with pytest.raises(pipec.InputError, match="3 microbatches are no multiple of 2 replicas"):
         check_local_batch(replace(pipe.plan, num_microbatches=3), 2)
-
-
-def test_join_needs_parts() -> None:
     pipe = pipec.compile(nn.Linear(2, 2), 2, stages=1, loss_fn=mse)
     with pytest.raises(pipec.InputError, match="the pipeline has batch='same'; pass batch=\"local\""):
         pipe.join()

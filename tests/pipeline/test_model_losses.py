@@ -1,6 +1,5 @@
 """The loss of a step: wherever a model returns it, and as the result of a module, with a backward."""
 
-import copy
 import inspect
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from awkward_modules import Pair
 from torch import Tensor, nn
 
 import pipec
@@ -36,19 +36,16 @@ class Inner:
 
 
 class Net(nn.Module):
-    """Returns ``results`` of logits and loss. Dynamo cannot trace a look at the clock: make_fx does."""
+    """Returns ``results`` of logits and loss."""
 
-    def __init__(self, results: Results, looks_at_the_clock: bool = False) -> None:
+    def __init__(self, results: Results) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
-        self.results, self.looks_at_the_clock = results, looks_at_the_clock
-        self.config = {"hidden_size": 8}
+        self.results, self.config = results, {"hidden_size": 8}
         self.double()
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        if self.looks_at_the_clock:
-            time.perf_counter()
         logits = self.last(self.first(x).relu())
         return self.results(logits, F.cross_entropy(logits, y))
 
@@ -65,16 +62,18 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(16, 6, dtype=torch.float64), torch.randint(5, (16,))
 
 
+OPTIONS: dict[str, Any] = {"microbatches": 4, "check": "off"}
+
+
 def compiled(model: nn.Module, **options: Any) -> pipec.Pipeline:
-    return pipec.compile(model, **{"devices": 2, "microbatches": 4, "check": "off", **options})
+    return pipec.compile(model, **{"devices": 2, **OPTIONS, **options})
 
 
-def require_gradients(model: nn.Module, loss: Tensor | None, eager: nn.Module) -> None:
-    """Of the model, those that the eager model has after the backward of its loss."""
-    if loss is not None:
-        loss.backward()
-    for (fqn, own), expected in zip(model.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, expected.grad, msg=fqn)
+def pair_of(results: Results, expected: Results = loss_alone, **options: Any) -> Pair:
+    """A pipeline of a model with these results. The unsplit model returns its loss alone."""
+    pair = Pair(Net(results), **OPTIONS, **options)
+    pair.unsplit.results, pair.loss_fn = expected, None
+    return pair
 
 
 FOUND: dict[str, Results] = {
@@ -92,28 +91,34 @@ FOUND: dict[str, Results] = {
     "of shape [1], alone": lambda logits, loss: loss.reshape(1),
     "with None and a number": lambda logits, loss: (None, 0.5, loss),
 }
-OF_MAKE_FX = ("loss among others", "dataclass", "nested")
 
 
-@pytest.mark.parametrize(
-    ("name", "by_make_fx"), [*((name, False) for name in FOUND), *((name, True) for name in OF_MAKE_FX)]
-)
-def test_the_one_number_that_requires_a_gradient_is_the_loss(name: str, by_make_fx: bool) -> None:
-    model, eager, (x, y) = Net(FOUND[name], by_make_fx), Net(loss_alone), batch()
-    pipe, loss = compiled(model), eager(x, y)
-    torch.testing.assert_close(pipe.step(x, y), loss.detach())
-    require_gradients(model, loss, eager)
+def at_some_time(results: Results) -> Results:
+    """Dynamo cannot trace a look at the clock: make_fx does."""
+    return lambda logits, loss: (time.perf_counter(), results(logits, loss))[1]
+
+
+FOUND |= {
+    f"{name}, by make_fx": at_some_time(FOUND[name]) for name in ("loss among others", "dataclass", "nested")
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_one_number_that_requires_a_gradient_is_the_loss(name: str) -> None:
+    pair = pair_of(FOUND[name])
+    pair.step(*batch())
     if name == "logits, loss":
-        torch.testing.assert_close(pipe.eval_step(x, y), loss.detach())
+        pair.evaluate(*batch())
 
 
 def test_several_numbers_are_a_question_that_loss_fn_answers() -> None:
-    model, eager, (x, y) = Net(two_numbers), Net(two_numbers), batch()
+    x, y = batch()
     with pytest.raises(InputError, match=r"output\['parts'\]\[1\].*loss_fn=\('parts', 0"):
-        compiled(copy.deepcopy(model)).step(x, y)
-    loss, results = compiled(model, loss_fn=("parts", 1)).step(x, y, outputs=True)
+        compiled(Net(two_numbers)).step(x, y)
+    pair = pair_of(two_numbers, lambda logits, loss: logits.square().mean(), loss_fn=("parts", 1))
+    pair.step(x, y)
+    loss, results = pair.pipe.step(x, y, outputs=True)
     assert torch.equal(loss, results["parts"][1])
-    require_gradients(model, eager(x, y)["parts"][1], eager)
 
 
 @pytest.mark.parametrize(
@@ -135,21 +140,14 @@ def raising(output: Tensor, target: Tensor) -> Tensor:
     raise ValueError("expected three classes")
 
 
-class Loss(nn.Module):
-    def forward(self, output: Any, target: Tensor) -> Tensor:
-        return F.cross_entropy(output["logits"], target)
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "error"),
     [
         (lambda output, y: F.cross_entropy(output, y.view(4, 4)), r"fails on .*view\(4, 4\).* is invalid"),
         (raising, r"fails on .*at test_model_losses.py:\d+: raise.*ValueError: expected three classes"),
         (lambda output: output.sum(), r"fails on .*TypeError: .*takes 1 positional argument"),
-        (Loss(), r"fails on .*at test_model_losses.py:\d+: .*output\[\"logits\"\].*IndexError"),
         (lambda output, y: F.cross_entropy(output, y).item(), r"cannot be captured.*at .*\.item\(\)"),
     ],
-    ids=["shape", "raise", "arguments", "module", "value"],
 )
 def test_a_failing_loss_function_is_named_with_its_line(loss_fn: Callable[..., Any], error: str) -> None:
     x, y = batch()
@@ -179,10 +177,7 @@ class TaskWeight(Net):
 def test_a_parameter_may_be_a_term_of_the_loss(
     penalty: Callable[[Tensor], Tensor], layout: dict[str, Any]
 ) -> None:
-    model, eager, (x, y) = TaskWeight(penalty), TaskWeight(penalty), batch()
-    loss = eager(x, y)
-    torch.testing.assert_close(compiled(model, **layout).step(x, y), loss.detach())
-    require_gradients(model, loss, eager)
+    Pair(TaskWeight(penalty), **OPTIONS, **layout).step(*batch())
 
 
 # the loss of a module
@@ -190,16 +185,16 @@ def test_a_parameter_may_be_a_term_of_the_loss(
 
 @pytest.mark.parametrize("options", [{"replicas": 2}, {"on_nan": "skip"}])
 def test_losses_of_several_models_and_a_weight_have_one_backward(options: dict[str, object]) -> None:
-    models, plain = [Net(loss_alone) for _ in range(2)], [Net(loss_alone) for _ in range(2)]
-    modules = [compiled(model, **options).as_module() for model in models]
+    pairs = [pair_of(loss_alone, **options) for _ in range(2)]
+    modules, plain = [each.pipe.as_module() for each in pairs], [each.unsplit for each in pairs]
     weights = [nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2)]
     x, y = batch()
     for _ in range(2):
         for weight, (first, second) in zip(weights, (modules, plain), strict=True):
             found = [module(k * x, y) for k, module in enumerate([first, first, second])]
             (found[0] * weight + 3 * found[1] + found[2].square()).backward()
-    for model, other in zip(models, plain, strict=True):
-        require_gradients(model, None, other)
+    for each in pairs:
+        each.check_gradients()
     torch.testing.assert_close(weights[0].grad, weights[1].grad)
 
 
@@ -224,17 +219,18 @@ def test_the_loss_alone_is_where_a_loop_looks_for_it() -> None:
 )
 def test_a_module_returns_the_output_with_its_loss(name: str, read: Callable[[Any], Any]) -> None:
     """A loss that the script makes of the output has a backward that explains itself."""
-    model, eager, (x, y) = Net(FOUND[name]), Net(FOUND[name]), batch()
-    module = compiled(model).as_module(outputs=True)
-    results, expected = module(x, y), eager(x, y)
+    pair, (x, y) = Pair(Net(FOUND[name]), **OPTIONS), batch()
+    module = pair.pipe.as_module(outputs=True)
+    results, expected = module(x, y), pair.unsplit(x, y)
     assert type(results) is type(expected)
     loss, logits = read(results)
     torch.testing.assert_close(logits.detach(), read(expected)[1].detach())
     with pytest.raises(InputError, match=r"outside of the pipeline.*differentiable"):
         (loss + logits.square().mean()).backward()
     module.zero_grad()
-    (2 * read(module(x, y))[0]).backward()
-    require_gradients(model, 2 * read(expected)[0], eager)
+    for each in (module(x, y), expected):
+        (2 * read(each)[0]).backward()
+    pair.check_gradients()
 
 
 def test_evaluation_is_the_forward_with_loss_and_outputs() -> None:
@@ -286,32 +282,22 @@ def test_inputs_that_require_a_gradient_are_refused_once_compiled_too(pipe: pipe
 
 
 def test_a_loop_finds_the_model_behind_it() -> None:
-    model = Net(loss_alone)
+    model = TaskWeight(lambda weight: weight)
+    model.register_buffer("shift", torch.zeros(3), persistent=False)
     module = compiled(model).as_module()
     assert module.config is model.config
     assert list(inspect.signature(module.forward).parameters) == ["x", "y"]
-    assert dict(module.named_modules())["first"] is model.first
-    assert list(dict(module.named_parameters())) == list(dict(model.named_parameters()))
-    assert all(one is other for one, other in zip(module.parameters(), model.parameters(), strict=True))
-    state = module.state_dict()
-    assert state.keys() == model.state_dict().keys()
-    module.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in state.items()})
-    assert not any(parameter.any() for parameter in model.parameters())
     with pytest.raises(AttributeError, match="no_such"):
         _ = module.no_such
-
-
-def test_a_module_around_it_lists_the_parameters_of_the_model_itself() -> None:
-    model = TaskWeight(lambda weight: weight)
-    model.register_buffer("shift", torch.zeros(3), persistent=False)
-    around = nn.Sequential(compiled(model).as_module())
-    names = [f"0.{name}" for name, _ in model.named_parameters()]
+    around, names = nn.Sequential(module), [f"0.{name}" for name, _ in model.named_parameters()]
+    assert dict(around.named_modules())["0.first"] is model.first
     assert [name for name, _ in around.named_parameters()] == names
     assert [name for name, _ in around.named_buffers()] == ["0.shift"]
     assert {*around.state_dict()} == {*names}
-    around[0](*batch()).backward()
-    assert next(iter(around.parameters())) is model.weight
+    module(*batch()).backward()
     assert model.weight.grad is not None
     around.float()
-    assert next(iter(around.parameters())) is model.weight
+    assert all(one is other for one, other in zip(around.parameters(), model.parameters(), strict=True))
     assert model.weight.dtype == torch.float32
+    around.load_state_dict({name: torch.zeros_like(each) for name, each in around.state_dict().items()})
+    assert not any(parameter.any() for parameter in model.parameters())

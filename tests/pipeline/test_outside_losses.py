@@ -1,6 +1,5 @@
 """A script computes any loss of the outputs of a pipeline, and gets the gradients of the unsplit model."""
 
-import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +8,12 @@ from typing import Any
 import outside_losses
 import pytest
 import torch
+from awkward_modules import Pair, assert_near
 from huggingface_models import llama
 from outside_losses import LOSSES, EarlyOutputs, X, mixed, train
 from slow_params import slow
 from torch import Tensor, nn
+from unsplit_reference import Plain
 from worker_processes import run_ranks
 
 import pipec
@@ -31,44 +32,36 @@ def test_a_training_with_any_loss_is_that_of_the_model(number: int, training: tu
     assert train(name, 4, 2, outputs, schedule=(*SCHEDULES, "zb-v")[number % 5]) < 1e-9
 
 
-LAYOUTS = {"2 ranks": (2, 1), "2x2 replicas": (4, 2)}
-
-
 @pytest.mark.parametrize("outputs", ["differentiable", "last"])
 @pytest.mark.parametrize(
-    ("layout", "schedule", "steps"),
-    [("2 ranks", "1f1b", 2), *(slow(layout, schedule, 20) for layout in LAYOUTS for schedule in SCHEDULES)],
+    ("ranks", "replicas", "schedule", "steps"),
+    [(2, 1, "1f1b", 2), *(slow(2 * k, k, schedule, 20) for k in (1, 2) for schedule in SCHEDULES)],
 )
 def test_ranks_compute_the_same_loss_of_the_same_outputs(
-    layout: str, schedule: str, steps: int, outputs: str, tmp_path: Path
+    ranks: int, replicas: int, schedule: str, steps: int, outputs: str, tmp_path: Path
 ) -> None:
-    ranks, replicas = LAYOUTS[layout]
-    arguments = [outputs, schedule, str(replicas), str(steps)]
-    for printed in run_ranks(SCRIPT, ranks, tmp_path, arguments):
+    for printed in run_ranks(SCRIPT, ranks, tmp_path, [outputs, schedule, str(replicas), str(steps)]):
         off = dict(line.split() for line in printed.splitlines() if line.split()[0] in LOSSES)
         assert [*off] == [*LOSSES]
         assert all(float(each) < 1e-9 for each in off.values()), off
 
 
-def net(between: nn.Module | None = None) -> nn.Sequential:
+def net(between: nn.Module | None = None) -> Any:
     torch.manual_seed(0)
     layers = nn.Linear(6, 8), nn.Tanh(), between or nn.Identity(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
     return nn.Sequential(*layers).double()
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {fqn: None if x.grad is None else x.grad.clone() for fqn, x in model.named_parameters()}
-
-
-def assert_same(found: nn.Module, expected: nn.Module, rounding: float = 1e-11) -> None:
-    wanted = gradients(expected)
-    for fqn, gradient in gradients(found).items():
-        torch.testing.assert_close(gradient, wanted[fqn], rtol=1e-9, atol=rounding)
-
-
 def spread(output: Any) -> Tensor:
     """A loss that mixes rows."""
     return output.std(0).sum() + output.logsumexp(0).mean()
+
+
+def train_both(pair: Pair, loss: Callable[[Any], Tensor], error: float = 1e-9) -> None:
+    """Compare gradients of what ``loss`` computes by a pipeline, and by the unsplit model."""
+    for model in (pair.pipe.as_module("differentiable"), pair.unsplit):
+        loss(model).backward()
+    pair.check_gradients(error)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -85,42 +78,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str) -> None:
     """Two forwards of different numbers of rows wait for one backward."""
-    plain = net()
-    plain[0].weight.requires_grad_(name != "frozen")
-    pipe = pipec.compile(copy.deepcopy(plain), **{"devices": 2, "microbatches": 2, **OPTIONS[name]})
-    for model in (pipe, plain):
-        (spread(model(X)) * spread(model(X[:7] + 1))).backward()
-    assert_same(pipe, plain)
+    model = net()
+    model[0].weight.requires_grad_(name != "frozen")
+    train_both(Pair(model, **OPTIONS[name]), lambda model: spread(model(X)) * spread(model(X[:7] + 1)))
 
 
 def test_saved_values_wait_on_the_host() -> None:
-    plain = nn.Sequential(*(x for _ in range(6) for x in (nn.Linear(8, 8), nn.Tanh()))).double()
+    layers = nn.Sequential(*(x for _ in range(6) for x in (nn.Linear(8, 8), nn.Tanh()))).double()
     rows = torch.randn(512, 8, dtype=torch.float64)
-    options = {"devices": 2, "microbatches": 8, "schedule": "gpipe", "recompute": "none"}
-    options |= {"offload": "activations", "memory_limit": 180_000}
-    pipe = pipec.compile(copy.deepcopy(plain), **options)
-    for model in (pipe, plain):
-        spread(model(rows)).backward()
-    assert_same(pipe, plain)
-    assert all(stage.offloaded for stage in pipe.plan.stages)
+    options = {"microbatches": 8, "schedule": "gpipe", "recompute": "none"}
+    pair = Pair(layers, **options, offload="activations", memory_limit=180_000)
+    train_both(pair, lambda model: spread(model(rows)))
+    assert all(stage.offloaded for stage in pair.pipe.plan.stages)
 
 
 @pytest.mark.parametrize("level", ["optimizer", "gradients", "parameters"])
 def test_the_pipelines_own_optimizer_updates_with_the_gradients(level: str) -> None:
-    plain = net()
-    make = functools.partial(torch.optim.AdamW, lr=0.05)
-    options = {**OPTIONS["replicas"], "shard": level, "optimizer": make, "clip_grad_norm": 0.1}
-    pipe = pipec.compile(copy.deepcopy(plain), **options)
-    module, optimizer = pipe.as_module(), make(plain.parameters())
+    update = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.05), "clip_grad_norm": 0.1}
+    plain = Plain(net(), **update)
+    pipe = pipec.compile(net(), **OPTIONS["replicas"], **update, shard=level)
     for step in range(3):
-        for model in (module, plain):
+        for model in (pipe.as_module(), plain.as_module()):
             (spread(model(X + step)) + spread(model(X - step)).square()).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         pipe.optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain.update()
     for fqn, value in pipe.full_state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[fqn], rtol=1e-9, atol=1e-11)
+        assert_near(value, plain.state_dict()[fqn], fqn, 1e-9)
 
 
 def test_memory_for_waiting_forwards() -> None:
@@ -137,56 +120,49 @@ def test_memory_for_waiting_forwards() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"devices": 1}, {"recompute": "full"}])
 def test_dropout_is_that_of_a_step(options: dict[str, Any]) -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean()
-
-    pipes = [
-        pipec.compile(net(nn.Dropout(0.5)), **{"devices": 2, "microbatches": 2, **options}, loss_fn=given)
-        for given in (loss, None)
-    ]
-    for pipe in pipes:
-        torch.manual_seed(1)
-        for view in (X, X + 1):
-            if pipe.has_loss_fn:
-                pipe.step(view, target=X[:, :4])
-            else:
-                loss(pipe(view), X[:, :4]).backward()
-    assert_same(*pipes)
+    mse = nn.functional.mse_loss
+    inside, outside = (Pair(net(nn.Dropout(0.5)), loss_fn, **options) for loss_fn in (mse, None))
+    torch.manual_seed(1)
+    for view in (X, X + 1):
+        inside.pipe.step(view, target=X[:, :4])
+    torch.manual_seed(1)
+    for view in (X, X + 1):
+        mse(outside.pipe(view), X[:, :4]).backward()
+    inside.unsplit = outside.model
+    inside.check_gradients()
 
 
 def test_buffers_change_with_the_forward_and_backwards_read_the_old_ones() -> None:
-    plain = net(nn.BatchNorm1d(8))
-    pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=2)
+    pair = Pair(net(nn.BatchNorm1d(8)))
     with pytest.warns(pipec.PipecWarning, match="batch norms"):
-        outputs = [pipe(view) for view in (X, X + 1)]
-    expected = [torch.cat([*map(plain, view.split(4))]) for view in (X, X + 1)]
+        outputs = [pair.pipe(view) for view in (X, X + 1)]
+    expected = [torch.cat([*map(pair.unsplit, view.split(4))]) for view in (X, X + 1)]
     for one, two in (outputs, expected):
         (one.square().mean() * two.mean()).backward()
-    assert_same(pipe, plain)
-    torch.testing.assert_close(pipe.state_dict()["2.running_mean"], plain.state_dict()["2.running_mean"])
+    pair.check_gradients(1e-9)
+    assert_near(pair.pipe.state_dict()["2.running_mean"], pair.unsplit[2].running_mean, "mean")
 
 
 @pytest.mark.parametrize(("outputs", "microbatches"), [("differentiable", 1), ("last", 1), ("last", 2)])
 @pytest.mark.parametrize("last", [nn.Tanh(), nn.Softmax(1), nn.ReLU(), nn.Identity()])
 def test_gradients_of_outputs_are_the_scripts_own(last: nn.Module, outputs: Any, microbatches: int) -> None:
     """No backward of a stage writes into them, also if they are those of an earlier stage, or of a view."""
-    plain, seen = EarlyOutputs(last), list[tuple[Tensor, Tensor]]()
-    pipe = pipec.compile(copy.deepcopy(plain), devices=3, microbatches=microbatches)
-    found = pipe.as_module(outputs)(X)
+    pair, seen = Pair(EarlyOutputs(last), devices=3, microbatches=microbatches), list[tuple[Tensor, Tensor]]()
+    found = pair.pipe.as_module(outputs)(X)
     for name in ("early", "scale", "last", "turned"):
         found[name].register_hook(lambda gradient: seen.append((gradient, gradient.clone())))
     mixed(found).backward()
-    mixed(expected := plain(X)).backward()
+    mixed(expected := pair.unsplit(X)).backward()
     assert len(seen) == 4
     assert all(torch.equal(*pair) for pair in seen)
     for name in ("class", "x", "early", "last", "turned"):
         torch.testing.assert_close(found[name], expected[name])
-    assert_same(pipe, plain)
+    pair.check_gradients(1e-9)
 
 
 def test_calls_come_between_a_forward_and_its_backward() -> None:
-    plain = net()
-    pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=2)
+    pair = Pair(net())
+    pipe = pair.pipe
     output, dropped = pipe(X), pipe(X * 2)
     del dropped
     with torch.no_grad():
@@ -196,65 +172,58 @@ def test_calls_come_between_a_forward_and_its_backward() -> None:
     pipe.train()
     spread(pipe(X[:4])).backward()
     spread(output).backward()
-    (spread(plain(X[:4])) + spread(plain(X))).backward()
-    assert_same(pipe, plain)
+    (spread(pair.unsplit(X[:4])) + spread(pair.unsplit(X))).backward()
+    pair.check_gradients(1e-9)
 
 
 @pytest.mark.parametrize(
-    ("given", "loss", "rounding"),
+    ("given", "loss", "error"),
     [
-        ({}, lambda found: found.logits[:, -1].softmax(-1).var(0).sum(), 1e-11),
+        ({}, lambda found: found.logits[:, -1].softmax(-1).var(0).sum(), 1e-9),
         ({"labels": True}, lambda found: found.loss.exp() + found.logits.logsumexp(-1).std(), 1e-5),
-        ({"output_hidden_states": True}, lambda found: sum(map(spread, found.hidden_states)), 1e-11),
+        ({"output_hidden_states": True}, lambda found: sum(map(spread, found.hidden_states)), 1e-9),
     ],
 )
-def test_a_model_of_transformers(
-    given: dict[str, Any], loss: Callable[[Any], Tensor], rounding: float
-) -> None:
+def test_a_model_of_transformers(given: dict[str, Any], loss: Callable[[Any], Tensor], error: float) -> None:
     """Its own loss is computed in float32."""
-    plain, inputs = llama()
-    plain, ids = plain.double(), inputs["input_ids"]
+    model, inputs = llama()
+    ids = inputs["input_ids"]
     mask = torch.ones_like(ids).tril(4)
     given = {"input_ids": ids, "attention_mask": mask, "use_cache": False, **given}
     if given.pop("labels", False):
         given["labels"] = ids.masked_fill(mask == 0, -100)
-    pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=3)
-    module = pipe.as_module(outputs="differentiable")
-    for model in (module, plain):
-        loss(model(**given)).backward()
-    assert_same(pipe, plain, rounding)
+    train_both(Pair(model.double(), microbatches=3), lambda model: loss(model(**given)), error)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mixed_precision(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {"precision": "bf16-mixed"}),
+        (torch.float16, {"precision": "fp16-mixed", "optimizer": torch.optim.SGD}),
+    ],
+)
+def test_mixed_precision(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """In float16 gradients are scaled up for the backwards, and down for the script."""
-    plain, sgd = net().float(), functools.partial(torch.optim.SGD, lr=0.1)
-    options: dict[str, Any] = {"precision": "bf16-mixed"}
-    if dtype == torch.float16:
-        options = {"precision": "fp16-mixed", "optimizer": sgd}
-    pipe = pipec.compile(copy.deepcopy(plain), devices=2, microbatches=2, **options)
-    spread(pipe(X.float()).float()).backward()
-    with torch.autocast("cpu", dtype):
-        output = plain(X.float())
-    spread(output.float()).backward()
-    for fqn, gradient in gradients(pipe).items():
-        torch.testing.assert_close(gradient, gradients(plain)[fqn], rtol=0.05, atol=0.02)
+    pair = Pair(net().float(), **options)
+    pair.unsplit.forward = torch.autocast("cpu", dtype)(pair.unsplit.forward)
+    train_both(pair, lambda model: spread(model(X.float()).float()), 0.03)
 
 
-def compiled(outputs: Any, **options: Any) -> pipec.Pipeline:
-    pipe = pipec.compile(EarlyOutputs(nn.Tanh()), microbatches=4, recompute="none", **options)
-    pipe.as_module(outputs)(X.repeat(64, 1))
-    return pipe
+def compiled(outputs: Any, **options: Any) -> Pair:
+    pair = Pair(EarlyOutputs(nn.Tanh()), microbatches=4, recompute="none", **options)
+    pair.pipe.as_module(outputs)(X.repeat(64, 1))
+    return pair
 
 
 @pytest.mark.parametrize("outputs", ["differentiable", "last"])
 def test_a_saved_artifact_has_both_halves(outputs: str, tmp_path: Path) -> None:
-    plain, pipe = EarlyOutputs(nn.Tanh()), compiled(outputs, devices=2)
-    pipe.save(tmp_path, tensors=True)
+    pair = compiled(outputs)
+    pair.pipe.save(tmp_path, tensors=True)
     loaded = pipec.load(tmp_path)
-    for model in (loaded, plain):
+    for model in (loaded, pair.unsplit):
         mixed(model(X)).backward()
-    assert_same(loaded, plain)
+    pair.model = loaded
+    pair.check_gradients(1e-9)
 
 
 def test_a_trace_has_both_halves() -> None:
@@ -321,7 +290,7 @@ def test_where_no_script_can_compute_the_loss(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_results_are_sent_among_the_replicas_of_the_last_stage_alone(replicas: int) -> None:
-    pipe = compiled("last", devices=3 * replicas, replicas=replicas)
+    pipe = compiled("last", devices=3 * replicas, replicas=replicas).pipe
     last = pipe.plan.placement[-1]
     ends = {
         (program.rank, each.peer)

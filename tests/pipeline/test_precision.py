@@ -4,23 +4,22 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from forward_modules import model as module
 from memory_meter import measure_memory
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from unsplit_reference import Plain
 from worker_processes import run_lines
 
 import pipec
 from pipec.errors import InputError, NonFiniteError
 from pipec.pipeline import Pipeline
-from pipec.runtime.step.execution import Execution
 from pipec.runtime.step.loss_scale import GROWTH_INTERVAL, LossScale
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -29,25 +28,26 @@ TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 WIDTH, ROWS, MICROBATCHES = 16, 8, 4
 
 
-class Net(nn.Module):
-    """Its fourth layer has a weight that is made of two parameters; its last one may be the first one's."""
-
-    def __init__(self, is_tied: bool = True) -> None:
-        super().__init__()
-        layers = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()]
-        layers += [parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-        self.layers, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, WIDTH)
-        if is_tied:
-            self.head.weight = layers[0].weight
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.head(self.layers(x)), y)
+@module(
+    layers=lambda: nn.Sequential(
+        *(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()),
+        *(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+    ),
+    head=lambda: nn.Linear(WIDTH, WIDTH),
+)
+def Untied(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Its fourth layer has a weight that is made of two parameters."""
+    return nn.functional.mse_loss(self.head(self.layers(x)), y)
 
 
-untied = functools.partial(Net, is_tied=False)
+def tied() -> nn.Module:
+    """Its last layer is the first one."""
+    net = Untied()
+    net.head.weight = net.layers[0].weight
+    return net
 
 
-def model(kind: Callable[[], nn.Module] = Net) -> nn.Module:
+def model(kind: Callable[[], nn.Module] = tied) -> nn.Module:
     torch.manual_seed(0)
     return kind()
 
@@ -62,44 +62,35 @@ def batches(count: int, overflowing: tuple[int, ...] = ()) -> Iterator[dict[str,
         yield {"x": x, "y": y}
 
 
-@dataclass
-class Eager:
+class Eager(Plain):
     """The script without pipec: autocast around each microbatch, and a scaler if that is float16."""
 
-    model: nn.Module
-    precision: str
-    clip: float | None = None
-    device: torch.device = CPU
-    scaler: torch.amp.GradScaler = field(init=False)
-    optimizer: torch.optim.Optimizer = field(init=False)
+    def __init__(self, model: nn.Module, precision: str, clip: float | None, device: torch.device) -> None:
+        super().__init__(model, lambda named: SGD([p for _, p in named]), clip)
+        self.device, self.dtype = device, TYPES[precision]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16-mixed")
 
-    def __post_init__(self) -> None:
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16-mixed")
-        self.optimizer = SGD(self.model.parameters())
-
-    def accumulate(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
         losses = []
-        for x, y in zip(*(batch[name].chunk(MICROBATCHES) for name in ("x", "y")), strict=True):
-            with torch.autocast(self.device.type, TYPES[self.precision]):
-                loss = self.model(x.to(self.device), y.to(self.device))
+        for own, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            with torch.autocast(self.device.type, self.dtype):
+                loss = self.model(own.to(self.device), target.to(self.device))
             self.scaler.scale(loss / MICROBATCHES).backward()
             losses.append(loss.detach() / MICROBATCHES)
         return torch.stack(losses).sum()
 
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        loss = self.accumulate(batch)
+    def update(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        if self._clip is not None:
+            self.clip_grad_norm_(self._clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return loss
 
 
 def pair(
     precision: str,
-    kind: Callable[[], nn.Module] = Net,
+    kind: Callable[[], nn.Module] = tied,
     clip: float | None = None,
     device: torch.device = CPU,
     **options: Any,
@@ -125,9 +116,9 @@ def difference(pipe: Pipeline, eager: Eager) -> float:
 )
 def test_losses_and_weights_are_those_of_eager_autocast(precision: str, options: dict[str, Any]) -> None:
     """Over 50 steps, bit for bit: nothing is tied, and gradients are added up in float32 in one order."""
-    pipe, eager = pair(precision, untied, **options)
+    pipe, eager = pair(precision, Untied, **options)
     for batch in batches(50):
-        torch.testing.assert_close(pipe.step(**batch), eager.step(batch), rtol=1e-6, atol=0)
+        torch.testing.assert_close(pipe.step(**batch), eager.step(**batch), rtol=1e-6, atol=0)
     assert difference(pipe, eager) == 0
 
 
@@ -149,7 +140,7 @@ def overflow(**options: Any) -> None:
         before = {name: p.clone() for name, p in pipe.local_state_dict().items()}
         is_local = options.get("batch") == "local"
         rows = {key: x.chunk(2)[pipe.replica] if is_local else x for key, x in batch.items()}
-        torch.testing.assert_close(pipe.step(**rows), eager.step(batch), rtol=1e-2, atol=0)
+        torch.testing.assert_close(pipe.step(**rows), eager.step(**batch), rtol=1e-2, atol=0)
         unchanged = all(torch.equal(before[name], p) for name, p in pipe.local_state_dict().items())
         assert unchanged == (number in (1, 2, 5))
         assert pipe.loss_scale == eager.scaler.get_scale()
@@ -163,16 +154,16 @@ def overflow(**options: Any) -> None:
 
 def test_accumulated_gradients_are_unscaled_and_keep_an_overflow() -> None:
     """One that overflows takes those before and after it with it, as where a script scales the loss."""
-    pipe, eager = pair("fp16-mixed", untied)
+    pipe, eager = pair("fp16-mixed", Untied)
     every = list(batches(6, overflowing=(3,)))
     for first, second in zip(every[::2], every[1::2], strict=True):
-        with pipe.accumulate():
-            pipe.step(**first)
-        eager.accumulate(first)
+        for each in (pipe, eager):
+            with each.accumulate():
+                each.step(**first)
         scale, own = eager.scaler.get_scale(), dict(pipe.named_parameters())
         assert all(torch.equal(own[name].grad, p.grad / scale) for name, p in eager.model.named_parameters())
         pipe.step(**second)
-        eager.step(second)
+        eager.step(**second)
     assert pipe.loss_scale == eager.scaler.get_scale() == 32768
     assert difference(pipe, eager) == 0
 
@@ -203,20 +194,10 @@ def test_a_loss_that_is_nan_is_not_the_scales_doing() -> None:
     assert (pipe.num_skipped, pipe.loss_scale) == (1, 65536)
 
 
-def test_weights_are_cast_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of four microbatches read the same copies, and no phase makes one of its own."""
+def test_weights_are_cast_once_a_step() -> None:
+    """Forward and backward of four microbatches read the same copies: no phase makes one of its own."""
     pipe, _ = pair("bf16-mixed")
-    first, *others = batches(4)
-    pipe.step(**first)
-    execution = pipe._executions.execution(pipe._artifact)
-    assert isinstance(execution, Execution)
-    stages = [stage for each in execution._interpreters for stage in each.stages.values()]
-    counted = [mock.Mock(wraps=stage._precompute) for stage in stages]
-    for stage, each in zip(stages, counted, strict=True):
-        monkeypatch.setattr(stage, "_precompute", each)
-    for batch in others:
-        pipe.step(**batch)
-    assert [each.call_count for each in counted] == [3, 3]
+    pipe.prepare(**next(batches(1)))
     for stage in (0, 1):
         _, phases = pipe.source(stage).split("def forward")
         assert not re.search(r"(weight|bias)\w*\.to\(dtype=torch\.bfloat16", phases)
@@ -225,22 +206,19 @@ def test_weights_are_cast_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "weight_norm_interface.default" in pipe.source(0) + pipe.source(1)
 
 
-class Early(nn.Module):
+@module(
+    gain=lambda: nn.Parameter(torch.full((WIDTH,), 0.5)),
+    halves=lambda: nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / WIDTH),
+    turned=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH),
+    layers=lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))),
+)
+def Early(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Makes of a parameter what the last layer reads, before any layer runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.full((WIDTH,), 0.5))
-        self.halves = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / WIDTH)
-        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        gain = self.gain.exp()
-        first, second = (2 * self.halves).chunk(2, dim=1)
-        turned = self.turned.tanh().t()
-        x = (self.layers(x) @ first).relu() @ turned
-        return nn.functional.mse_loss(x @ second * gain, y)
+    gain = self.gain.exp()
+    first, second = (2 * self.halves).chunk(2, dim=1)
+    turned = self.turned.tanh().t()
+    x = (self.layers(x) @ first).relu() @ turned
+    return nn.functional.mse_loss(x @ second * gain, y)
 
 
 def test_what_another_stage_reads_is_prepared_there() -> None:
@@ -248,7 +226,7 @@ def test_what_another_stage_reads_is_prepared_there() -> None:
     pipe, eager = pair("bf16-mixed", Early)
     for batch in batches(3):
         evaluated = pipe.eval_step(**batch)
-        assert evaluated == pipe.step(**batch) == eager.step(batch)
+        assert evaluated == pipe.step(**batch) == eager.step(**batch)
     assert difference(pipe, eager) == 0
     assert "gain" not in pipe.source(0)
     assert "'gain'" in pipe.source(1)
@@ -294,26 +272,25 @@ def test_artifacts_scale_the_loss(tmp_path: Path) -> None:
     loaded = pipec.load(tmp_path / "artifact", optimizer=SGD)
     for batch in (first, *rest):
         loaded.step(**batch)
-        eager.step(batch)
+        eager.step(**batch)
     assert (loaded.num_skipped, loaded.loss_scale) == (1, eager.scaler.get_scale())
 
 
-class Wide(nn.Module):
+@module(
+    first=lambda direct: nn.Linear(WIDTH, WIDTH),
+    last=lambda direct: nn.Linear(WIDTH, WIDTH),
+    weight=lambda direct: nn.Parameter(torch.randn(WIDTH, WIDTH) / 4),
+    direct=lambda direct: direct,
+)
+def Wide(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Attends to one tensor, in float32 where torch does so, and multiplies matrices without autocast."""
-
-    def __init__(self, direct: bool = False) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.weight, self.direct = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), direct
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.first(x)[:, None]
-        hidden = nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)[:, 0]
-        if self.direct:
-            assert hidden.grad_fn.metadata is not None  # which no other front end takes
-        with torch.autocast("cpu", enabled=False):
-            hidden = hidden.float() @ self.weight
-        return nn.functional.mse_loss(self.last(hidden), y)
+    hidden = self.first(x)[:, None]
+    hidden = nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)[:, 0]
+    if self.direct:
+        assert hidden.grad_fn.metadata is not None  # which no other front end takes
+    with torch.autocast("cpu", enabled=False):
+        hidden = hidden.float() @ self.weight
+    return nn.functional.mse_loss(self.last(hidden), y)
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -46,6 +46,17 @@ def refused(call, word, kind=pipec.InputError):
         assert word in str(error), error
     else:
         raise AssertionError(word)
+
+waited, reports = Path(__file__).with_name("waited"), []
+
+def note(record):
+    reports.append(record.getMessage())
+    if "waited 80 s" in reports[-1]:
+        waited.touch()
+
+handler = logging.Handler()
+handler.emit = note
+logging.getLogger("pipec").addHandler(handler)
 """
 
 
@@ -103,24 +114,15 @@ def step(length, **kwargs):
 """
 
 ALIKE = {
-    "a batch of rank 0": """
-        pipe = compiled(model(), batch="rank0")
+    "weights and a batch of rank 0": """
+        pipe = compiled(model(rank), batch="rank0")
         for step in range(2):
             loss = pipe.step(x + rank, target=y) if step == 0 or rank == 0 else pipe.step()
             print(float(loss).hex())
         print(float(pipe(x + rank).sum()).hex())
-        """,
-    "weights of rank 0": """
-        said = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())
-        logging.getLogger("pipec").addHandler(handler)
-        pipe = compiled(model(rank))
-        for step in range(2):
-            print(float(pipe.step(x, target=y)).hex())
         print({name: p.sum().item() for name, p in sorted(pipe.full_state_dict(True).items())})
-        differed = [line for line in said if "tensors of rank 1 differed, and start with rank 0's" in line]
-        assert len(differed) == (size > 1 and rank == 0), said
+        differed = [line for line in reports if "tensors of rank 1 differed, and start with rank 0's" in line]
+        assert len(differed) == (size > 1 and rank == 0), reports
         """,
     "changes between steps": NET
     + textwrap.dedent("""
@@ -274,13 +276,7 @@ ALIKE = {
         print("to the end")
         """,
     "values that are read as they lie in memory": """
-        class Reads(nn.Module):
-            def __init__(self, read):
-                super().__init__()
-                self.read = read
-
-            def forward(self, x):
-                return self.read(x)
+        from zoo.layers import Apply
 
         def rows(x):
             return x.t().tanh().as_strided((x.shape[0], 4), (4, 1)).tanh()
@@ -294,7 +290,7 @@ ALIKE = {
         for read, position in ((rows, 3), (beyond, 3), (from_start, 0)):
             torch.manual_seed(0)
             net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), torch.randn(8, 4)
-            net.insert(position, Reads(read))
+            net.insert(position, Apply(read))
             whole = float(net(x).square().mean())
             squares = lambda output, target: output.square().mean()
             pipe = compiled(net, squares, devices=4, microbatches=1 + (position == 0))
@@ -346,12 +342,14 @@ DIFFERENT = {
         attempt(lambda: compiled(model(), losses[rank]))
         attempt(lambda: compiled(model(), recompute=["full", "none"][rank], memory_limit=f"{rank + 1}GB"))
         attempt(lambda: compiled(nn.Linear(6, 3 + rank)))
+        attempt(lambda: compiled(model(), optimizer=functools.partial(torch.optim.SGD, lr=1.0 + rank)))
         device = torch.device("cuda", rank)
         compiled(model(), lambda output, target: (output - target).to(device).square().mean())
         """,
         r"schedule: '1f1b' on rank 0; 'gpipe'.*microbatches: 2 on rank 0; 3 on rank 1"
         r".*loss_fn: <function mse> on rank 0; <function <lambda>> on rank 1.*recompute: 'full' on rank 0; "
-        r"'none'.*memory_limit: '1GB' on rank 0; '2GB'.*weight: float32\[3, 6\], trained on rank 0; ",
+        r"'none'.*memory_limit: '1GB' on rank 0; '2GB'.*weight: float32\[3, 6\], trained on rank 0; "
+        r".*optimizer: [^\n]*1.0[^\n]* on rank 0; [^\n]*2.0",
     ),
     "values that a loss reads": (
         """
@@ -461,12 +459,12 @@ DIFFERENT = {
     ),
     "lists of microbatches": (
         """
-        from given_microbatches import Rows, rows, squares
+        from given_microbatches import Rows, rows
         torch.set_default_dtype(torch.float64)
 
         def pipeline(**options):
             torch.manual_seed(0)
-            return compiled(Rows(), squares, microbatches=None, **options)
+            return compiled(Rows(), microbatches=None, **options)
 
         pipe = pipeline()
         one, two, three = (rows(number) for number in range(3))
@@ -497,18 +495,6 @@ def test_ranks_that_differ_are_refused_alike(what: str, tmp_path: Path) -> None:
 # a rank that comes late: it waits until the others have waited for longer than the timeout
 
 LATE = """
-waited, reports = Path(__file__).with_name("waited"), []
-
-def note(record):
-    reports.append(record.getMessage())
-    if "waited 80 s" in reports[-1]:
-        waited.touch()
-
-handler = logging.Handler()
-handler.emit = note
-logging.getLogger("pipec").addHandler(handler)
-sgd = functools.partial(torch.optim.SGD, lr=0.1)
-
 def save():
     while not waited.exists():
         time.sleep(0.1)
@@ -546,6 +532,7 @@ def test_a_rank_that_saves_is_named_and_waited_for_beyond_the_timeout(tmp_path: 
 def test_a_rank_that_saves_between_losses_of_a_stream_is_waited_for(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1, which waits for rank 2 itself."""
     body = """
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
     options = {"devices": 3, "microbatches": 4, "optimizer": sgd, "timeout": 60.0}
     pipe = compiled(model(), schedule="pipedream-2bw", **options)
     for number, loss in enumerate(pipe.stream(((x,), y) for _ in range(6))):

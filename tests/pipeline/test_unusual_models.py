@@ -1,12 +1,15 @@
 """Models that use torch in less usual ways train as in eager torch, or are refused by name."""
 
-import copy
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from awkward_modules import Pair, train_as_eager
+from batch_cases import with_backward
+from forward_modules import model as module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,10 +24,10 @@ class Net(nn.Module):
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.middle = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 5)
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
         self.loss = loss
+        self.double()
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
         return self.loss(self, x, *others)
@@ -35,24 +38,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(16, 6, dtype=torch.float64), torch.randint(5, (16,))
 
 
-def model_of(loss: Loss) -> Net:
-    torch.manual_seed(0)
-    return Net(loss).double()
-
-
-def check_step(
-    model: nn.Module, args: Sequence[Any], microbatches: int | None = 4, schedule: str = "1f1b"
-) -> None:
-    """Compare a step with eager torch."""
-    eager = copy.deepcopy(model)
-    pipe = pipec.compile(model, devices=2, microbatches=microbatches, schedule=schedule)
-    loss = eager(*args)
-    loss.backward()
-    assert torch.allclose(pipe.step(*args), loss.detach(), rtol=1e-12)
-    for name, parameter in eager.named_parameters():
-        found = pipe.get_parameter(name).grad
-        assert (found is None) == (parameter.grad is None), name
-        assert found is None or torch.allclose(found, parameter.grad, rtol=1e-9), name
+def check_step(model: nn.Module, *args: Any, **options: Any) -> None:
+    train_as_eager(model, *args, error=1e-9, options={"microbatches": 4, **options})
 
 
 # checkpoints
@@ -74,11 +61,11 @@ def checkpointed(use_reentrant: bool) -> Loss:
 def test_a_checkpoint_trains_what_it_trains_in_eager_torch(
     use_reentrant: bool, frozen: bool, requires_grad: bool
 ) -> None:
-    model = model_of(checkpointed(use_reentrant))
+    model = Net(checkpointed(use_reentrant))
     model.first.requires_grad_(not frozen)
     if requires_grad:  # as enable_input_require_grads() of transformers does
         model.first.register_forward_hook(lambda module, given, output: output.requires_grad_(True))
-    check_step(model, batch())
+    check_step(model, *batch())
 
 
 def nested(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -97,14 +84,8 @@ def of_a_parameter(net: Net, x: Tensor, y: Tensor) -> Tensor:
 # custom functions that return a view of a parameter
 
 
-class Transposed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * gradient.t()
+transposed = with_backward(lambda weight: weight.t(), lambda gradient, _: 2 * gradient.t())
+itself = with_backward(lambda weight: weight, lambda gradient, _: 3 * gradient)
 
 
 class Halves(torch.autograd.Function):
@@ -117,36 +98,18 @@ class Halves(torch.autograd.Function):
         return torch.cat(gradients)
 
 
-class Itself(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight
+def on_two_stages(function: Callable[[Tensor], Tensor]) -> Loss:
+    def loss(net: Net, x: Tensor, y: Tensor) -> Tensor:
+        weight = function(net.middle.weight)
+        hidden = F.linear(F.linear(net.first(x), weight).tanh(), net.middle.weight)
+        return F.cross_entropy(net.last(F.linear(hidden, weight).tanh()), y)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return 3 * gradient
-
-
-def on_two_stages(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    weight = Transposed.apply(net.middle.weight)
-    hidden = (net.first(x) @ weight).tanh() @ net.middle.weight
-    return F.cross_entropy(net.last((hidden @ weight).tanh()), y)
+    return loss
 
 
 def in_halves(net: Net, x: Tensor, y: Tensor) -> Tensor:
     first, second = Halves.apply(net.first.weight)
     return F.cross_entropy(net.last(net.middle(torch.cat([x @ first.t(), x @ second.t()], 1)).tanh()), y)
-
-
-def itself(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    hidden = F.linear(x, Itself.apply(net.first.weight), net.first.bias).tanh()
-    return F.cross_entropy(F.linear(net.middle(hidden), Itself.apply(net.last.weight)), y)
-
-
-def itself_on_two_stages(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    weight = Itself.apply(net.middle.weight)
-    hidden = F.linear(F.linear(net.first(x), weight).tanh(), net.middle.weight)
-    return F.cross_entropy(net.last(F.linear(hidden, weight).tanh()), y)
 
 
 # covariance
@@ -159,13 +122,13 @@ def covariances(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net.last(net.first(x)), y) + spread
 
 
-UNUSUAL = (nested, of_a_parameter, on_two_stages, in_halves, itself, itself_on_two_stages, covariances)
-
-
-@pytest.mark.parametrize("loss", UNUSUAL, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [nested, of_a_parameter, on_two_stages(transposed), on_two_stages(itself), in_halves, covariances],
+)
 @pytest.mark.filterwarnings("ignore:the losses of microbatches:pipec.PipecWarning")
 def test_an_unusual_loss_trains_as_in_eager_torch(loss: Loss) -> None:
-    check_step(model_of(loss), batch(), schedule="zb-h1")
+    check_step(Net(loss), *batch(), schedule="zb-h1")
 
 
 # refused by name
@@ -211,16 +174,16 @@ def test_an_adjacency_matrix_makes_one_microbatch(is_masked: bool) -> None:
     with pytest.warns(
         PipecWarning, match=r"one microbatch, the whole batch: with fewer rows, .*\n  at test_unus"
     ):
-        check_step(model_of(of_a_graph), (x, adjacency, y, *chosen), microbatches=None)
+        check_step(Net(of_a_graph), x, adjacency, y, *chosen, microbatches=None)
 
 
 def test_an_adjacency_matrix_is_refused_in_several_microbatches_with_the_remedy() -> None:
     (x, y), adjacency = batch(), torch.rand(16, 16, dtype=torch.float64)
     with pytest.raises(InputError, match="needs all rows at once, pass microbatches=1"):
-        pipec.compile(model_of(of_a_graph), devices=2, microbatches=4).step(x, adjacency, y)
-    check_step(model_of(of_a_graph), (x, adjacency, y), microbatches=1)
+        pipec.compile(Net(of_a_graph), devices=2, microbatches=4).step(x, adjacency, y)
+    check_step(Net(of_a_graph), x, adjacency, y, microbatches=1)
     with pytest.raises(InputError, match=r"(?s)fails on these arguments(?!.*microbatch)"):
-        pipec.compile(model_of(of_a_graph), devices=2, microbatches=1).step(x, adjacency[:, 1:], y)
+        pipec.compile(Net(of_a_graph), devices=2, microbatches=1).step(x, adjacency[:, 1:], y)
 
 
 # lists of a number for each row
@@ -239,31 +202,17 @@ def speech() -> tuple[Tensor, Tensor, list[int], list[int]]:
 
 def test_lengths_may_be_lists_or_tuples() -> None:
     x, labels, lengths, label_lengths = speech()
-    model = model_of(lambda net, x, *target: ctc(net.last(net.first(x).relu()), *target))
-    eager = copy.deepcopy(model)
-    pipe = pipec.compile(model, devices=2, microbatches=4, batched={1: 0, 2: 0, 3: 0})
+    model = Net(lambda net, x, *target: ctc(net.last(net.first(x).relu()), *target))
+    pair = Pair(model, microbatches=4, batched={1: 0, 2: 0, 3: 0})
     for kind, order in ((list, 1), (tuple, -1)):
-        args = x, labels, kind(lengths[::order]), kind(label_lengths[::order])
-        pipe.zero_grad()
-        eager.zero_grad()
-        loss = eager(*args)
-        loss.backward()
-        assert torch.allclose(pipe.step(*args), loss.detach(), rtol=1e-12)
-        for name in ("first.weight", "first.bias", "last.weight", "last.bias"):
-            assert torch.allclose(pipe.get_parameter(name).grad, eager.get_parameter(name).grad, rtol=1e-9)
+        pair.step(x, labels, kind(lengths[::order]), kind(label_lengths[::order]), error=1e-9)
 
 
 def test_a_target_may_hold_lists() -> None:
     x, labels, lengths, label_lengths = speech()
-    model = nn.Linear(6, 5).double()
-
-    def loss_fn(output: Tensor, target: dict[str, Any]) -> Tensor:
-        return ctc(output, **target)
-
     target = {"labels": labels, "lengths": lengths, "label_lengths": label_lengths}
-    loss = loss_fn(model(x), target)
-    pipe = pipec.compile(model, devices=1, microbatches=4, loss_fn=loss_fn)
-    assert torch.allclose(pipe.step(x, target=target), loss.detach(), rtol=1e-12)
+    pair = Pair(nn.Linear(6, 5).double(), lambda y, t: ctc(y, **t), devices=1, microbatches=4)
+    pair.step(x, target=target, error=1e-9)
 
 
 def test_a_list_that_the_model_takes_stays_a_list() -> None:
@@ -271,7 +220,7 @@ def test_a_list_that_the_model_takes_stays_a_list() -> None:
         assert isinstance(powers, list)
         return F.cross_entropy(net.last(net.first(x)) * sum(powers), y)
 
-    check_step(model_of(scaled), (*batch(), [*range(16)]))
+    check_step(Net(scaled), *batch(), [*range(16)])
 
 
 def test_what_fails_with_lists_and_with_tensors_says_why_with_lists() -> None:
@@ -279,71 +228,50 @@ def test_what_fails_with_lists_and_with_tensors_says_why_with_lists() -> None:
         raise ValueError(f"cannot take a {type(lengths).__name__}")
 
     with pytest.raises(InputError, match="cannot take a list"):
-        pipec.compile(model_of(failing), devices=1, microbatches=4).step(batch()[0], [*range(16)])
+        pipec.compile(Net(failing), devices=1, microbatches=4).step(batch()[0], [*range(16)])
 
 
 # tensors with more in their memory than in their elements
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh())
+def two() -> Any:
+    return nn.Sequential(OrderedDict(a=nn.Linear(4, 4), tanh=nn.Tanh(), b=nn.Linear(4, 4)))
 
 
-def same(model: Two) -> None:
-    model.b.weight.data = model.a.weight.data
+SHARE: dict[str, Callable[[Any], object]] = {
+    "data": lambda net: setattr(net.b.weight, "data", net.a.weight.data),
+    "view": lambda net: setattr(net.b, "weight", nn.Parameter(net.a.weight.detach().t())),
+    "buffer": lambda net: net.register_buffer("view", net.a.weight.detach()[1:]),
+}
 
 
-def transposed(model: Two) -> None:
-    model.b.weight = nn.Parameter(model.a.weight.detach().t())
-
-
-def buffer(model: Two) -> None:
-    model.register_buffer("view", model.a.weight.detach()[1:])
-
-
-@pytest.mark.parametrize("share", [same, transposed, buffer])
-def test_parameters_that_share_memory_are_refused(share: Callable[[Two], None]) -> None:
-    model = Two()
-    share(model)
+@pytest.mark.parametrize("what", SHARE)
+def test_parameters_that_share_memory_are_refused(what: str) -> None:
+    model = two()
+    SHARE[what](model)
     with pytest.raises(InputError, match=r"a\.weight and (b\.weight|view) share memory .* make them one"):
         pipec.compile(model, 2)
 
 
 def test_one_parameter_under_two_names_and_slices_of_one_memory_are_fine() -> None:
-    model, x, flat = Two(), torch.randn(4, 4), torch.randn(8)
+    model, x, flat = two(), torch.randn(4, 4), torch.randn(8)
     model.b.weight = model.a.weight
     model.a.bias.data, model.b.bias.data = flat[:4], flat[4:]
-    unsplit = copy.deepcopy(model)
-    pipe = pipec.compile(model, 2, loss_fn=nn.functional.mse_loss, microbatches=1)
-    loss = nn.functional.mse_loss(unsplit(x), x)
-    assert torch.equal(pipe.step(x, target=x), loss)
-    loss.backward()
-    torch.testing.assert_close(model.a.weight.grad, unsplit.a.weight.grad)
-    transposed(model)
+    pair = Pair(model, F.mse_loss, microbatches=1)
+    pair.step(x, target=x)
+    SHARE["view"](model)
     with pytest.raises(InputError, match="share memory"):
-        pipe.step(x, target=x)
+        pair.pipe.step(x, target=x)
 
 
 @pytest.mark.parametrize("conjugate", [torch.conj, lambda x: x])
 def test_gradients_of_complex_parameters_are_summed(conjugate: Callable[[Tensor], Tensor]) -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-            self.b = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    def weight() -> nn.Parameter:
+        return nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = x.to(torch.complex64) @ conjugate(self.a)
-            return (conjugate(hidden) @ self.b.mH).abs().square().mean()
+    @module(a=weight, b=weight)
+    def Complex(self: Any, x: Tensor) -> Tensor:
+        hidden = x.to(torch.complex64) @ conjugate(self.a)
+        return (conjugate(hidden) @ self.b.mH).abs().square().mean()
 
-    model, x = Complex(), torch.randn(8, 4)
-    unsplit = copy.deepcopy(model)
-    torch.testing.assert_close(pipec.compile(model, 2, microbatches=2).step(x), unsplit(x))
-    unsplit(x).backward()
-    for mine, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    train_as_eager(Complex(), torch.randn(8, 4))

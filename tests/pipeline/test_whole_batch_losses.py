@@ -12,64 +12,37 @@ import huggingface_models
 import pytest
 import torch
 import torch.nn.functional as F
+from awkward_modules import Pair, assert_near
 from memory_meter import measure_memory
-from slow_params import slow_but
 from torch import Tensor, nn
+from unsplit_reference import Plain
 from whole_batch_losses import LOSSES, Towers
 from worker_processes import run_lines
 
 import pipec
+from zoo.layers import Apply
 
 ROWS = 12
-QUICK = ("info_nce", "vicreg", "centered", "of_both_kinds", "shared_scale", "columns")
-"""One loss of each kind."""
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-def columns(u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    """Rows are not the first dimension of what the loss reads."""
-    u, v = u.movedim(0, -1), v.movedim(0, -1)
-    return F.cross_entropy(u.T @ v, torch.arange(u.shape[1]))
+def batch(rows: int = ROWS) -> Tensor:
+    """Both inputs of two towers."""
+    return torch.randn(2, rows, 6, dtype=torch.float64)
 
 
-EVERY = {**LOSSES, "columns": columns}
-
-
-def batch(rows: int = ROWS, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, 6, dtype=dtype), torch.randn(rows, 6, dtype=dtype)
-
-
-def compiled(net: nn.Module, devices: int = 2, **options: Any) -> pipec.Pipeline:
-    options = {"microbatches": 4, "batched": {"x": 0, "y": 0}} | options
-    return pipec.compile(net, devices=devices, **options)
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
-    largest = expected.detach().abs().max().item()
-    return (found.detach() - expected.detach()).abs().max().item() / max(largest, 1e-12)
-
-
-def made(loss: str) -> nn.Module:
+def towers(combine: Any, **options: Any) -> Pair:
     torch.manual_seed(0)
-    return Towers(EVERY[loss]).double()
+    return Pair(Towers(combine).double(), **{"microbatches": 4, "batched": {"x": 0, "y": 0}, **options})
 
 
-@pytest.mark.parametrize("loss", slow_but(EVERY, *QUICK))
+@pytest.mark.parametrize("loss", LOSSES)
 def test_training_equals_the_whole_batch(loss: str) -> None:
     """Twelve rows in five microbatches: of three and of two."""
-    net = made(loss)
-    pipe, reference = compiled(net, microbatches=5), copy.deepcopy(net)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (pipe, reference)]
+    pair = towers(LOSSES[loss], microbatches=5)
     for _ in range(2):
-        inputs = batch()
-        found, whole = pipe.step(*inputs), reference(*inputs)
-        whole.backward()
-        assert distance(found, whole) < 1e-6
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-    for name, value in net.state_dict().items():
-        assert distance(value, reference.state_dict()[name]) < 1e-6, name
+        pair.step(*batch(), error=1e-9)
+        assert_near(pair.model.center, pair.unsplit.center, "center")
 
 
 @pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -78,26 +51,11 @@ def test_the_loss_that_balances_experts_is_one_of_all_tokens(padded: bool) -> No
     net, inputs = huggingface_models.mixtral()
     if not padded:
         inputs = {"input_ids": inputs["input_ids"], "labels": inputs["input_ids"]}
-    pipe = pipec.compile(copy.deepcopy(net), devices=2, microbatches=4, schedule="1f1b")
-    loss, expected = pipe.step(**inputs), net(**inputs)
-    expected.loss.backward()
-    assert distance(loss, expected.loss) < 1e-6
-    pairs = zip(pipe.parameters(), net.parameters(), strict=True)
-    assert max(distance(found.grad, each.grad) for found, each in pairs) < 1e-4
-    assert max(math.prod(shape) for shape in tail_shapes(pipe)) <= 4
-
-
-def tail_shapes(pipe: pipec.Pipeline) -> list[list[int]]:
-    """The shapes of a row of each value that the tail reads."""
-    tails = [stage.tail for stage in pipe.plan.stages if stage.tail]
-    assert {value.shape[0] for tail in tails for value in tail.inputs} == {"b"}
-    return [[int(size) for size in value.shape[1:]] for tail in tails for value in tail.inputs]
-
-
-def test_of_sums_a_tail_reads_a_number_a_row() -> None:
-    pipe = compiled(made("dice"))
-    pipe.prepare(*batch())
-    assert tail_shapes(pipe) == [[], []]
+    pair = Pair(net, microbatches=4, schedule="1f1b")
+    pair.step(**inputs, error=1e-5)
+    read = [value.shape for stage in pair.pipe.plan.stages if stage.tail for value in stage.tail.inputs]
+    assert {rows for rows, *_ in read} == {"b"}
+    assert max(math.prod(map(int, row)) for _, *row in read) <= 4
 
 
 def test_logs_outputs_and_evaluation_of_the_whole_batch() -> None:
@@ -107,72 +65,57 @@ def test_logs_outputs_and_evaluation_of_the_whole_batch() -> None:
         loss = F.cross_entropy(logits, target)
         return loss, {"right": right.mean(), "spread": logits.std(), "norms": features.norm(dim=1)}
 
-    def similarities(u: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return u @ v.T, u
-
-    torch.manual_seed(0)
-    net = Towers(similarities).double()
-    pipe, inputs, target = compiled(net, loss_fn=loss_fn), batch(10), torch.arange(10)
-    loss = pipe.step(*inputs, target=target)
-    output = copy.deepcopy(net)(*inputs)
-    expected, logs = loss_fn(output, target)
-    assert distance(loss, expected) < 1e-12
-    assert {name: distance(pipe.logs[name], value) < 1e-12 for name, value in logs.items()} == dict.fromkeys(
-        logs, True
+    pair = towers(lambda u, v, *_: (u @ v.T, u), loss_fn=loss_fn)
+    inputs, target, pipe = batch(10), torch.arange(10), pair.pipe
+    (loss, logs), output = pair.loss(*inputs, target=target)
+    found = (
+        pipe.step(*inputs, target=target),
+        pipe.logs,
+        pipe.eval_step(*inputs, target=target),
+        pipe(*inputs),
     )
-    assert distance(pipe.eval_step(*inputs, target=target), expected) < 1e-12
-    for found, whole in zip(pipe(*inputs), output, strict=True):
-        assert distance(found, whole) < 1e-12
+    torch.testing.assert_close(found, (loss, logs, loss, output), rtol=1e-12, atol=1e-14)
 
 
 def test_random_numbers_of_the_tail_are_drawn_once() -> None:
     """Mixup: the permutation is one of all rows, another in each step, and follows the seed."""
 
-    def mixup(u: Tensor, v: Tensor, scale: Tensor, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        order = torch.randperm(len(u))
-        loss = F.mse_loss(0.7 * u + 0.3 * u[order], v[order]).sqrt()
-        return loss, {"order": order.double() / 1}
+    def mixed(u: Tensor, v: Tensor, order: Tensor) -> Tensor:
+        return F.mse_loss(0.7 * u + 0.3 * u[order], v[order]).sqrt()
 
-    torch.manual_seed(0)
-    net = Towers(lambda u, v, *_: (u, v)).double()
-    pipe = compiled(net, loss_fn=lambda output, target: mixup(*output, target))
-    orders, (x, y) = list[list[int]](), batch()
+    def mixup(output: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        order = torch.randperm(len(output[0]))
+        return mixed(*output, order), {"order": order.double() / 1}
+
+    pair = towers(lambda u, v, *_: (u, v), loss_fn=mixup)
+    orders, inputs = list[list[int]](), batch()
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        loss = pipe.step(x, y, target=torch.zeros(ROWS))
-        order = pipe.logs["order"].long()
-        u, v = net(x, y)
+        loss = pair.pipe.step(*inputs, target=torch.zeros(ROWS))
+        order = pair.pipe.logs["order"].long()
         assert sorted(order.tolist()) == [*range(ROWS)]
-        assert distance(loss, F.mse_loss(0.7 * u + 0.3 * u[order], v[order]).sqrt()) < 1e-12
+        assert_near(loss, mixed(*pair.unsplit(*inputs), order), "loss")
         orders.append(order.tolist())
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_what_is_refused() -> None:
-    class Deep(nn.Module):
-        def __init__(self, is_exported: bool) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 8)
-            self.is_exported = is_exported
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            if self.is_exported:
-                sys._getframe()  # which Dynamo cannot trace
-            hidden = self.a(x)
-            return F.mse_loss(self.b(hidden - hidden.mean(0)), self.a(y))
-
-    for is_exported in (False, True):
+    x, y = batch()
+    for centred in (
+        lambda h: h - h.mean(0),
+        lambda h: (sys._getframe(), h - h.mean(0))[1],  # which Dynamo cannot trace
+    ):
+        deep = nn.Sequential(nn.Linear(6, 8), Apply(centred), nn.Linear(8, 6)).double()
         with pytest.raises(pipec.InputError, match=r"(?s)other rows.*trained weights of several dim"):
-            compiled(Deep(is_exported)).step(*batch(dtype=torch.float32))
-    drawn = compiled(
-        Towers(lambda u, v, *_: u - v).double(),
-        loss_fn=lambda output, target: (output.square().mean(), {"order": torch.randperm(len(target))}),
-    )
+            pipec.compile(deep, 2, loss_fn=F.mse_loss, microbatches=4).step(x, target=y)
+
+    def drawing(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return output.square().mean(), {"order": torch.randperm(len(target))}
+
     with pytest.raises(pipec.InputError, match=r"of all rows together[\s\S]*randperm at"):
-        drawn.step(*batch(), target=torch.ones(ROWS))
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        towers(lambda u, v, *_: u - v, loss_fn=drawing).pipe.step(x, y, target=torch.ones(ROWS))
     with pytest.raises(pipec.InputError, match="rows depend on other rows"):
-        compiled(made("info_nce"), schedule="pipedream-2bw", optimizer=sgd).step(*batch())
+        towers(LOSSES["info_nce"], schedule="pipedream-2bw", optimizer=SGD).pipe.step(x, y)
 
 
 class CenteredInTraining(nn.Module):
@@ -192,26 +135,22 @@ class CenteredInTraining(nn.Module):
 def follow(**options: Any) -> None:
     """Training and evaluation in turn are eager torch's, and leave what the tail reads where it is."""
     net = CenteredInTraining(1)
-    reference = copy.deepcopy(net)
-    pipe: Any = compiled(net, batched=None, **options)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, reference)]
+    plain = Plain(copy.deepcopy(net), SGD)
+    pipe: Any = pipec.compile(net, 2, microbatches=4, optimizer=SGD, **options)
     torch.manual_seed(1)
     for _ in range(3):
         x = torch.randn(13, 6)
-        found, whole = pipe.train().step(x), reference.train()(x)
-        whole.backward()
-        assert distance(found, whole) < 1e-6
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-        assert distance(pipe.eval().eval_step(x), reference.eval()(x)) < 1e-6
+        assert_near(pipe.train().step(x), plain.step(x), "loss")
+        plain.eval()
+        assert_near(pipe.eval().eval_step(x), plain.eval_step(x), "loss of an evaluation")
+        plain.train()
     (tail,) = [stage for stage in pipe.plan.stages if stage.tail]
     heads, body = ("heads.0.weight", "heads.0.bias"), ("body.weight", "body.bias")
     assert (tail.index, tail.tail.parameters) == (1, heads)
     stages = [[stage.parameters for stage in made.plan.stages] for made in pipe._executions._made.values()]
     assert stages == [[body, heads]] * 2
     for name, value in pipe.full_state_dict(all_ranks=True).items():
-        assert distance(value, reference.state_dict()[name]) < 1e-6, name
+        assert_near(value, plain.state_dict()[name], name)
 
 
 def test_an_evaluation_leaves_what_the_tail_reads_where_it_is() -> None:
@@ -226,7 +165,7 @@ def test_what_only_the_tail_reads_is_on_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_tail_that_reads_tensors_of_several_stages_is_refused() -> None:
-    pipe, x = compiled(CenteredInTraining(4), batched=None), batch(dtype=torch.float32)[0]
+    pipe, x = pipec.compile(CenteredInTraining(4), 2, microbatches=4), torch.randn(ROWS, 6)
     pipe.eval().eval_step(x)
     with pytest.raises(pipec.PlanError, match=r"heads\S+ of stage 1, but no.*sub at .* needs all rows"):
         pipe.train().step(x)
@@ -245,9 +184,9 @@ class DeepTower(nn.Module):
         return F.cross_entropy(self.a(x) @ self.b(y).T, torch.arange(len(x)))
 
 
-def deep_pipe(**options: Any) -> pipec.Pipeline:
-    pipe = compiled(DeepTower(), schedule="1f1b", microbatches=8, **options)
-    return pipe.prepare(*deep_batch())
+def deep_pipe(schedule: str = "1f1b", **options: Any) -> pipec.Pipeline:
+    batched = {"x": 0, "y": 0}
+    return pipec.compile(DeepTower(), 2, schedule=schedule, microbatches=8, batched=batched, **options)
 
 
 def deep_batch() -> tuple[Tensor, Tensor]:
@@ -260,13 +199,13 @@ def highest(memory: Any) -> float:
 
 
 def test_a_step_recomputes_where_all_forwards_first_do_not_fit() -> None:
-    free = deep_pipe()
+    free = deep_pipe().prepare(*deep_batch())
     limit = int(0.8 * highest(free.memory()))
-    pipe = deep_pipe(memory_limit=limit, recompute="auto")
+    pipe = deep_pipe(memory_limit=limit, recompute="auto").prepare(*deep_batch())
     assert any(stage.has_recompute for stage in pipe.plan.stages)
     assert highest(pipe.memory()) <= limit
     assert re.search("between all forwards and all backwards, in ", str(pipe.plan))
-    assert distance(pipe.step(*deep_batch()), DeepTower()(*deep_batch())) < 1e-5
+    assert_near(pipe.step(*deep_batch()), DeepTower()(*deep_batch()), "loss", 1e-5)
 
 
 @pytest.mark.slow
@@ -274,7 +213,7 @@ def test_a_step_recomputes_where_all_forwards_first_do_not_fit() -> None:
 def test_recomputing_forwards_take_the_predicted_bytes_and_fewer(schedule: str) -> None:
     peaks = []
     for recompute in ("none", "full"):
-        pipe = compiled(DeepTower(), schedule=schedule, microbatches=8, recompute=recompute)
+        pipe = deep_pipe(schedule, recompute=recompute)
         measured, predicted = measure_memory(pipe, *deep_batch()), pipe.memory()
         for found, expected in zip(measured, predicted, strict=True):
             assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.03)

@@ -6,17 +6,14 @@ from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
-import microbatch_orders_script
 import pytest
-from bare_programs import lower, verify_programs
-from microbatch_orders_script import worst_difference
-from worker_processes import run_ranks
+from bare_programs import verified
+from equality_rows import Row, difference
+from worker_processes import run_lines
 
 from pipec.errors import InfeasibleError, InputError, VerifyError
-from pipec.ir import Compute, Phase, Schedule, one_rank_per_stage
-from pipec.programs.lower import chain_links
+from pipec.ir import Compute, Phase, one_rank_per_stage
 from pipec.schedules import (
-    SCHEDULES,
     Workload,
     custom_schedule,
     format_orders,
@@ -25,13 +22,7 @@ from pipec.schedules import (
     parse_orders,
 )
 from pipec.schedules.chain_simulation import simulate_schedule
-
-
-def verified(schedule: Schedule) -> None:
-    links = chain_links(schedule.num_stages)
-    programs = lower(schedule, links)
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
-
+from tests.pipeline.test_ranks import ON_TWO_HOSTS
 
 V_ORDERS = """\
 0F0,3F0,3I0,3W0,0I0,0W0
@@ -40,31 +31,20 @@ V_ORDERS = """\
 
 
 def test_orders_are_read_and_written() -> None:
-    schedule = parse_orders("0F0, 0F1,,0I0,0W0,0B1\r\n1F0,1B0,1F1,1B1,,", "mine")
-    assert (schedule.name, schedule.placement, schedule.num_microbatches) == (
-        "mine",
-        one_rank_per_stage((0, 1)),
-        2,
-    )
-    assert [cell.phase for cell in schedule.orders[0]][2:] == [
-        Phase.BACKWARD_INPUT,
-        Phase.BACKWARD_WEIGHT,
-        Phase.BACKWARD,
-    ]
-    verified(schedule)
+    spaced = parse_orders("0F0, 0F1,,0I0,0W0,0B1\r\n1F0,1B0,1F1,1B1,,", "mine")
+    assert format_orders(spaced) == "0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert (spaced.name, spaced.num_microbatches) == ("mine", 2)
+    assert spaced.placement == one_rank_per_stage((0, 1))
+    phases = [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT, Phase.BACKWARD]
+    assert [cell.phase for cell in spaced.orders[0]][2:] == phases
     several = parse_orders(V_ORDERS, "v")
     assert several.orders[1][2] == Compute(Phase.BACKWARD, 2, 0)
     assert several.placement == one_rank_per_stage((0, 1, 1, 0))
     assert format_orders(several) == V_ORDERS
-    verified(several)
+    assert verified(spaced)
+    assert verified(several)
     pairs = parse_orders("0F0,1F0,1B0,(0F1;0B0)OVERLAP_F_B,1F1,1B1,0B1", "pairs")
     assert format_orders(pairs) == "0F0,1F0,1B0,0F1,0B0,1F1,1B1,0B1\n"
-
-
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_every_schedule_can_be_written_and_read_back(name: str) -> None:
-    schedule = make_schedule(name, 3, 6)
-    assert parse_orders(format_orders(schedule), name) == schedule
 
 
 @pytest.mark.parametrize(
@@ -151,16 +131,19 @@ ORDERS = (
 def test_ranks_may_have_microbatches_in_different_orders(orders: str, tmp_path: Path) -> None:
     path = tmp_path / "orders.csv"
     path.write_text(orders)
-    assert worst_difference(path) < 1e-12
+    assert not difference(Row(schedule=str(path)))
+
+
+DIFFERENCES = """
+from equality_rows import Path, Row, difference
+for path in sorted(Path(__file__).parent.glob("*.csv")):
+    print(difference(Row(schedule=str(path))) or "none")
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
-def test_processes_may_have_microbatches_in_different_orders(transport: str, tmp_path: Path) -> None:
-    paths = [tmp_path / f"orders_{number}.csv" for number in range(len(ORDERS))]
-    for path, text in zip(paths, ORDERS, strict=True):
-        path.write_text(text)
-    script = Path(microbatch_orders_script.__file__)
-    printed = run_ranks(script, 2, tmp_path, (transport, *map(str, paths)))
-    assert [each.splitlines()[-1] for each in printed] == ["same"] * 2
-    assert "differs" not in "".join(printed)
+@pytest.mark.parametrize("hosts", ["", ON_TWO_HOSTS], ids=["shared memory", "gloo"])
+def test_processes_may_have_microbatches_in_different_orders(hosts: str, tmp_path: Path) -> None:
+    for number, text in enumerate(ORDERS):
+        (tmp_path / f"{number}.csv").write_text(text)
+    assert run_lines(hosts + DIFFERENCES, 2, tmp_path) == [["none"] * len(ORDERS)] * 2

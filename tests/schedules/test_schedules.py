@@ -1,43 +1,46 @@
-"""Schedules: the closed forms of the literature. docs/schedules.md draws every one, word by word."""
+"""Schedules: the closed forms of the literature, and replicas. docs/schedules.md draws them, word by word."""
 
-import copy
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import pytest
-from bare_programs import lower, uniform_costs, verify_programs
-from compile_variants import TrainingRun, captured, cut_evenly, generated
+from bare_programs import uniform_costs, verified
+from compile_variants import assert_same_bits, captured, cut_evenly, generated
 from huggingface_models import ROWS, encoder
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from unsplit_reference import StepResult, assert_equal, unsplit_step
+from symbolic_steps import make_step
 
 from pipec.errors import InputError
-from pipec.ir import Compute, Phase, Schedule
+from pipec.ir import Compute, Phase, Schedule, ShardingLevel
 from pipec.ir.batch_split import split_sizes
+from pipec.ir.stream import window
 from pipec.programs.lower import chain_links
+from pipec.programs.rank_memory import in_flight, peak_in_flight
 from pipec.schedules import (
     ASYNCHRONOUS_SCHEDULES,
     SCHEDULES,
     SEARCHED_SCHEDULES,
+    format_orders,
     forward_only,
     make_schedule,
+    parse_orders,
 )
 from pipec.schedules.named import LOOPED_SCHEDULES
+from pipec.schedules.replicated import adjacent_pipelines, replicate_schedule, round_robin
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import simulate
 
 
 def played(schedule: Schedule, f: float = 1, b: float = 1, w: float = 1, message: float = 0) -> Timeline:
     """The verified programs of a plain chain; costs are those of a stage."""
+    costs = {"forward": f, "backward_input": b, "backward_weight": w, "message": message}
     links = chain_links(schedule.num_stages)
-    programs = lower(schedule, links)
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
-    costs = uniform_costs(
-        schedule.num_stages, forward=f, backward_input=b, backward_weight=w, links=links, message=message
-    )
-    return simulate(programs, costs)
+    return simulate(verified(schedule), uniform_costs(schedule.num_stages, links=links, **costs))
 
 
 def test_every_schedule_is_explained() -> None:
@@ -76,13 +79,14 @@ def test_names_and_counts_that_make_no_schedule_are_refused(arguments: tuple[str
 def test_every_schedule_is_complete_and_waits_for_no_message_that_never_comes(
     name: str, p: int, m: int, message: float
 ) -> None:
-    """The verifier refuses missing and doubled computes."""
+    """The verifier refuses missing and doubled computes. Orders are written and read back."""
     assume((name != "interleaved-1f1b" or m % p == 0) and (name != "dualpipe-v" or m >= 2 * p))
     schedule = make_schedule(name, p, m)
     assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
     assert played(schedule, 2, 3, 1, message).makespan >= m * (2 + 3 + 1) * schedule.num_stages / p
     forwards = [[cell for cell in cells if cell.phase is Phase.FORWARD] for cells in schedule.orders]
     assert [[*order] for order in forward_only(schedule).orders] == forwards
+    assert parse_orders(format_orders(schedule), name) == schedule
 
 
 Form = Callable[[int, int, int, int, int, int], float]
@@ -157,75 +161,25 @@ def test_v_schedules_reach_the_proven_optimum(name: str, makespan: int) -> None:
     assert played(make_schedule(name, 4, 8)).makespan == makespan
 
 
+def num_overlapped(order: Sequence[Compute]) -> int:
+    """Forwards directly before both halves of a backward of the other stage, which may overlap with them."""
+    phases = [Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT]
+    threes = zip(order, order[1:], order[2:], strict=False)
+    return sum([x.phase for x in each] == phases and each[0].stage != each[1].stage for each in threes)
+
+
 @pytest.mark.parametrize("p", range(1, 7))
 @pytest.mark.parametrize("each", [(1, 1, 1), (2, 2, 1), (5, 5, 3)])
-def test_dualpipe_v_one_cell_after_the_other(p: int, each: tuple[int, int, int]) -> None:
+def test_dualpipe_v(p: int, each: tuple[int, int, int]) -> None:
+    """One cell after the other. The published bubble is smaller: all but warmup and cooldown overlaps."""
     f, b, w = each
     for m in (2 * p, 2 * p + 1, 4 * p):
-        timeline = played(make_schedule("dualpipe-v", p, m), *each)
+        schedule = make_schedule("dualpipe-v", p, m)
+        timeline = played(schedule, *each)
         assert timeline.span == 2 * m * (f + b + w) + (p - 1) * (f + b - w)
         assert list(timeline.peak_in_flight) == [2 * p + 1] * p
-
-
-@pytest.mark.parametrize("p", range(1, 7))
-@pytest.mark.parametrize("each", [(1, 1, 1), (2, 2, 1), (3, 4, 2), (2, 5, 2)])
-def test_dualpipe_v_with_overlapped_pairs(p: int, each: tuple[int, int, int]) -> None:
-    """The published bubble, (p-1)(F&B + BW - 3W) in chunk times, where a pair takes F + B + W."""
-    f, b, w = each
-    for m in (2 * p, 2 * p + 1, 4 * p):
-        makespan = overlapped_makespan(make_schedule("dualpipe-v", p, m), f, b, w)
-        assert makespan == 2 * m * (f + b + w) + (p - 1) * ((f + b + w) + (b + w) - 3 * w)
-
-
-def overlapped_makespan(schedule: Schedule, f: int, b: int, w: int) -> int:
-    """The makespan if F of one stage and B, W of the other are one cell, whose results leave at its end."""
-    seconds = {Phase.FORWARD: f, Phase.BACKWARD_INPUT: b, Phase.BACKWARD_WEIGHT: w}
-    queues = [list(blocks(cells)) for cells in schedule.orders]
-    clock, end = [0] * schedule.num_ranks, dict[Compute, int]()
-    while any(queues):
-        before = len(end)
-        for rank, queue in enumerate(queues):
-            while queue and all(needed in end or needed in queue[0] for needed in inputs(queue[0], schedule)):
-                block = queue.pop(0)
-                arrived = [end[needed] for needed in inputs(block, schedule) if needed in end]
-                clock[rank] = max([clock[rank], *arrived]) + sum(seconds[cell.phase] for cell in block)
-                end.update(dict.fromkeys(block, clock[rank]))
-        assert len(end) > before
-    return max(clock)
-
-
-def blocks(cells: Sequence[Compute]) -> Iterator[list[Compute]]:
-    """Each cell on its own, but F directly before B and W of the other stage with these.
-
-    Once the forwards are done, W directly after its B is a whole backward with it.
-    """
-    forwards = sum(cell.phase is Phase.FORWARD for cell in cells)
-    place = 0
-    while place < len(cells):
-        kinds = [(cell.phase, cell.stage) for cell in cells[place : place + 3]]
-        backward = [(Phase.BACKWARD_INPUT, kinds[-1][1]), (Phase.BACKWARD_WEIGHT, kinds[-1][1])]
-        size = 1
-        if kinds[0][0] is Phase.FORWARD and kinds[1:] == backward and kinds[0][1] != kinds[1][1]:
-            size = 3
-        elif not forwards and place + 1 < len(cells) and is_whole(*cells[place : place + 2]):
-            size = 2
-        forwards -= kinds[0][0] is Phase.FORWARD
-        yield list(cells[place : place + size])
-        place += size
-
-
-def is_whole(first: Compute, second: Compute) -> bool:
-    same = (first.stage, first.microbatch) == (second.stage, second.microbatch)
-    return same and (first.phase, second.phase) == (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
-
-
-def inputs(block: Sequence[Compute], schedule: Schedule) -> Iterator[Compute]:
-    for cell in block:
-        if cell.phase is Phase.FORWARD and cell.stage:
-            yield Compute(Phase.FORWARD, cell.stage - 1, cell.microbatch)
-        elif cell.phase is Phase.BACKWARD_INPUT:
-            last = cell.stage == schedule.num_stages - 1
-            yield Compute(Phase.FORWARD if last else cell.phase, cell.stage + (not last), cell.microbatch)
+        expected = [2 * (m - 2 * p) + p + 1 + rank for rank in range(p)]
+        assert [*map(num_overlapped, schedule.orders)] == expected
 
 
 ANY_LOOPED = [f"{name}-v{v}" for name in LOOPED_SCHEDULES for v in (1, 2, 3)]
@@ -245,6 +199,65 @@ def test_steps_of_any_counts_of_ranks_microbatches_and_stages_have_the_bits_of_a
     model, sizes = captured(encoder), split_sizes(ROWS, m)
     schedule = make_schedule(name, p, m)
     artifact = generated(cut_evenly(model, schedule.num_stages, recompute), schedule)
-    run, unsplit = TrainingRun(artifact, model.model), copy.deepcopy(model.model)
-    found = StepResult.of(run.step(model.inputs, sizes), run.model)
-    assert_equal(found, StepResult.of(unsplit_step(unsplit, model.inputs, sizes), unsplit))
+    assert_same_bits(artifact, model, sizes=sizes)
+
+
+# replicas, whatever their placement and the end of their step
+
+seconds = st.integers(0, 5).map(float)
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 4), st.integers(2, 4), seconds, seconds, seconds, seconds)
+def test_data_parallelism_takes_its_computes_and_what_comes_behind(
+    rounds: int, replicas: int, reduce: float, norm: float, update: float, gather: float
+) -> None:
+    count = max(rounds * replicas - 1, replicas)
+    schedule = replicate_schedule(functools.partial(make_schedule, "1f1b", 1), count, replicas)
+    price = {"reduce_grad": reduce, "grad_norm": norm, "update": update, "unshard": gather}
+
+    def makespan(**options: object) -> float:
+        step = make_step(schedule, **options)  # type: ignore[arg-type]
+        programs = step.programs()
+        endings = {(x.op, x.stage, x.bucket): price.get(x.op, 0.0) for p in programs for x in p.instructions}
+        return simulate(programs, replace(uniform_costs(1), sync_times=endings)).makespan
+
+    assert makespan() == 3 * rounds + reduce
+    assert makespan(updates=True) == 3 * rounds + reduce + update
+    assert makespan(updates=True, clips=True) == 3 * rounds + reduce + norm + update
+    assert makespan(updates=True, shard=ShardingLevel.OPTIMIZER) == 3 * rounds + reduce + update + gather
+    assert makespan(updates=True, shard=ShardingLevel.PARAMETERS) >= gather + 3 * rounds + reduce + update
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))
+def test_round_robin_on_equal_numbers_is_1f1b_lifted(stages: int, replicas: int, rounds: int) -> None:
+    several = round_robin(rounds * replicas, [replicas] * stages)
+    other = replicate_schedule(functools.partial(make_schedule, "1f1b", stages), rounds * replicas, replicas)
+    assert several.placement == other.placement
+    assert [*map(list, several.orders)] == [*map(list, other.orders)]
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 12))
+def test_round_robin_keeps_a_window_of_microbatches_in_flight(replicas: list[int], more: int) -> None:
+    schedule = round_robin(max(replicas) + more, replicas)
+    programs = verified(schedule)
+    limits = [window(stage, replicas) for stage, number in enumerate(replicas) for _ in range(number)]
+    assert all(found <= most for found, most in zip(map(peak_in_flight, programs), limits, strict=True))
+    first = [k for k, program in enumerate(programs) if schedule.placement[0][0] == program.rank]
+    needed = min(limits[0], ceil(schedule.num_microbatches / replicas[0]))
+    assert int(in_flight(programs[first[0]].instructions).max()) == needed
+
+
+def test_a_replica_without_a_microbatch_is_refused() -> None:
+    with pytest.raises(InputError, match="a stage has 3 replicas, which need a microbatch each"):
+        round_robin(2, [3, 1])
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_side_by_side_puts_the_ranks_of_a_pipeline_next_to_each_other(replicas: int, num_ranks: int) -> None:
+    acting = adjacent_pipelines(num_ranks, replicas)
+    assert sorted(rank for ranks in acting for rank in ranks) == list(range(replicas * num_ranks))
+    for pipeline in zip(*acting, strict=True):
+        assert list(pipeline) == list(range(pipeline[0], pipeline[0] + num_ranks))
+    assert adjacent_pipelines(3, 2) == ((0, 3), (1, 4), (2, 5))

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch_pipelining_script
+from equality_rows import LOSSES
+from forward_modules import model as module
 from torch import nn
 from torch.distributed import pipelining
 from torch.optim import SGD
@@ -78,41 +80,29 @@ def prepared(model: nn.Module, **options: Any) -> pipec.Pipeline:
     return pipe.prepare(torch.ones(4, 6), target=torch.ones(4, 6))
 
 
-def test_a_cut_inside_of_a_module_is_named() -> None:
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+@module(layers=lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(4)))
+def Deep(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in self.layers:
+        x = x + layer(x).tanh()
+    return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = x + layer(x).tanh()
-            return x
 
+def test_stages_are_lists_of_modules_or_are_refused() -> None:
     pipe = prepared(nn.Sequential(Deep(), nn.Linear(6, 6)))
     with pytest.raises(pipec.PlanError, match=r"stage 1 begins in 0 \(test_torch_runtime.py:\d+\)"):
         pipe.plan.module_fqns()
     whole = prepared(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), loss_fn=nn.MSELoss())
     assert whole.plan.module_fqns() == [["0"], ["1"]]
-
-
-def test_weights_of_two_stages_are_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     model[2].weight = model[0].weight
     with pytest.raises(pipec.PlanError, match=r"several stages use 0\.weight, and .* a copy on each"):
         prepared(model).plan.module_fqns()
 
 
-def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (
-        nn.functional.cross_entropy(output @ output.T, torch.arange(len(output))) + (output * target).mean()
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss_fn": contrastive}, "a part of the loss needs the rows of all microbatches"),
+        ({"loss_fn": LOSSES["mixing"]}, "a part of the loss needs the rows of all microbatches"),
         (
             {"schedule": "pipedream", "microbatches": 1, "optimizer": functools.partial(SGD, lr=0.1)},
             "mini-batches overlap in it",

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from bare_programs import lower, verify_programs
+from bare_programs import verified
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,10 +46,7 @@ def published(p: int, f: float, b: float, w: float, message: float) -> Workload:
 
 
 def played(schedule: Schedule, work: Workload) -> Timeline:
-    links = chain_links(schedule.num_stages)
-    programs = lower(schedule, links)
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
-    return simulate(programs, work.costs(schedule, links))
+    return simulate(verified(schedule), work.costs(schedule, chain_links(schedule.num_stages)))
 
 
 @pytest.mark.slow
