@@ -1,5 +1,6 @@
 """What every test shares: a thread per rank, captured graphs, reproducible hypothesis runs, golden files."""
 
+import difflib
 import gc
 import logging
 import os
@@ -13,7 +14,6 @@ import hypothesis
 import pytest
 import torch
 from constant_batch import constant_front_ends
-from golden_files import compare_golden
 
 from pipec import console
 from pipec.capture import tracer
@@ -80,6 +80,17 @@ def collect() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """``golden(text, name)`` compares ``text`` with the file ``tests/golden/<name>``."""
-    update = request.config.getoption("--update-golden")
-    return lambda text, name: compare_golden(text, GOLDEN / name, update)
+    """``golden(text, name)`` compares ``text`` with the file ``tests/golden/<name>``, or writes it."""
+
+    def compare(text: str, name: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        expected = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text != expected:
+            lines = (each.splitlines(keepends=True) for each in (expected, text))
+            diff = "".join(difflib.unified_diff(*lines, str(path), "this run"))
+            pytest.fail(f"{diff}\nif the change is meant, run pytest with --update-golden", pytrace=False)
+
+    return compare

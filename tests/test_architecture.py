@@ -80,6 +80,8 @@ OF_THE_RUNTIME = ("errors", "console", "torch_compat", "ir", "programs", "artifa
 NEED_TORCH = ("pipec.cli.artifact_inputs", "pipec.__main__")
 """A command imports the first when it runs; the second runs the command line when it is imported."""
 
+LIBRARIES = ("accelerate", "datasets", "lightning", "peft", "transformers", "trl")
+
 TORCHLESS = {".".join(m) for m, *_ in IMPORTS if m[1:] and m[1] in WITHOUT_TORCH} - {*NEED_TORCH}
 
 
@@ -89,7 +91,7 @@ TORCHLESS = {".".join(m) for m, *_ in IMPORTS if m[1:] and m[1] in WITHOUT_TORCH
         (sorted(TORCHLESS), ["torch"]),
         (["pipec.runtime"], [f"pipec.{name}" for name in ORDER if name not in OF_THE_RUNTIME]),
         (["pipec.pipeline.load"], [f"pipec.{name}" for name in COMPILER]),
-        (["pipec.api", "pipec.pipeline"], ["torch._dynamo", "torch._functorch.aot_autograd"]),
+        (["pipec.api", "pipec.pipeline"], ["torch._dynamo", "torch._functorch.aot_autograd", *LIBRARIES]),
     ],
     ids=["without torch", "runtime", "a loaded artifact", "a rank that captures nothing"],
 )

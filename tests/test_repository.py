@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from bare_programs import lower, verify_programs
 from doc_blocks import pages
 from packaging.requirements import Requirement
-from prose import faults
 from typer.testing import CliRunner
 
 import pipec
@@ -29,7 +27,6 @@ from pipec.compiler import pass_list
 from pipec.cost.profile import VERSION as PROFILE
 from pipec.hardware.topology import FORMAT as TOPOLOGY
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.programs.lower import chain_links
 from pipec.schedules import ENTRY_POINTS, Workload, one_f_one_b
 from pipec.schedules.chain_simulation import simulate_schedule
 from pipec.torch_compat.private_symbols import NEWEST, OLDEST, untested_version
@@ -74,10 +71,6 @@ def test_links_and_names_lead_to_files_and_headings(page: Path) -> None:
         assert page.name != "README.md" or "https://" in link, "a package index shows it without the rest"
     for path in re.findall(r"`((?:\w+/)+\w+\.py|(?:pipec|tests|docs|benchmarks)/[\w./-]+)`", text):
         assert (ROOT / "pipec" / path).exists() or (ROOT / path).exists(), path
-
-
-def test_prose_is_plain() -> None:
-    assert list(faults()) == []
 
 
 def test_figures_are_those_of_the_pages_that_they_link_to() -> None:
@@ -130,17 +123,14 @@ def test_the_pass_of_a_page_keeps_products_and_changes_no_gradient(monkeypatch: 
     assert all(torch.equal(one, other) for one, other in zip(gradients, same, strict=True))
 
 
-def test_the_schedule_of_a_page_verifies_and_hides_messages() -> None:
+def test_the_schedule_of_a_page_hides_messages() -> None:
     eager = first_block("docs/tasks/write_a_schedule.md").eager_1f1b
-    for num_ranks, num_microbatches in [(1, 1), (2, 3), (4, 8), (5, 2)]:
-        schedule, links = eager(num_ranks, num_microbatches), chain_links(num_ranks)
-        verify_programs(lower(schedule, links), schedule.placement, links, num_microbatches)
     work = Workload.uniform(4, message=0.5)
     assert [simulate_schedule(make(4, 8), work)[0].makespan for make in (eager, one_f_one_b)] == [36, 41]
     assert "36 units of time where 1F1B takes 41" in " ".join(read("docs/tasks/write_a_schedule.md").split())
 
 
-# versions, workflows and the Makefile
+# versions and workflows
 
 
 def test_pages_name_formats_and_versions_as_the_code_has_them() -> None:
@@ -179,20 +169,12 @@ def test_the_package_asks_for_the_tested_versions_of_torch_of_any_build(
     assert [record.message.count("9.0.1+cpu is newer") for record in caplog.records] == [1]
 
 
-def test_workflows_run_targets_of_the_makefile_on_every_supported_version() -> None:
-    tests, release = (read(f".github/workflows/{name}.yml") for name in ("tests", "release"))
-    targets = set(re.findall(r"^([\w-]+):.*##", read("Makefile"), re.MULTILINE))
-    assert {"test", "full", "package"} <= {*re.findall(r"run: make ([\w-]+)", tests + release)} <= targets
-    job = yaml.safe_load(tests)["jobs"]["test"]
+def test_workflows_test_every_supported_version() -> None:
+    job = yaml.safe_load(read(".github/workflows/tests.yml"))["jobs"]["test"]
     matrix, supported = job["strategy"]["matrix"], {*re.findall(r":: (3\.\d+)'", str(PROJECT["classifiers"]))}
     assert {*matrix["python"]} - {*re.findall(r"3\.\d+", job["continue-on-error"])} == supported
     builds = {*matrix["torch"], *(each["torch"] for each in matrix["include"])}
     assert {each.rpartition(".")[0] for each in builds} == {f"2.{k}" for k in range(OLDEST[1], NEWEST[1] + 1)}
-    steps = yaml.safe_load(release)["jobs"]["build"]["steps"]
-    (check,) = (x["run"] for x in steps if x.get("name") == "the tag is the version")
-    for tag, status in ((f"v{pipec.__version__}", 0), (f"v{pipec.__version__}.1", 1)):
-        environment = {**os.environ, "GITHUB_REF_NAME": tag}
-        assert subprocess.run(["bash", "-c", check], cwd=ROOT, env=environment).returncode == status
 
 
 # where the package is installed

@@ -102,12 +102,6 @@ def test_an_artifact_for_one_size_takes_no_other(tmp_path: Path) -> None:
     assert torch.equal(loaded.step(X, target=Y), fixed.step(X, target=Y))
 
 
-def test_devices_must_match_the_ranks_of_the_plan(saved: Path) -> None:
-    with pytest.raises(InputError, match="is for 2 ranks, but devices asks for 3"):
-        pipec.load(saved, devices=3)
-    assert pipec.load(saved, devices=["cpu", "cpu"]).plan.num_ranks == 2
-
-
 def test_tensors_that_were_not_saved_are_given_values_later(pipe: Pipeline, tmp_path: Path) -> None:
     pipe.save(tmp_path / "empty")
     loaded = pipec.load(tmp_path / "empty")
@@ -141,12 +135,13 @@ def updating(**options: object) -> Pipeline:
     return pipec.compile(model, 2, **how).prepare(X, target=Y)
 
 
-def test_what_an_artifact_needs_for_its_updates_is_asked_for(saved: Path, tmp_path: Path) -> None:
+def test_options_that_are_not_of_an_artifact_are_refused(saved: Path, tmp_path: Path) -> None:
     updating(clip_grad_norm=1.0).save(tmp_path / "clips")
     updating().save(tmp_path / "updates")
     mistakes = [
         ("updates", {}, "update the weights, but optimizer is None; pass a function"),
         ("saved", {"optimizer": ADAM}, "end with gradients, but optimizer is .*to no other"),
+        ("saved", {"devices": 3}, "is for 2 ranks, but devices asks for 3"),
         ("clips", {"optimizer": ADAM}, "clip gradients, but clip_grad_norm is None; pass a number"),
         ("updates", {"optimizer": ADAM, "clip_grad_norm": 1.0}, "the artifact's programs do not clip"),
         ("clips", {"optimizer": ADAM, "clip_grad_norm": 0.0}, "clip_grad_norm is 0.0; expected a number"),
@@ -156,27 +151,15 @@ def test_what_an_artifact_needs_for_its_updates_is_asked_for(saved: Path, tmp_pa
             pipec.load(saved if name == "saved" else tmp_path / name, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "edit", "message"),
-    [
-        ("plan.json", ('"clips": true', '"clips": false'), r"plan\.json is not the plan that was compiled"),
-        ("rank_0.txt", ("bucket 0", "bucket 77"), "unshard names bucket 77; expected"),
-    ],
-)
-def test_an_edit_is_refused_even_if_its_checksum_fits(
-    tmp_path: Path, name: str, edit: tuple[str, str], message: str
-) -> None:
-    directory, checksums = tmp_path / "saved", tmp_path / "saved" / "SHA256SUMS"
-    updating(clip_grad_norm=1.0, shard="parameters", stages=1).save(directory)
-    path = directory / name
+def test_an_edited_program_is_verified_although_its_checksum_fits(tmp_path: Path) -> None:
+    updating(shard="parameters", stages=1).save(tmp_path / "saved")
+    path, checksums = tmp_path / "saved" / "rank_0.txt", tmp_path / "saved" / "SHA256SUMS"
     before = path.read_bytes()
-    after = before.replace(*map(str.encode, edit), 1)
-    assert after != before
-    path.write_bytes(after)
-    old, new = (hashlib.sha256(each).hexdigest() for each in (before, after))
+    path.write_bytes(before.replace(b"bucket 0", b"bucket 77", 1))
+    old, new = (hashlib.sha256(each).hexdigest() for each in (before, path.read_bytes()))
     checksums.write_text(checksums.read_text().replace(old, new))
-    with pytest.raises((ArtifactError, VerifyError), match=message):
-        read_artifact(directory)
+    with pytest.raises(VerifyError, match="unshard names bucket 77; expected"):
+        read_artifact(tmp_path / "saved")
 
 
 class Tied(nn.Module):
@@ -223,7 +206,7 @@ def test_a_loaded_artifact_evaluates_what_was_evaluated_before(tmp_path: Path) -
     expected = pipe.eval_step(X, target=Y), pipe(X[:6])
     pipe.train()
     pipe.save(tmp_path / "saved", tensors=True)
-    loaded = pipec.load(tmp_path / "saved")
+    loaded = pipec.load(tmp_path / "saved", devices=["cpu", "cpu"])
     with pytest.raises(InputError, match=r"eval_step was called in training mode, but the artifact holds"):
         loaded.eval_step(X, target=Y)
     loaded.eval()

@@ -1,20 +1,35 @@
-"""The folder of a checkpoint: damaged, replaced, shared, killed while it is written. One is always whole."""
+"""The folder of a checkpoint: converted, damaged, replaced, shared, killed while it is written.
+
+One is always whole. It goes to torch.distributed.checkpoint and back; the command line tells what it has.
+"""
 
 import functools
+import json
+import os
+import pickle
 import random
+import re
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import torch_checkpoint_script
 from killed_saves import killed_in_call
-from resumable_training import Run, start
+from resumable_training import Net, Run, start
 from slow_params import slow
+from typer.testing import CliRunner
+from worker_processes import run_ranks
 
 import pipec
 from pipec.checkpoint import shards
+from pipec.cli import app
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Detected an existing")
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +42,86 @@ def run() -> Run:
 
 @pytest.fixture
 def saved(run: Run, tmp_path: Path) -> Path:
-    run.save(tmp_path / "saved")
+    run.save(tmp_path / "saved", extra={"seen": (1, 2)})
     return tmp_path / "saved"
+
+
+def cli(command: str, *arguments: object, status: int = 0) -> str:
+    words = ["checkpoint"] * (command == "convert")
+    result = CliRunner().invoke(app, [*words, command, *map(str, arguments)])
+    assert result.exit_code == status, (result.output, result.exception)
+    return " ".join(result.output.split())
+
+
+def test_what_is_in_a_checkpoint(run: Run, saved: Path, tmp_path: Path) -> None:
+    facts = json.loads(cli("check", saved, "--json"))
+    assert facts["num_steps"] == run.pipe.num_steps
+    assert facts["weights"] == {"tensors": 10, "bytes": facts["weights"]["bytes"]}
+    assert facts["schedulers"] == ["OneCycleLR"]
+    assert [group["optimizer"] for group in facts["groups"]] == ["AdamW"] * 2
+    assert f"{saved} is a valid checkpoint, after {facts['num_steps']} steps" in cli("check", saved)
+    assert "is no artifact and no checkpoint" in cli("check", tmp_path, status=1)
+    content = bytearray((saved / "checkpoint.pt").read_bytes())
+    content[100] ^= 1
+    (saved / "checkpoint.pt").write_bytes(content)
+    for arguments in (("check", saved), ("convert", saved, tmp_path / "other")):
+        assert "checkpoint.pt is not what was saved" in cli(*arguments, status=1)
+    assert not (tmp_path / "other").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "precious").touch()
+    cli("convert", saved, tmp_path / "other", status=1)
+
+
+def test_there_and_back_is_the_same_training(run: Run, saved: Path, tmp_path: Path) -> None:
+    cli("convert", saved, tmp_path / "torch")
+    cli("convert", tmp_path / "torch", tmp_path / "back")
+    assert run.load(tmp_path / "back") == {"seen": (1, 2)}
+    losses = run.train(1, 3)
+    run.load(saved)
+    assert run.train(1, 3) == losses
+    assert (tmp_path / "back" / "checkpoint.pt").read_bytes() == (saved / "checkpoint.pt").read_bytes()
+
+
+def test_of_a_foreign_folder_weights_and_the_state_of_a_named_optimizer_are_taken(
+    run: Run, tmp_path: Path
+) -> None:
+    groups = [{"lr": 0.1, "params": ["head.weight"]}]
+    state = {"model": Net(tied=False).double().state_dict(), "optim": {"param_groups": groups}}
+    dcp.save({"app": state, "epoch": 3}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    folders = tmp_path / "torch", tmp_path / "made"
+    assert "pass it, such as --optimizer AdamW" in cli("convert", *folders, status=2)
+    assert "skipped: epoch" in cli("convert", *folders, "--optimizer", "AdamW")
+    with pytest.raises(pipec.CheckpointError, match=r"head\.weight and words\.weight differ in the file"):
+        run.pipe.load_checkpoint(tmp_path / "made", model_only=True)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
+@pytest.mark.parametrize("where", ["metadata", "entry"])
+def test_nothing_of_a_folder_is_run(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "torch"
+    state = {"model": {"a": torch.ones(2)}, "optim": {"param_groups": [{"lr": 0.1, "params": ["a"]}]}}
+    if where == "entry":
+        state["optim"]["param_groups"][0]["lr"] = Evil()  # type: ignore[index]
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    if where == "metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert "mkdir" in cli("convert", folder, tmp_path / "made", "--optimizer", "SGD", status=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["torch"]
+
+
+def test_a_file_outside_of_a_folder_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "torch" / ".metadata"
+    dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=path.parent, no_dist=True)
+    found = pickle.loads(path.read_bytes())
+    ((key, place),) = found.storage_data.items()
+    found.storage_data = {key: replace(place, relative_path="../other")}
+    path.write_bytes(pickle.dumps(found))
+    assert "names a file outside its folder" in cli("convert", path.parent, tmp_path / "made", status=1)
 
 
 def states(run: Run) -> list[torch.Tensor]:
@@ -39,31 +132,22 @@ def states(run: Run) -> list[torch.Tensor]:
     ]
 
 
-def damages(path: Path) -> Iterator[Callable[[], object]]:
-    """Ways to damage a file, each of which is made on the intact one."""
-    content, chosen = path.read_bytes(), random.Random(path.name)
-    for _ in range(12):
-        flipped = bytearray(content)
-        flipped[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
-        yield functools.partial(path.write_bytes, flipped)
-    for length in (0, 1, len(content) // 2, len(content) - 1):
-        yield functools.partial(path.write_bytes, content[:length])
-    yield functools.partial(path.write_bytes, content + b"\0")
-    yield path.unlink
-    path.write_bytes(content)
-
-
 @pytest.mark.slow
-def test_every_damage_is_found_with_the_name_of_the_file(run: Run, saved: Path) -> None:
-    before = states(run)
-    files = sorted(saved.iterdir())
+@pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "missing"])
+def test_every_damage_is_found_with_the_name_of_the_file(run: Run, saved: Path, damage: str) -> None:
+    before, files = states(run), sorted(saved.iterdir())
     assert len(files) == 5
     for path in files:
-        for damage in damages(path):
-            damage()
-            with pytest.raises(pipec.CheckpointError) as caught:
+        content = path.read_bytes()
+        for at in random.Random(path.name).sample(range(len(content)), 4):
+            flipped = content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+            kinds = {"flipped": flipped, "cut": content[:at], "longer": content + b"\0"}
+            path.write_bytes(kinds.get(damage, b""))
+            if damage == "missing":
+                path.unlink()
+            with pytest.raises(pipec.CheckpointError, match=re.escape(path.name)):
                 run.load(saved)
-            assert path.name in str(caught.value)
+        path.write_bytes(content)
     assert all(map(torch.equal, states(run), before))
     run.load(saved)
 
@@ -181,16 +265,12 @@ class TestAsynchronous:
                 saving.result()
         assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
         assert [path.name for path in saved.parent.iterdir()] == ["saved"]
-        assert threads_of_checkpoints() == []
+        assert not [each for each in threading.enumerate() if each.name == "pipec checkpoint"]
         run.save(saved)
 
 
 def full(path: Path, data: bytes) -> str:
     raise OSError(28, "No space left on device", "its file")
-
-
-def threads_of_checkpoints() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "pipec checkpoint"]
 
 
 class TestARun:
@@ -218,3 +298,48 @@ class TestARun:
         checkpoints.step(run.pipe, extra="here", **run.training_state)
         (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.previous")
         assert checkpoints.resume(run.pipe, **run.training_state) == "here"
+
+
+# trainings that go to FSDP2 and plain torch and back, over other numbers of ranks
+
+SCRIPT = Path(torch_checkpoint_script.__file__)
+PIPEC = {
+    "one process": (0, {"devices": 2}),
+    "2 stages": (2, {}),
+    "2 x 2, shard=optimizer": (4, {"replicas": 2, "shard": "optimizer"}),
+    "2 x 2, shard=gradients": (4, {"replicas": 2, "shard": "gradients"}),
+    "2 x 2, shard=parameters": (4, {"replicas": 2, "shard": "parameters"}),
+}
+
+
+def ran(side: str, num_ranks: int, folder: Path, source: Path | str, **options: Any) -> dict[str, Any]:
+    given = [json.dumps(options)] if side == "pipec" else []
+    run_ranks(SCRIPT, num_ranks, folder.parent, [side, str(folder), str(source), *given])
+    return {path.stem: torch.load(path) for path in folder.glob("*.pt")}
+
+
+def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same bits of weights and of AdamW's state, and the same hyperparameters."""
+    for part in (lambda state: state["model"], lambda state: state["optim"]["state"]):
+        torch.testing.assert_close(part(found), part(expected), rtol=0, atol=0)
+    assert expected["optim"]["state"]
+    assert found["optim"]["param_groups"] == expected["optim"]["param_groups"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", PIPEC)
+def test_a_training_goes_to_torch_and_back(layout: str, tmp_path: Path) -> None:
+    num_ranks, options = PIPEC[layout]
+    first = ran("pipec", num_ranks, tmp_path / "pipec", "-", **options)
+    require_same(first["again"], first["trained"])
+    cli("convert", tmp_path / "pipec" / "pipec", tmp_path / "converted")
+    for source in (tmp_path / "pipec" / "torch", tmp_path / "converted"):
+        plain = ran("torch", 0, tmp_path / "plain", source)
+        require_same(plain["loaded"], first["trained"])
+    sharded = ran("torch", 3, tmp_path / "sharded", tmp_path / "pipec" / "torch")
+    require_same(sharded["loaded"], first["trained"])
+    for form in ("torch", "flat"):
+        back = tmp_path / f"back from {form}"
+        cli("convert", tmp_path / "sharded" / form, back, "--optimizer", "AdamW", "--num-steps", 4)
+        again = ran("pipec", num_ranks, tmp_path / f"again from {form}", back, **options)
+        require_same(again["loaded"], sharded["trained"])

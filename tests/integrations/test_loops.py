@@ -1,4 +1,4 @@
-"""A loop of one's own, with Accelerate or with Lightning trains a pipeline as the model.
+"""A loop with Accelerate or with Lightning trains a pipeline as the model.
 
 On any layout it gives the numbers of one device without pipec.
 """
@@ -17,8 +17,7 @@ from worker_processes import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPTS = {
-    name: Path(__file__).parents[1] / "helpers" / f"{name}_script.py"
-    for name in ("plain_loop", "accelerate", "lightning")
+    name: Path(__file__).parents[1] / "helpers" / f"{name}_script.py" for name in ("accelerate", "lightning")
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (0, {"devices": 2, "microbatches": 2}),
