@@ -248,20 +248,33 @@ def model_names(step: TracedStep, canonical: Mapping[str, str]) -> tuple[dict[st
     return fqns, constants
 
 
-def refuse_kv_cache(call: ModelCall) -> None:
-    """Raise InputError if the call asks for a cache."""
+def refuse_kv_cache(model: nn.Module, call: ModelCall) -> None:
+    """Raise InputError if the call asks for a cache, or the model computes something else without one."""
     if call.kwargs.get("use_cache"):
         raise InputError(
             "use_cache=True asks for a cache of keys and values, which only generating text needs and no "
             "stage returns; leave it out"
         )
+    may_pack = call.kwargs.get("position_ids") is not None and call.kwargs.get("attention_mask") is None
+    if may_pack and call.kwargs.get("use_cache") is None and _asking_for_kv_cache(model):
+        raise InputError(
+            "with position_ids and no attention_mask, transformers keeps documents that are packed into a "
+            "row apart only without a cache of keys and values, and use_cache is True in the model's config. "
+            "pipec has no cache: set model.config.use_cache = False, so that they are kept apart everywhere, "
+            "or pass an attention_mask"
+        )
+
+
+def _asking_for_kv_cache(model: nn.Module) -> list[Any]:
+    """The configs of Hugging Face's models that ask for a cache of keys and values."""
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config"))}
+    return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
 
 
 @contextlib.contextmanager
 def without_kv_cache(model: nn.Module) -> Iterator[None]:
     """Turn off Hugging Face's caches of keys and values, which only generating text reads."""
-    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config"))}
-    asking = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    asking = _asking_for_kv_cache(model)
     for config in asking:
         config.use_cache = False
     try:

@@ -115,7 +115,7 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         UnsupportedTorchError: torch is not as pipec knows it.
     """
     model, call, is_training = request.model, request.call, request.mode.trains
-    refuse_kv_cache(call)
+    refuse_kv_cache(model, call)
     refuse_foreign_model(model)
     _refuse_other_splits(call)
     _refuse_cumulative_norms(model)
