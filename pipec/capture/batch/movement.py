@@ -137,11 +137,12 @@ def concatenate(call: OperatorCall) -> Dependence:
     wholes = {value.degree for value in values if isinstance(value, Whole)}
     if not sums:
         return Whole(wholes.pop()) if len(wholes) == 1 else call.mixed("joins different powers of the rows")
-    if wholes - {0} or (wholes and sums - {0, -1}):
-        return call.mixed("joins different powers of the number of rows")
-    if len(sums) == 1 and (not wholes or sums == {MEAN.degree}):
+    if len(sums) == 1 and (not wholes or (wholes == {0} and sums == {MEAN.degree})):
         return SumOverRows(sums.pop())
-    raise NeedsMeanError([x for x, value in zip(parts, values, strict=True) if value == SumOverRows()])
+    if wholes <= {0} and sums <= {0, MEAN.degree}:
+        made = zip(parts, values, strict=True)
+        raise NeedsMeanError([x for x, value in made if value == SumOverRows()])
+    return call.mixed("joins different powers of the number of rows")
 
 
 def _joined_rows(
