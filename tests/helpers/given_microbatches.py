@@ -55,7 +55,7 @@ def Images(self: Any, images: Sequence[Tensor], labels: Tensor) -> Tensor:
 
 
 def llama() -> nn.Module:
-    """Without a cache, with which transformers would not tell documents apart."""
+    """Without a cache, with which transformers does not keep documents apart."""
     model: Any = huggingface_models.llama()[0]
     model.config.use_cache = False
     return model

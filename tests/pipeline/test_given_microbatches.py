@@ -197,6 +197,15 @@ def test_differences_and_mistakes_are_refused() -> None:
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
+def test_packed_documents_need_a_model_without_a_cache() -> None:
+    """With one, documents of a row attend to each other; a first row may have one alone."""
+    model: Any = given_microbatches.llama()
+    model.config.use_cache = True
+    pipe = pipec.compile(model, devices=2, check="off")
+    with pytest.raises(pipec.InputError, match=r"set model.config.use_cache = False"):
+        pipe.step(microbatches=[given_microbatches.tokens(0)])
+
+
 def test_a_microbatch_that_the_model_cannot_take_is_named() -> None:
     """One row, of which a batch norm has no variance; then none."""
     pipe = pair_of(fixes_norm=False).pipe
