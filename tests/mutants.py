@@ -193,10 +193,14 @@ class Copy:
     def found_by(self, mutant: Mutant) -> str:
         """The test that fails with a fault, twice, and passes without it; empty if there is none."""
         for tests in self._test_map.tests_of(mutant):
-            while failed := self._failed_with(mutant, tests):
+            by_chance = list[str]()
+            while failed := self._failed_with(mutant, [*tests, *by_chance]):
                 if self._failed_with(mutant, failed) and not self._failed(failed):
                     return failed[0]
-                tests = [*tests, *(f"--deselect={each}" for each in failed)]
+                others = {f"--deselect={each}" for each in failed} - {*by_chance}
+                if not others:
+                    break
+                by_chance += others
         return ""
 
     def _failed_with(self, mutant: Mutant, tests: Sequence[str]) -> Sequence[str]:
@@ -209,7 +213,7 @@ class Copy:
             path.write_bytes(source)
 
     def _failed(self, tests: Sequence[str]) -> Sequence[str]:
-        """The first of the tests that fails, or all of them if pytest names none."""
+        """The first of the tests that fails, or all of them if the process ends otherwise."""
         run = subprocess.Popen(
             [*PYTEST, "-x", *tests],
             cwd=self._folder,
@@ -224,9 +228,9 @@ class Copy:
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
             return tests
-        if run.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            return []
-        return re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", output, re.MULTILINE)[:1] or tests
+        if run.returncode in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+            return re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - |$)", output, re.MULTILINE)[:1]
+        return tests if run.returncode < 0 or run.returncode == pytest.ExitCode.INTERNAL_ERROR else []
 
 
 def _environment(folder: Path) -> dict[str, str]:

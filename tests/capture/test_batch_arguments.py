@@ -88,6 +88,18 @@ def test_time_first_models_train_as_the_unsplit_one(name: str) -> None:
     assert name != "encoder" or "check_branch(" in pair.pipe.source(0) + pair.pipe.source(1)
 
 
+@pytest.mark.slow
+def test_an_artifact_splits_by_the_same_dimensions(tmp_path: Path) -> None:
+    pair = Pair(made(Recurrent), flat_loss, batched=BY_TIME)
+    x, target = tokens(TIME, ROWS), tokens(TIME * ROWS, seed=2)
+    loss = pair.pipe.step(x, target=target)
+    pair.pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved")
+    assert relative_error(loaded.step(x, target=target), loss) < 1e-12
+    with pytest.raises(InputError, match=r"target is of shape \(34,\); expected 5 rows"):
+        loaded.step(x, target=target[1:])
+
+
 @model(first=lambda: nn.Linear(3, 4), last=lambda: nn.Linear(4, 4))
 def Last(self: Any, x: Tensor, other: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns a batch that is the last dimension, and the first, and in the middle."""
@@ -341,6 +353,12 @@ def test_without_a_check_what_is_not_proved_is_asked() -> None:
     )
     with pytest.raises(InputError, match=r"args\[1\].*batched=\{'other': 0\}.*batched=\{'other': None\}"):
         pipe.step(X, TABLE)
+
+
+def test_keywords_of_which_none_is_certainly_the_batch_are_asked_about() -> None:
+    pipe = pipec.compile(Combined(multiply_by_table), devices=2, microbatches=2)
+    with pytest.raises(InputError, match=r"kwargs\['other'\] has 8 rows and .*batched=\{'other': None\}"):
+        pipe.step(x=X, other=torch.cat([TABLE, TABLE]))
 
 
 def test_a_tensor_stays_what_it_was() -> None:

@@ -16,13 +16,14 @@ from awkward_modules import SIZES, WIDTH, Between, Pair, assert_same_bits, batch
 from forward_modules import model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.sym_node import SymNode
 from unsplit_reference import StepResult, assert_equal
 
 import pipec
 from pipec.errors import CaptureError, InputError
 from pipec.pipeline import Pipeline
 from pipec.torch_compat.module_state import replace_with_fake_tensors, restore_module
-from pipec.torch_compat.operator_patches import RECURRENT
+from pipec.torch_compat.operator_patches import CACHED_METHODS, RECURRENT
 
 mse = nn.functional.mse_loss
 
@@ -290,6 +291,7 @@ def surroundings() -> dict[str, object]:
         "apply": torch.autograd.Function.__dict__["apply"],
         "register_hook": Tensor.register_hook,
         "validation": torch.distributions.Distribution._validate_args,
+        "size arithmetic": [getattr(SymNode, name) for name in CACHED_METHODS],
         "recurrent": [dict(getattr(torch.ops.aten, name).input.py_kernels) for name in RECURRENT.values()],
         "levels": {name: logging.getLogger(name).level for name in ("torch", "torch._dynamo", "torch.fx")},
     }

@@ -198,6 +198,15 @@ def count_globally(self: Any, x: Tensor) -> Tensor:
     return x * COUNT[0]
 
 
+def count_in_a_name(self: Any, x: Tensor) -> Tensor:
+    global TOTAL
+    TOTAL += 1
+    return x * TOTAL
+
+
+TOTAL = 0
+
+
 def count_in_a_list(self: Any, x: Tensor) -> Tensor:
     self.calls.append(1)
     return x * len(self.calls)
@@ -205,7 +214,7 @@ def count_in_a_list(self: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("odd", "name"),
-    [(count_globally, "COUNT"), (count_in_a_list, "calls")],
+    [(count_globally, "COUNT"), (count_in_a_name, "test_foreign_code"), (count_in_a_list, "calls")],
 )
 def test_a_warning_names_python_state_that_forward_changes(
     odd: Any, name: str, caplog: pytest.LogCaptureFixture

@@ -17,7 +17,6 @@ from pipec.errors import InputError
 
 ROWS = 6
 
-
 OF_ALL_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "amax": lambda y: y.amax(0),
     "sqrt": lambda y: (y.sum(1), y.square().mean().sqrt()),
@@ -37,6 +36,26 @@ def test_a_value_of_all_rows_together(call: str, request: pytest.FixtureRequest)
     torch.testing.assert_close(pipec.compile(model, devices=2, microbatches=1)(x), expected)
     with pytest.raises(InputError, match=rf"of all rows together[\s\S]* {call} at test_outputs\.py:"):
         pipec.compile(model, devices=2, microbatches=2)(x)
+
+
+def loss_and_logs(output: dict[str, Tensor], target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    wrong = (output["y"] - target).square()
+    logs = {"rows": wrong.sum(1), "count": (output["y"] > 0).sum(), "loss": wrong.mean()}
+    return wrong.mean() + output["y"].abs().sum() / 7, logs
+
+
+def test_a_step_and_an_evaluation_keep_logs_and_return_the_output(tmp_path: Path) -> None:
+    pair = Pair(Returning(lambda y: {"y": y, "mean": y.mean(0)}), loss_and_logs, microbatches=3)
+    for number, step in enumerate((pair.pipe.step, pair.pipe.eval_step)):
+        x, target = torch.randn(2, ROWS + number, WIDTH)
+        (loss, logs), output = pair.loss(x, target=target)
+        found = step(x, target=target, outputs=True)
+        torch.testing.assert_close([*found, pair.pipe.logs], [loss.detach(), output, logs])
+        assert list(pair.pipe.logs) == list(logs)
+    pair.pipe.save(tmp_path / "artifact", tensors=True)
+    loaded = pipec.load(tmp_path / "artifact")
+    loaded.step(x, target=target)
+    torch.testing.assert_close(loaded.logs, logs)
 
 
 @pytest.mark.parametrize("weight", [None, "rows"])
@@ -171,9 +190,7 @@ def test_the_user_says_how_losses_add_up(
     ],
 )
 def test_weights_that_are_none_are_refused(weight: Any, message: str) -> None:
-    (x, y), options = (
-        batch(),
-        {"loss_fn": root, "microbatches": 2, "microbatch_weight": weight},
-    )
+    x, y = batch()
+    options = {"loss_fn": root, "microbatches": 2, "microbatch_weight": weight}
     with pytest.raises(InputError, match=message):
         pipec.compile(model(), devices=2, **options).step(x, target=y)

@@ -169,6 +169,13 @@ def test_a_file_of_a_topology(tmp_path: Path) -> None:
     assert "3 stages on 3 ranks, 1f1b, 4 microbatches of 2" in result.output
 
 
+@pytest.mark.parametrize("text", ["devices = 3", HOSTS.replace("speed", "flavour"), "levels = []"])
+def test_a_file_that_is_no_topology_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "hosts.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(PlanError, match=r"hosts\.toml is not a topology: .* Expected devices"):
+        read_topology(tmp_path / "hosts.toml")
+
+
 @given(st.lists(st.integers(0, 23), min_size=2, unique=True))
 def test_the_links_among_devices_are_those_between_any_two(devices: list[int]) -> None:
     topology = Topology((Device(),) * 24, (Level(2, 4e9), Level(3, 2e9), Level(4, 1e9)))

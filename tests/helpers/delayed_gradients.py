@@ -240,6 +240,8 @@ class Row:
         return Scaled() if self.model == "scaled" else model(5)
 
     def reference(self, pipe: pipec.Pipeline) -> Delayed:
+        assert pipe.plan.schedule == self.schedule
+        assert tuple(map(len, pipe.plan.placement)) == self.replicas
         return Delayed(pipe.plan, self.make(), FACTORIES[self.optimizer], self.clip, self.precision)
 
 

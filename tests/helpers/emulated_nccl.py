@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -213,7 +213,11 @@ def run_ranks(num_ranks: int, run: Callable[[Emulated], T]) -> list[T]:
     for each in zip(ranks, found, strict=True):
         threading.Thread(target=run_one, args=each, daemon=True).start()
     try:
-        return [each.result(PATIENCE) for each in found]
+        done, waiting = wait(found, PATIENCE, FIRST_EXCEPTION)
+        for each in done:
+            each.result()
+        assert not waiting, "some ranks wait for each other"
+        return [each.result() for each in found]
     finally:
         for rank in ranks:
             rank.star.close()

@@ -4,6 +4,7 @@ As a script it trains such a model on all ranks, and compares with plain accumul
 """
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -151,6 +152,7 @@ def same(
     found = [(name, x.grad, plain[name].grad) for name, x in pair.pipe.named_parameters()]
     found += [(name, state[name], x) for name, x in pair.unsplit.named_buffers() if name in state]
     for name, value, other in found:
+        assert "RANK" in os.environ or (value is None) == (other is None), name
         if value is not None and other is not None:
             assert (value - other).abs().max() < of_gradients, name
 

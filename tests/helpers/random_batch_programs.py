@@ -51,7 +51,7 @@ ROW_BY_ROW = """
 torch.tanh({v}) | {v} * 0.7 + 0.2 | F.gelu({v}) | {v}.clamp(min=-0.3) | {v} + {u} | {v} * {u} | {v} - {u}
 torch.where({v} > 0.1, {v}, {u}) | torch.maximum({v}, {u}) | torch.lerp({v}, {u}, 0.3) | {v}.abs() + 0.1
 {v} / ({u}.abs() + 1) | {v} * ({v} > 0) | torch.addcmul({v}, {v}, {u}) | {v} + c | {v} * c[None]
-F.linear({v}, t) | {v} @ t | t @ {v} | {v}.transpose(0, -1) * w | {v} * w[:, None] | {v} * w[:, None, None]
+F.linear({v}, t) | {v} @ t | t @ {v}.mT | {v}.transpose(0, -1) * w | {v} * w[:, None] | {v} * w[:, None, None]
 {v} + k[:, None] | {v}.masked_fill(m[:, None], 0.5) | F.embedding(k, t) | F.one_hot(k, 6) * {v} | t[k]
 c[k] * {v}.sum(1) | {v}.double() | {v}.contiguous() | {v}.clone() | {v}.detach() | {v}.sigmoid().log()
 torch.erf({v}).square() | {v}[...] | {v}[:] | {v}[None] | {v}[..., None] | {v}.nan_to_num(0.1)
@@ -90,8 +90,8 @@ MOVING = """
 {v}.squeeze({d}) | {v}.flatten({d}) | {v}.flatten(0, {d}) | {v}.reshape(-1)
 {v}.reshape({v}.shape[{d}], -1) | {v}.reshape(-1, {v}.shape[{d}])
 {v}.reshape({v}.shape[{d}], {v}.shape[{e}], -1) | {v}.unflatten({d}, (2, -1)) | {v}.unflatten({d}, (-1, 2))
-{v}.mT | {v}.unflatten({d}, (3, 2)) | {v}.unflatten({d}, (-1, {v}.shape[{e}]))
-{v}.unflatten({d}, ({v}.shape[{e}], -1)) | {v}.transpose({d}, {e}).reshape({v}.shape)
+{v}.mT | {v}.unflatten({d}, (3, 2)) | {v}.flatten(0, 1).unflatten(0, (-1, {v}.shape[1]))
+{v}.flatten(0, 1).unflatten(0, ({v}.shape[0], -1)) | {v}.transpose({d}, {e}).reshape({v}.shape)
 {v}.flatten({d}).unflatten({d}, {v}.shape[{d}:]) | {v}.reshape(-1, 3)
 {v}.transpose({d}, {e}).flatten().view({v}.shape) | {v}.permute(*range({r})[::-1]) | {v}.reshape(-1, 2)
 torch.cat([{v}, {u}], {d}) | torch.stack([{v}, {u}], {d}) | {v}.repeat_interleave(2, {d})
@@ -116,9 +116,9 @@ torch.column_stack([{v}, {u}]) | torch.block_diag({v}, {u}) | torch.diag_embed({
 
 MIXING = """
 {v}.sum() | {v}.mean() | {v}.max() | {v}.norm() | {v}.std() | {v} - {v}.mean() | {v} / ({v}.abs().sum() + 1)
-{v} == {v}.max() | {v} @ {u}.mT | {v}.mT @ {u} | {v} @ {u}.mT @ {v} | torch.cdist({v}, {u})
+({v} == {v}.max()).double() | {v} @ {u}.mT | {v}.mT @ {u} | {v} @ {u}.mT @ {v} | torch.cdist({v}, {u})
 torch.cdist({v}, t) | torch.outer(w, {v}.reshape(-1)[:3]) | torch.einsum({equation!r}, {v}, {u})
-torch.einsum({equation!r}, {v}, {u}) | torch.einsum({equation!r}, {v}, t) | torch.tensordot({v}, {u}, 1)
+torch.einsum({equation!r}, {v}, {u}) | torch.einsum({equation!r}, {v}, t) | torch.tensordot({v}, {u}.mT, 1)
 torch.kron({v}, c) | {v}[k % 2] | {v}[p] | {v}.index_select(0, p) | {v}[:, p] | {v}[p, k % 2]
 {v}.index_add(0, p, {v}) | {v}.new_zeros(6, {v}.shape[1]).index_add(0, k, {v})
 {v}.new_zeros(6).scatter_add(0, k, w) | {v}.new_zeros(6).index_add(0, k, w)[k]
@@ -132,9 +132,9 @@ torch.kron({v}, c) | {v}[k % 2] | {v}[p] | {v}.index_select(0, p) | {v}[:, p] | 
 {v}[m] | {v}[m].sum() | {v}.masked_select({v} > 0).sum() | {v}[{v} > 0.1].mean() | {v} * ({v} > 0.1).sum()
 ({v} * m[:, None]).sum() / m.sum() | (w * k).sum() / w.sum() | {v} / w.sum() | {v} * w.mean()
 {v} / k.double().mean() | w / w.sum() | {v} - w.max() | {v} * m.sum() | w.softmax(0)
-F.conv1d({v}, t[:, :, None]) | F.conv1d({v}, t[:, :5, None]) | F.conv1d({v}, t[:5, :5, None], padding=1)
+F.conv1d({v}, t[:, :5, None]) | F.conv1d({v}, t[:5, :5, None], padding=1)
 F.avg_pool1d({v}, 2) | F.max_pool1d({v}, 2, 1) | F.conv1d({v}.mT, t[:, :, None])
-F.conv1d({v}[None], t[:, :, None])[0] | F.interpolate({v}, scale_factor=2) | F.adaptive_avg_pool1d({v}, 2)
+F.conv1d({v}.mT[None], t[:, :, None])[0] | F.interpolate({v}, scale_factor=2) | F.adaptive_avg_pool1d({v}, 2)
 F.instance_norm({v}) | F.group_norm({v}, 1) | F.batch_norm({v}, c, c.abs())
 F.batch_norm({v}, c[:5], c[:5].abs())
 F.scaled_dot_product_attention({v}, {u}, {u})
@@ -142,14 +142,16 @@ F.scaled_dot_product_attention({v}.transpose(0, 1), {u}.transpose(0, 1), {u}.tra
 F.mse_loss({v}, {u}, reduction="none") | F.mse_loss({v}, {u}) | F.cross_entropy({v}, k, reduction="none")
 F.cross_entropy({v}, k, ignore_index=2) | F.cross_entropy({v}, k, c.abs())
 F.cross_entropy({v}, k, label_smoothing=0.1, reduction="sum") | F.nll_loss({v}, k)
-F.kl_div({v}, {u}, reduction="batchmean") | F.l1_loss({v}, {u}, reduction="sum")
+F.kl_div({v}, {u}.abs(), reduction="batchmean") | F.l1_loss({v}, {u}, reduction="sum")
 F.cosine_embedding_loss({v}, {u}, 2 * m - 1) | F.triplet_margin_loss({v}, {u}, {v}.roll(1, -1))
 torch.bincount(k, minlength=6).double() | torch.bincount(k, w, minlength=6)
-torch.bincount(k, minlength=6)[k] | F.one_hot(k, 6).sum(0) | F.one_hot(k, 6).double().T @ {v}
+torch.bincount(k, minlength=6)[k].double() | F.one_hot(k, 6).sum(0).double()
+F.one_hot(k, 6).double().T @ {v}
 torch.histc({v}, 4, -1, 1) | torch.bucketize({v}, c.sort().values).double()
-torch.searchsorted({v}.sort(-1).values, {u}) | torch.searchsorted(w.sort().values, w) | torch.cov({v})
-torch.corrcoef({v}.T) | torch.linalg.qr({v}).R.abs() | torch.linalg.inv({v}.mT @ {v} + eye({v}.shape[-1]))
-torch.linalg.det({v}) | torch.linalg.matrix_norm({v}) | torch.fft.fftn({v}).real | torch.trace({v})
+torch.searchsorted({v}.sort(-1).values, {u}).double() | torch.searchsorted(w.sort().values, w).double()
+torch.cov({v}) | torch.corrcoef({v}.T) | torch.linalg.qr({v}).R.abs()
+torch.linalg.inv({v}.mT @ {v} + eye({v}.shape[-1]))
+torch.linalg.det({v}.mT @ {v}) | torch.linalg.matrix_norm({v}) | torch.fft.fftn({v}).real | torch.trace({v})
 F.bilinear({v}, {u}, t[None].expand(2, -1, -1)) | {v}.unique().numel() * {v} | torch.fft.fft2({v}).real
 torch.pdist({v}) | F.pairwise_distance({v}, {u}) | F.normalize({v}) | F.softmax({v})
 F.embedding_bag(k[:, None], t, mode="sum") | F.embedding(k % 2, {v}) | torch.combinations(w).sum()
@@ -158,7 +160,7 @@ torch.vander(w, 3) | w.cumsum(0) | w[:, None] * w | (w[:, None] == w).sum(1) * {
 (k[:, None] == k).double() @ {v} | {v}.nonzero().sum() * {v} | F.local_response_norm({v}, 2)
 F.unfold({v}[:, None], (2, 2)) | F.pixel_shuffle({v}.repeat(1, 4, 1)[..., None].transpose(-1, -2), 2)
 F.lp_pool1d({v}, 2, 2) | F.conv2d({v}[:, None], t[None, None, :2, :2])
-F.conv_transpose1d({v}, t[:, :, None]) | F.rms_norm({v}, {v}.shape[{d}:]) | F.hardtanh({v}).prod()
+F.conv_transpose1d({v}.mT, t[:, :, None]) | F.rms_norm({v}, {v}.shape[{d}:]) | F.hardtanh({v}).prod()
 """
 
 NUMBERS_OF_ROWS = """

@@ -77,7 +77,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 def clipped(t: Trained, of: str, clip: Callable[..., Any] = utils.clip_grad_norm_) -> bool:
     """Clips by the norm of the parameters, as the plain model does."""
     expected = utils.clip_grad_norm_(t.plain.parameters(), 0.1)
-    found = clip(list(getattr(t, of).parameters()), 0.1)
+    found = clip(getattr(t, of).parameters(), 0.1)
     plain = dict(t.plain.named_parameters())
     own = [(p.grad, plain[name].grad) for name, p in t.net.named_parameters() if p.grad is not None]
     return close(found, expected) and all(close(*pair) for pair in own)

@@ -33,7 +33,7 @@ STEP_BUFFERS = ("num_batches_tracked", ".weight.0._u", ".weight.0._v")
 """The ends of the names of buffers that every microbatch changes alike."""
 
 
-def _step_buffers(model: nn.Module) -> dict[Tensor, Tensor]:
+def step_buffers(model: nn.Module) -> dict[Tensor, Tensor]:
     """Each of these buffers with a copy of its value."""
     return {x: x.clone() for fqn, x in model.named_buffers() if fqn.endswith(STEP_BUFFERS)}
 
@@ -49,7 +49,7 @@ def unsplit_step(
     """
     total: Tensor | float = 0.0
     owner = model if isinstance(model, nn.Module) else owner
-    before = _step_buffers(owner) if owner is not None else {}
+    before = step_buffers(owner) if owner is not None else {}
     for rows, size in zip(microbatches(inputs, sizes), sizes, strict=True):
         for buffer, value in before.items():
             buffer.copy_(value)

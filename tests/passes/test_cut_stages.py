@@ -90,6 +90,16 @@ def test_updates_after_each_mini_batch_count(graph: TrainingGraph) -> None:
     assert [stages_with(graph, each) for each in (None, updates)] == [[0, 0, 0, 1], [0, 0, 1, 1]]
 
 
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [(VersionPolicy.STASHED, (-1, 1)), (VersionPolicy.VERTICAL, (2, 0)), (VersionPolicy.DOUBLE, (1, 0))],
+)
+def test_versions_of_what_is_trained_count(versions: VersionPolicy, expected: tuple[int, int]) -> None:
+    """Beside the weights themselves, on three stages; where they are stashed, one for each in flight."""
+    updates = UpdateCost({}, 1e9, versions)
+    assert (updates.resident_bytes("w", 1.0, 3), updates.bytes_in_flight(1.0)) == expected
+
+
 def stages_with(graph: TrainingGraph, updates: UpdateCost | None) -> list[int]:
     """The stage of each layer."""
     cut = CutStages(equal_devices(2, DEVICES["cpu"].link), ROWS, updates=updates)

@@ -122,6 +122,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "attribute": (lambda net, _: setattr(net, "scale", 3.0), "model.scale changed from 1.0 to 3.0"),
     "dropout": (lambda net, _: setattr(net.drop, "p", 1.0), "model.drop.p changed from 0.0 to 1.0"),
     "dict": (lambda net, _: net.options.update(power=2), "model.options.power changed from 1 to 2"),
+    "global": (lambda *_: globals().update(OFFSET=2.0), "OFFSET changed from 0.0 to 2.0"),
     "loss": (lambda _, loss: setattr(loss, "weight", 0.5), "loss_fn.weight changed from 1.0 to 0.5"),
     "closure": (lambda _, loss: loss.anneal(0.7), "0.7"),
     "hook": (lambda net, _: net.last.register_forward_hook(doubled), "hooks of model.last changed from ()"),
@@ -139,15 +140,16 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-UNGUARDED = ("attribute", "dropout", "dict", "loss", "closure", "tensor", "in place")
+UNGUARDED = ("attribute", "dropout", "dict", "global", "loss", "closure", "tensor", "in place")
 """Changes that guards see, where there are any."""
 
 
 @pytest.mark.parametrize(("make", "changes"), [slow(Net, [*CHANGES]), (ReadsTheClock, UNGUARDED)])
 def test_what_changed_since_the_last_step_is_done_and_said_once(
-    make: Any, changes: Sequence[str], said: list[str]
+    make: Any, changes: Sequence[str], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One change after the other, none of which is undone."""
+    monkeypatch.setitem(globals(), "OFFSET", OFFSET)
     pair = pair_of(make)
     step(pair)
     for change in changes:

@@ -75,6 +75,9 @@ def test_pipelines_on_equal_ranks_take_turns(told: Told) -> None:
                 train(pipe, [step])
         if rank:
             small.save_checkpoint(FOLDER / "small")
+            train(small, [3])
+            small.load_checkpoint(FOLDER / "small")
+            train(small, [3])
         policy.save_checkpoint(FOLDER / "policy")
         small = pipe = None  # frees its connections
         train(policy, [3])
@@ -93,7 +96,8 @@ def test_pipelines_on_equal_ranks_take_turns(told: Told) -> None:
     assert alone[24:] == [policy[3], small[3]], "what was saved"
     for rank, lines in enumerate(ranks):
         pipes = [policy, single[rank], *[small] * (rank > 0), reward]
-        assert lines == [each[step] for step in range(3) for each in pipes] + [policy[3], reward[3]]
+        again = [small[3]] * 2 * (rank > 0)
+        assert lines == [each[step] for step in range(3) for each in pipes] + [*again, policy[3], reward[3]]
 
 
 def test_a_pipeline_that_is_freed_leaves_no_connection_behind(told: Told) -> None:
@@ -131,6 +135,18 @@ def test_a_mesh_says_which_ranks_are_replicas(names: tuple[str, str], told: Told
         every = [None] * 4
         dist.all_gather_object(every, (mesh.get_local_rank("pp"), names))
         assert all((stage == mesh.get_local_rank("pp")) == (own == names) for stage, own in every)
+        pipe, losses = compiled(wide, group=mesh, optimizer=None), []
+        optimizer = ADAMW(pipe.parameters())
+        for step in (0, 1, 2, 1, 2):
+            if step == 1:
+                meet = pipe.load_checkpoint if len(losses) > 1 else pipe.save_checkpoint
+                meet(FOLDER / "own", optimizer=optimizer)
+            x, y = batch(step)
+            torch.manual_seed(step)
+            losses.append(float(pipe.step(x, target=y)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[1:3] == losses[3:]
         """)
     alone = told(4)("""
         train(compiled(wide, replicas=2), range(3))

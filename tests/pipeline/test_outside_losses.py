@@ -141,6 +141,7 @@ def test_buffers_change_with_the_forward_and_backwards_read_the_old_ones() -> No
         (one.square().mean() * two.mean()).backward()
     pair.check_gradients(1e-9)
     assert_near(pair.pipe.state_dict()["2.running_mean"], pair.unsplit[2].running_mean, "mean")
+    assert pair.pipe.state_dict()["2.num_batches_tracked"] == 2
 
 
 @pytest.mark.parametrize(("outputs", "microbatches"), [("differentiable", 1), ("last", 1), ("last", 2)])

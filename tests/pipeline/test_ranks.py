@@ -65,6 +65,27 @@ def told(tmp_path: Path, body: str, num_ranks: int = 2) -> list[list[str]]:
     return run_lines(SCRIPT + textwrap.dedent(body), num_ranks, tmp_path)
 
 
+@pytest.mark.parametrize("outputs", [False, "differentiable"])
+def test_torchs_clipping_takes_the_norm_of_all_stages_once(outputs: bool | str, tmp_path: Path) -> None:
+    """Two replicas of two stages, behind two backwards of a module."""
+    body = f"""
+    pipe, plain = compiled(model(), devices=4, replicas=2), model()
+    module = pipe.as_module({outputs!r})
+    for _ in range(2):
+        loss = mse(module(x), y) if {outputs!r} else module(x, target=y)
+        for each in (loss, mse(plain(x), y)):
+            (each / 2).backward()
+    norms = (nn.utils.clip_grad_norm_(net.parameters(), 0.1) for net in (pipe, plain))
+    torch.testing.assert_close(*norms)
+    own = {{name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}}
+    assert 0 < len(own) < 6
+    for name, gradient in own.items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+    print("right")
+    """
+    assert told(tmp_path, body, 4) == [["right"]] * 4
+
+
 NET = """
 class Net(nn.Sequential):
     scale = 1.0

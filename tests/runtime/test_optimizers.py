@@ -132,6 +132,13 @@ def test_lr_schedulers_work_as_on_the_plain_optimizer(
     require_same(split, plain)
 
 
+def test_ranks_can_tell_whether_any_group_differs() -> None:
+    one, other = (Split(by_group).optimizer for _ in range(2))
+    assert one.call_description() == other.call_description()
+    other.param_groups[1]["lr"] = 0.5
+    assert one.call_description() != other.call_description()
+
+
 def test_the_groups_are_those_of_the_whole_model() -> None:
     groups = Split(by_group, 3).optimizer.param_groups
     assert groups[1]["param_names"] == ["a.bias", "scale", "b.bias"]

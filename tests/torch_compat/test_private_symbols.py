@@ -39,7 +39,9 @@ def uses(source: str) -> Iterator[tuple[str, int]]:
     nodes = [*ast.walk(ast.parse(source))]
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and _is_torch(node.module or "")]
     imported = [(each, f"{node.module}.{each.name}") for node in imports for each in node.names]
-    names = {"torch": "torch"} | {each.asname or each.name: path for each, path in imported}
+    modules = [each for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    names = {each.asname: each.name for each in modules if each.asname and _is_torch(each.name)}
+    names |= {"torch": "torch"} | {each.asname or each.name: path for each, path in imported}
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     yield from ((cut(path), each.lineno) for each, path in imported if cut(path))
     for node in nodes:
