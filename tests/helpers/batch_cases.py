@@ -603,8 +603,8 @@ def even(y: Tensor, chosen: Tensor) -> Tensor:
 
 def of_tokens(loss_fn: Callable[..., Any], target: Callable[[int], Any] | None = None) -> BatchCase:
     """A loss of a sequence of tokens."""
-    classes = target or (lambda rows: torch.randint(WIDTH, (rows, TIME)))
-    return sequential(lambda h: h, target=classes, loss_fn=loss_fn, options={"batched": {"target": 0}})
+    drawn = target or (lambda rows: torch.randint(WIDTH, (rows, TIME)))
+    return sequential(lambda h: h, target=drawn, loss_fn=loss_fn, options={"batched": {"target": 0}})
 
 
 LOSSES: dict[str, BatchCase] = {
