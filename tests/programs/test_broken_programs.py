@@ -69,7 +69,8 @@ def test_programs_of_any_step_mean_what_it_asks_for_and_need_few_buffers(step: S
     programs = step.programs()
     step.verify(programs)
     check_meaning(step, programs)
-    check_on_gpus(step, programs)
+    if not step.plan.recomputing_stages:
+        check_on_gpus(step, programs)
     for program in programs:
         live = defaultdict[Link, set[int]](set)
         peak, slots = Counter[Link](), defaultdict[Link, set[int]](set)
