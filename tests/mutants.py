@@ -191,19 +191,23 @@ class Copy:
             shutil.copyfile(ROOT / name, folder / name)
 
     def found_by(self, mutant: Mutant) -> str:
-        """The test that fails with a fault, twice, and passes without it; empty if there is none."""
+        """The test that fails with a fault; empty if there is none.
+
+        Those of its file fail again with the fault, and pass without it: others fail by chance.
+        """
         for tests in self._test_map.tests_of(mutant):
             by_chance = list[str]()
             while failed := self._failed_with(mutant, [*tests, *by_chance]):
-                if self._failed_with(mutant, failed) and not self._failed(failed):
-                    return failed[0]
-                others = {f"--deselect={each}" for each in failed} - {*by_chance}
-                if not others:
+                of_file = [each for each in tests if each.partition("::")[0] == failed.partition("::")[0]]
+                again = [*(of_file or tests), *by_chance]
+                if self._failed_with(mutant, again) and not self._failed(again):
+                    return failed
+                if f"--deselect={failed}" in by_chance:
                     break
-                by_chance += others
+                by_chance.append(f"--deselect={failed}")
         return ""
 
-    def _failed_with(self, mutant: Mutant, tests: Sequence[str]) -> Sequence[str]:
+    def _failed_with(self, mutant: Mutant, tests: Sequence[str]) -> str:
         path = self._folder / mutant.path
         source = path.read_bytes()
         path.write_bytes(mutant.applied_to(source))
@@ -212,8 +216,8 @@ class Copy:
         finally:
             path.write_bytes(source)
 
-    def _failed(self, tests: Sequence[str]) -> Sequence[str]:
-        """The first of the tests that fails, or all of them if the process ends otherwise."""
+    def _failed(self, tests: Sequence[str]) -> str:
+        """The first of the tests that fails, or how the process ended; empty if all pass."""
         run = subprocess.Popen(
             [*PYTEST, "-x", *tests],
             cwd=self._folder,
@@ -227,10 +231,11 @@ class Copy:
             output, _ = run.communicate(timeout=TIME_LIMIT)
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
-            return tests
+            return f"no end within {TIME_LIMIT:.0f} s"
         if run.returncode in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-            return re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - |$)", output, re.MULTILINE)[:1]
-        return tests if run.returncode < 0 or run.returncode == pytest.ExitCode.INTERNAL_ERROR else []
+            return re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - |$)", output, re.MULTILINE)[0]
+        is_ended = run.returncode < 0 or run.returncode == pytest.ExitCode.INTERNAL_ERROR
+        return f"exit status {run.returncode}" if is_ended else ""
 
 
 def _environment(folder: Path) -> dict[str, str]:
