@@ -149,6 +149,7 @@ REFUSED: Mapping[str, tuple[Any, str, *tuple[tuple[int, ...], ...]]] = {
     "no such argument": ({"otter": 1}, "batched names 'otter'"),
     "nothing is split": ({"x": None, "target": None}, "no argument is a tensor"),
     "no such dimension": ({"x": 2}, r"batched has 2 for args\[0\], which has no dimension 2"),
+    "half a dimension": ({"x": 0.5}, r"batched has 0.5 for args\[0\]; expected the dimension"),
     "a flag": ({"x": True}, r"batched has True for args\[0\]; expected the dimension"),
     "other rows": ({"x": 1, "target": 1}, r"args\[0\] has 5 rows and target has 4", (7, 5), (7, 4)),
     "no multiple": (BY_TIME, "target has size 34 in dimension 0; expected a multiple", (7, 5), (34,)),

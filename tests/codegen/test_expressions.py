@@ -280,6 +280,18 @@ def test_an_element_of_a_result_is_read_by_its_number() -> None:
     assert printed(operator.getitem, call(X, 1))[0] == "t0[1]"
 
 
+@pytest.mark.parametrize(
+    ("target", "arguments", "source"),
+    [
+        (aten.slice.Tensor, call(X, 1, 2, B), "t0[:, 2:b]"),
+        (aten._to_copy.default, call(X, dtype=torch.float64), "t0.to(dtype=torch.float64)"),
+        (aten.add.Tensor, call(2, X), "torch.ops.aten.add.Tensor(2, t0)"),
+    ],
+)
+def test_the_form_of_an_expression(target: Any, arguments: Arguments, source: str) -> None:
+    assert printed(target, arguments)[0] == source
+
+
 def test_random_operators_draw_from_a_generator_of_their_own() -> None:
     dropout, bernoulli = (
         printed(target, arguments, random_seed=3)[0]
