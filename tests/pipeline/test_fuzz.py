@@ -141,8 +141,8 @@ def test_a_damaged_artifact_is_refused_and_with_new_sums_it_may_be_as_good(
     if file.read_bytes() != before:
         with pytest.raises(PipecError):
             read_artifact(copy)
-    write_sum(copy, file, before)
     if file.suffix in (".json", ".txt", ".py"):
+        write_sum(copy, file, before)
         refused_or_fine(lambda: read_artifact(copy))
     if file.suffix in (".json", ".txt"):  # code that was changed at random is checked, and not run
         refused_or_fine(lambda: pipec.load(copy).step(X, target=Y))
