@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipec.capture.batch_inputs import positional_names
 from pipec.capture.block_masks import is_mask, with_block_masks
 from pipec.capture.markers import LOSS_OUTSIDE
 from pipec.capture.model_call import ModelCall
@@ -250,13 +251,14 @@ def model_names(step: TracedStep, canonical: Mapping[str, str]) -> tuple[dict[st
 
 def refuse_kv_cache(model: nn.Module, call: ModelCall) -> None:
     """Raise InputError if the call asks for a cache, or the model computes something else without one."""
-    if call.kwargs.get("use_cache"):
+    given = {**dict(zip(positional_names(model), call.args, strict=False)), **call.kwargs}
+    if given.get("use_cache"):
         raise InputError(
             "use_cache=True asks for a cache of keys and values, which only generating text needs and no "
             "stage returns; leave it out"
         )
-    may_pack = call.kwargs.get("position_ids") is not None and call.kwargs.get("attention_mask") is None
-    if may_pack and call.kwargs.get("use_cache") is None and _asking_for_kv_cache(model):
+    may_pack = given.get("position_ids") is not None and given.get("attention_mask") is None
+    if may_pack and given.get("use_cache") is None and _asking_for_kv_cache(model):
         raise InputError(
             "with position_ids and no attention_mask, transformers keeps documents that are packed into a "
             "row apart only without a cache of keys and values, and use_cache is True in the model's config. "

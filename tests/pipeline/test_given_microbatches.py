@@ -204,6 +204,9 @@ def test_packed_documents_need_a_model_without_a_cache() -> None:
     pipe = pipec.compile(model, devices=2, check="off")
     with pytest.raises(pipec.InputError, match=r"set model.config.use_cache = False"):
         pipe.step(microbatches=[given_microbatches.tokens(0)])
+    ids = torch.arange(12).view(2, 6)
+    with pytest.raises(pipec.InputError, match=r"set model.config.use_cache = False"):
+        pipe.step(ids, None, ids % 3, labels=ids)
 
 
 def test_a_microbatch_that_the_model_cannot_take_is_named() -> None:
