@@ -33,7 +33,6 @@ LARGE = GPT2Config(
     resid_pdrop=0.0,
     embd_pdrop=0.0,
     attn_pdrop=0.0,
-    use_cache=False,
 )
 
 

@@ -46,7 +46,6 @@ def main() -> None:
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-5, fused=True),
         clip_grad_norm=1.0,
         dtype="bfloat16",
-        use_cache=False,
     )
     pipe.train()
     vocabulary = AutoConfig.from_pretrained(args.folder).vocab_size

@@ -62,7 +62,7 @@ def test_a_llama_from_a_folder_is_the_same_on_any_number_of_ranks(tmp_path: Path
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64, use_cache=False)
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "llama")
     np.save(tmp_path / "tokens.npy", np.arange(1000, dtype=np.uint16) % 61)

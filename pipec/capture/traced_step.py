@@ -1,7 +1,7 @@
 """A call of a model to capture, the module that is traced for it, and the names of its tensors."""
 
-import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipec.capture.batch_inputs import positional_names
 from pipec.capture.block_masks import is_mask, with_block_masks
 from pipec.capture.markers import LOSS_OUTSIDE
 from pipec.capture.model_call import ModelCall
@@ -112,6 +111,8 @@ class TracedStep(nn.Module):
         self.numbers = tuple(variable.position for variable in own_numbers(variables))
         self.has_masks = any(map(is_mask, pytree.tree_leaves(call.tree, is_leaf=is_mask)))
         self.training = model.training
+        transformers_caches = sys.modules.get("transformers.cache_utils")
+        self.cache_types = () if transformers_caches is None else (transformers_caches.Cache,)
         self.replaceable_buffers = tuple(_replaceable_buffers(model))
 
     def forward(
@@ -154,7 +155,7 @@ class TracedStep(nn.Module):
         if self.keyword_order:
             ordered = {name: kwargs[name] for name in self.keyword_order}
             kwargs = {**{name: x for name, x in kwargs.items() if name not in ordered}, **ordered}
-        output = self.model(*args, **kwargs)
+        output = self._without_caches(self.model(*args, **kwargs))
         if self.mode is Mode.FORWARD:
             return output
         if self.mode is Mode.OUTPUTS:
@@ -165,6 +166,10 @@ class TracedStep(nn.Module):
         if not logs and not self.outputs:
             return loss
         return loss, *_detached((logs, output if self.outputs else ()))
+
+    def _without_caches(self, output: Any) -> Any:
+        """The output with None for transformers' caches of keys and values, which no stage returns."""
+        return pytree.tree_map(lambda leaf: None if isinstance(leaf, self.cache_types) else leaf, output)
 
     def loss_and_logs(self, output: Any, target: Any) -> tuple[Any, dict[str, Any]]:
         if self.loss_fn is not None:
@@ -184,7 +189,7 @@ class TracedStep(nn.Module):
         """Find the loss in the ``output`` of a dry run. Without gradients, the model is called again."""
         if self.mode is Mode.LOSS and not isinstance(output, Tensor):
             with torch.enable_grad():
-                output = self.model(*args, **kwargs)
+                output = self._without_caches(self.model(*args, **kwargs))
         self.loss_path = find_loss(output, self.loss_path)
 
 
@@ -247,40 +252,3 @@ def model_names(step: TracedStep, canonical: Mapping[str, str]) -> tuple[dict[st
                 "freeze it."
             )
     return fqns, constants
-
-
-def refuse_kv_cache(model: nn.Module, call: ModelCall) -> None:
-    """Raise InputError if the call asks for a cache, or the model computes something else without one."""
-    given = {**dict(zip(positional_names(model), call.args, strict=False)), **call.kwargs}
-    if given.get("use_cache"):
-        raise InputError(
-            "use_cache=True asks for a cache of keys and values, which only generating text needs and no "
-            "stage returns; leave it out"
-        )
-    may_pack = given.get("position_ids") is not None and given.get("attention_mask") is None
-    if may_pack and given.get("use_cache") is None and _asking_for_kv_cache(model):
-        raise InputError(
-            "with position_ids and no attention_mask, transformers keeps documents that are packed into a "
-            "row apart only without a cache of keys and values, and use_cache is True in the model's config. "
-            "pipec has no cache: set model.config.use_cache = False, so that they are kept apart everywhere, "
-            "or pass an attention_mask"
-        )
-
-
-def _asking_for_kv_cache(model: nn.Module) -> list[Any]:
-    """The configs of Hugging Face's models that ask for a cache of keys and values."""
-    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config"))}
-    return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-
-
-@contextlib.contextmanager
-def without_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Turn off Hugging Face's caches of keys and values, which only generating text reads."""
-    asking = _asking_for_kv_cache(model)
-    for config in asking:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in asking:
-            config.use_cache = True

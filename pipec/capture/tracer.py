@@ -39,14 +39,7 @@ from pipec.capture.repeated_blocks import (
     instantiate_blocks,
     without_middle,
 )
-from pipec.capture.traced_step import (
-    CaptureRequest,
-    TracedStep,
-    model_names,
-    named_tensors,
-    refuse_kv_cache,
-    without_kv_cache,
-)
+from pipec.capture.traced_step import CaptureRequest, TracedStep, model_names, named_tensors
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.errors import CaptureError, InputError, NoLossError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
@@ -115,7 +108,6 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         UnsupportedTorchError: torch is not as pipec knows it.
     """
     model, call, is_training = request.model, request.call, request.mode.trains
-    refuse_kv_cache(model, call)
     refuse_foreign_model(model)
     _refuse_other_splits(call)
     _refuse_cumulative_norms(model)
@@ -182,7 +174,6 @@ def _tracing(request: CaptureRequest, step: TracedStep) -> Iterator[None]:
         stack.enter_context(quiet_logging())
         stack.enter_context(restore_module(step))
         stack.enter_context(without_gradients(step))
-        stack.enter_context(without_kv_cache(request.model))
         stack.enter_context(cached_size_arithmetic())
         stack.enter_context(skip_distribution_validation())
         stack.enter_context(traced_otherwise(recurrent_network, ctc_loss))

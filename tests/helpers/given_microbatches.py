@@ -68,7 +68,7 @@ def experts() -> nn.Module:
 
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     sizes |= {"num_key_value_heads": 2, "shared_expert_intermediate_size": 8, **huggingface_models.SIZES}
-    return Qwen2MoeForCausalLM(Qwen2MoeConfig(use_cache=False, output_router_logits=True, **sizes))
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(output_router_logits=True, **sizes))
 
 
 def rows(number: int) -> Microbatch:

@@ -40,7 +40,7 @@ def mixtral() -> tuple[nn.Module, dict[str, Any]]:
     experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     ids, mask = _ids(), _padding()
     labels = ids.masked_fill(mask == 0, -100)
-    made = _made("MixtralForCausalLM", **SIZES, **experts, num_key_value_heads=1, use_cache=False)
+    made = _made("MixtralForCausalLM", **SIZES, **experts, num_key_value_heads=1)
     return made, {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 

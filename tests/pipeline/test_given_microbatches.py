@@ -197,16 +197,28 @@ def test_differences_and_mistakes_are_refused() -> None:
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-def test_packed_documents_need_a_model_without_a_cache() -> None:
-    """With one, documents of a row attend to each other; a first row may have one alone."""
+class Placing(nn.Module):
+    """Knows where documents begin."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, begins: Tensor) -> Any:
+        places = torch.arange(ids.shape[1])[None] - begins
+        return self.model(input_ids=ids, position_ids=places, labels=ids).loss
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_packed_documents_attend_to_each_other_as_in_eager_torch(use_cache: bool) -> None:
+    """transformers keeps them apart without a cache of keys and values alone. The first row has one."""
     model: Any = given_microbatches.llama()
-    model.config.use_cache = True
-    pipe = pipec.compile(model, devices=2, check="off")
-    with pytest.raises(pipec.InputError, match=r"set model.config.use_cache = False"):
-        pipe.step(microbatches=[given_microbatches.tokens(0)])
-    ids = torch.arange(12).view(2, 6)
-    with pytest.raises(pipec.InputError, match=r"set model.config.use_cache = False"):
-        pipe.step(ids, None, ids % 3, labels=ids)
+    model.config.use_cache = use_cache
+    pair = Pair(Placing(model.double()), microbatches=None)
+    ids, one = torch.arange(12)[None], torch.zeros(1, 12, dtype=torch.long)
+    two = one + 5 * (torch.arange(12) >= 5)
+    for begins in (one, two):
+        same(pair, [{"ids": ids, "begins": begins}] * 2, None, 1e-6, 1e-6)
 
 
 def test_a_microbatch_that_the_model_cannot_take_is_named() -> None:

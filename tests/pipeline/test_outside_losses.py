@@ -190,7 +190,7 @@ def test_a_model_of_transformers(given: dict[str, Any], loss: Callable[[Any], Te
     model, inputs = llama()
     ids = inputs["input_ids"]
     mask = torch.ones_like(ids).tril(4)
-    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False, **given}
+    given = {"input_ids": ids, "attention_mask": mask, **given}
     if given.pop("labels", False):
         given["labels"] = ids.masked_fill(mask == 0, -100)
     train_both(Pair(model.double(), microbatches=3), lambda model: loss(model(**given)), error)

@@ -53,7 +53,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (16, "num_latents"),
     (END, "eos_token_id"),
     (0, "num_logits_to_keep"),
-    (False, "axial_pos_embds use_cache apply_spec_augment"),
+    (False, "axial_pos_embds apply_spec_augment"),
     ("single_label_classification", "problem_type"),
 )
 """Values, each with the names of its options."""
