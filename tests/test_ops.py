@@ -209,6 +209,7 @@ def test_plans_make_the_gradients_of_the_rounds_and_the_same_bits_again(name: st
     assert len(told) == (rounds > 1)
 
 
+@pytest.mark.slow
 def test_training_with_updates_in_the_program_and_shared_state_follows_the_plain_script(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -112,6 +112,7 @@ def test_tensors_that_were_not_saved_are_given_values_later(pipe: Pipeline, tmp_
     assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
 
 
+@pytest.mark.slow
 def test_a_process_killed_anywhere_leaves_an_artifact(pipe: Pipeline, tmp_path: Path) -> None:
     """With its tensors and without by turns, so that a mixture of two would show."""
     directory, number = tmp_path / "saved", 1

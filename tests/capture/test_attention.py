@@ -75,7 +75,7 @@ def trains_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("trains_on_cpus")
-@pytest.mark.parametrize("kind", slow_but(KINDS, "documents", "slopes"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "documents"))
 def test_gradients_and_outputs_are_those_of_eager_torch(kind: str) -> None:
     torch.manual_seed(0)
     model = Attention(**KINDS[kind]).double()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from awkward_modules import WIDTH, Net, Odd, Pair, train_as_eager
 from forward_modules import model
+from slow_params import slow
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -295,7 +296,7 @@ def test_the_loss_is_found_behind_an_object_that_the_model_made() -> None:
     [lambda x, memory: 2 if memory is x else 1, lambda x, memory: 2 if id(x) == id(memory) else 1],
     ids=["is", "id"],
 )
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [slow(0), 1])
 def test_a_tensor_that_is_passed_twice_is_one_object(
     times: Callable[[Tensor, Tensor], float], dim: int
 ) -> None:

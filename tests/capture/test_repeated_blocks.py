@@ -221,7 +221,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "two blocks that share a weight": (sharing, []),
 }
 """Models, and the lengths of their runs of equal blocks."""
-QUICK = ("batch norms", "an encoder and a decoder", "another probability in the middle")
+QUICK = ("batch norms", "an encoder and a decoder")
 
 
 @pytest.mark.parametrize(

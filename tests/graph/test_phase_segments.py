@@ -33,7 +33,7 @@ SHARDS = [{**REPLICAS["updates"], "shard": shard} for shard in ShardingLevel]
     [
         *(slow(gpt2_with_dropout, REPLICAS[name]) for name in ("1x2", "2x2", "2-1")),
         slow(resnet, REPLICAS["1x2"]),
-        (resnet, REPLICAS["2-1"]),
+        slow(resnet, REPLICAS["2-1"]),
         slow(perceptron, REPLICAS["updates"]),
         *(slow(perceptron, each) for each in SHARDS[:-1]),
         (perceptron, SHARDS[-1]),

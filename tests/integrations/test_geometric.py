@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_params import slow_but
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
@@ -21,6 +22,7 @@ from worker_processes import run_ranks
 import pipec
 
 loss_fn = nn.functional.cross_entropy
+WAYS = ("outputs", "eval_step", "module", "outside", "stream", "artifact")
 MODELS = {"gin": GIN, "gat": GAT, "gcn": GCN, "sage": GraphSAGE}
 
 
@@ -67,7 +69,7 @@ def differences(pipe: Any, plain: nn.Module) -> float:
     return max((x - expected[name].grad).abs().max().item() for name, x in found)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", slow_but(MODELS, "gcn"))
 def test_each_batch_and_lists_of_them_train_as_plain_pytorch(kind: str) -> None:
     """A few batches are accumulated, one by one and then in a list."""
     model = make_model(kind)
@@ -89,7 +91,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert [each.splitlines()[-1] for each in printed] == ["equal"] * 2
 
 
-@pytest.mark.parametrize("step", ["outputs", "eval_step", "module", "outside", "stream", "artifact"])
+@pytest.mark.parametrize("step", slow_but(WAYS, "outside", "artifact"))
 def test_other_ways_to_run_a_batch(step: str, tmp_path: Path) -> None:
     model = make_model()
     plain = copy.deepcopy(model)

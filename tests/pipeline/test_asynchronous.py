@@ -233,7 +233,7 @@ class FailsLate(Fails):
         ("pipedream", Fails, 0, 0),
         (VERTICAL, FailsLate, 4, 4),
         slow(VERTICAL, Fails, 3, 6),
-        (DOUBLE, Fails, 3, 6),
+        slow(DOUBLE, Fails, 3, 6),
     ],
 )
 def test_an_optimizer_that_raises_leaves_the_newest_version_that_all_stages_hold(

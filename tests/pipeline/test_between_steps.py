@@ -32,7 +32,7 @@ OFFSET = 0.0
 mse = nn.functional.mse_loss
 
 
-@pytest.mark.parametrize("seed", slow_but(range(20), 5, 12, 15, 16, 18))
+@pytest.mark.parametrize("seed", slow_but(range(20), 12, 15))
 def test_a_random_loop_trains_as_the_unsplit_model(seed: int) -> None:
     assert not training_loops.difference(seed)
 

@@ -73,6 +73,7 @@ def test_under_torchrun(kind: str, num_ranks: int, replicas: int, tmp_path: Path
     assert [each.splitlines()[-1] for each in printed] == ["equal"] * num_ranks
 
 
+@pytest.mark.slow
 def test_random_lists() -> None:
     """Lists of 1 to 6 microbatches with random weights and sizes, 0 and 1 among them."""
     draw = random.Random(0)

@@ -92,7 +92,7 @@ def test_saved_values_wait_on_the_host() -> None:
     assert all(stage.offloaded for stage in pair.pipe.plan.stages)
 
 
-@pytest.mark.parametrize("level", ["optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("level", [slow("optimizer"), "gradients", slow("parameters")])
 def test_the_pipelines_own_optimizer_updates_with_the_gradients(level: str) -> None:
     update = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.05), "clip_grad_norm": 0.1}
     plain = Plain(net(), **update)
@@ -144,8 +144,8 @@ def test_buffers_change_with_the_forward_and_backwards_read_the_old_ones() -> No
     assert pair.pipe.state_dict()["2.num_batches_tracked"] == 2
 
 
-@pytest.mark.parametrize(("outputs", "microbatches"), [("differentiable", 1), ("last", 1), ("last", 2)])
-@pytest.mark.parametrize("last", [nn.Tanh(), nn.Softmax(1), nn.ReLU(), nn.Identity()])
+@pytest.mark.parametrize(("outputs", "microbatches"), [("differentiable", 1), slow("last", 1), ("last", 2)])
+@pytest.mark.parametrize("last", [nn.Tanh(), nn.Softmax(1), slow(nn.ReLU()), nn.Identity()])
 def test_gradients_of_outputs_are_the_scripts_own(last: nn.Module, outputs: Any, microbatches: int) -> None:
     """No backward of a stage writes into them, also if they are those of an earlier stage, or of a view."""
     pair, seen = Pair(EarlyOutputs(last), devices=3, microbatches=microbatches), list[tuple[Tensor, Tensor]]()
@@ -180,9 +180,9 @@ def test_calls_come_between_a_forward_and_its_backward() -> None:
 @pytest.mark.parametrize(
     ("given", "loss", "error"),
     [
-        ({}, lambda found: found.logits[:, -1].softmax(-1).var(0).sum(), 1e-9),
+        slow({}, lambda found: found.logits[:, -1].softmax(-1).var(0).sum(), 1e-9),
         ({"labels": True}, lambda found: found.loss.exp() + found.logits.logsumexp(-1).std(), 1e-5),
-        ({"output_hidden_states": True}, lambda found: sum(map(spread, found.hidden_states)), 1e-9),
+        slow({"output_hidden_states": True}, lambda found: sum(map(spread, found.hidden_states)), 1e-9),
     ],
 )
 def test_a_model_of_transformers(given: dict[str, Any], loss: Callable[[Any], Tensor], error: float) -> None:

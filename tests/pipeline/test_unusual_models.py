@@ -177,6 +177,7 @@ def test_an_adjacency_matrix_makes_one_microbatch(is_masked: bool) -> None:
         check_step(Net(of_a_graph), x, adjacency, y, *chosen, microbatches=None)
 
 
+@pytest.mark.slow
 def test_an_adjacency_matrix_is_refused_in_several_microbatches_with_the_remedy() -> None:
     (x, y), adjacency = batch(), torch.rand(16, 16, dtype=torch.float64)
     with pytest.raises(InputError, match="needs all rows at once, pass microbatches=1"):

@@ -13,6 +13,7 @@ import torch
 from equality_rows import Row, piped, sizes_of, trained
 from huggingface_models import llama
 from optimizer_reference import batches, model
+from slow_params import slow_but
 from torch import nn
 
 import pipec
@@ -46,7 +47,7 @@ ROWS = (
 
 
 @pytest.mark.filterwarnings("ignore:batch norms")
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", slow_but(ROWS, ROWS[1], ROWS[2]), ids=str)
 def test_every_bit_is_that_without_offload(row: Row) -> None:
     found, expected = (
         [*trained(piped(row, offload=offload), sizes_of(row))] for offload in ("weights", None)

@@ -112,7 +112,7 @@ def Stack(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU), slow(nn.RNN)])
-@pytest.mark.parametrize("num_layers", [2, 4])
+@pytest.mark.parametrize("num_layers", [2, slow(4)])
 def test_a_stack_is_cut_between_its_layers(kind: type[nn.RNNBase], num_layers: int) -> None:
     """Each layer is on one stage; sequences of another length, and forwards, follow the first cut."""
     torch.manual_seed(0)
