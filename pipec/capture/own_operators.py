@@ -27,6 +27,7 @@ from pipec.primitives import (
     recurrent_layer,
     recurrent_network,
 )
+from pipec.torch_compat.symbolic_numbers import formula
 
 _aten = torch.ops.aten
 
@@ -142,6 +143,15 @@ def _ctc_loss(
     return ctc_loss(log_probs, targets, input_lengths, target_lengths, *others, **kwargs)
 
 
+def _cat(tensors: Any, dim: Any = 0) -> Any:
+    """``cat([tensor([]), x], 1)``, as a cache of keys and values begins, is a copy of ``x``."""
+    values = [fake_value(each.node) for each in tensors] if isinstance(tensors, list | tuple) else []
+    filled = [k for k, value in enumerate(values) if [*map(formula, value.shape)] != [0]]
+    if len(filled) != 1 or len(values) == 1 or len({value.dtype for value in values}) > 1:
+        return None
+    return torch.clone(tensors[filled[0]], memory_format=torch.contiguous_format)
+
+
 _REPLACED: Mapping[Any, Callable[..., Any]] = {
     **{
         function: functools.partial(_recurrent, cell)
@@ -159,6 +169,7 @@ _REPLACED: Mapping[Any, Callable[..., Any]] = {
         for mode, dimensions in INTERPOLATED_DIMENSIONS.items()
     },
     torch.ops.higher_order.flex_attention: dense_attention,
+    **dict.fromkeys((torch.cat, _aten.cat.default), _cat),
     **dict.fromkeys((torch.ctc_loss, F.ctc_loss, _aten.ctc_loss.Tensor), _ctc_loss),
 }
 """The calls that are replaced, as either front end writes them."""

@@ -26,7 +26,6 @@ from pipec.graph import (
     has_data_dependent_size,
     is_check,
     is_constant,
-    is_contiguous,
     is_forward,
     is_tensor,
     storage_owner,
@@ -63,7 +62,6 @@ class Simplify:
                     _normalize_arguments(node)
                 _skip_reshape(node)
                 _drop_dimensions(node)
-                _drop_empty(node)
                 same = next(filter(None, (rule(node) for rule in REWRITES)), None)
                 same = same or _equal_constant(node, constants)
                 if same is not None and not (same.op == "placeholder" and _is_result(node)):
@@ -120,16 +118,6 @@ def _drop_dimensions(node: fx.Node) -> None:
     keeps_dims = total.args[2:] == (True,) and not total.kwargs
     if keeps_dims and left == [*map(formula, node.meta["val"].shape)]:
         node.target, node.args = total.target, (summed, dims)
-
-
-def _drop_empty(node: fx.Node) -> None:
-    """``cat([tensor([]), x], 1)``, the first keys of a cache, is a copy of ``x``."""
-    joined: Any = node.args[0] if node.target is aten.cat.default else ()
-    filled = [x for x in joined if [*map(formula, x.meta["val"].shape)] != [0]]
-    same_dtype = all(x.meta["val"].dtype == node.meta["val"].dtype for x in filled)
-    if len(filled) == 1 < len(joined) and same_dtype and is_contiguous(node):
-        node.target, node.args = aten.clone.default, tuple(filled)
-        node.kwargs = {"memory_format": torch.contiguous_format}
 
 
 def _double_transpose(node: fx.Node) -> fx.Node | None:

@@ -50,6 +50,13 @@ class Writing(Block):
         return hidden
 
 
+class Caching(Block):
+    """Begins a cache, as attention of transformers does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.tensor([]), super().forward(x)], 1)
+
+
 class Stack(nn.Module):
     """Embeds, calls all blocks one after the other, and projects."""
 
@@ -206,6 +213,7 @@ def sharing() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "equal blocks": (lambda: Stack(*blocks(7)), [7]),
     "batch norms": (lambda: Stack(*blocks(7, norm=nn.BatchNorm1d)), [7]),
+    "begun caches": (lambda: Stack(*blocks(7, Caching)), [7]),
     "written values": (lambda: Stack(*blocks(7, Writing)), [7]),
     "a value with a gradient for all": (lambda: Biased(*blocks(8)), [8]),
     "an encoder and a decoder": (lambda: Crossing(blocks(6), blocks(9)), [6, 9]),
@@ -221,7 +229,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "two blocks that share a weight": (sharing, []),
 }
 """Models, and the lengths of their runs of equal blocks."""
-QUICK = ("batch norms", "an encoder and a decoder")
+QUICK = ("batch norms", "begun caches", "an encoder and a decoder")
 
 
 @pytest.mark.parametrize(
