@@ -68,8 +68,8 @@ class Guards:
         with get_metrics_context(), dynamo_timed("build_guards", log_pt2_compile_event=True):
             try:
                 built = build()
-            except (AttributeError, LookupError):
-                _drop_missing(output.output_graph.guards, build, module)
+            except (AssertionError, AttributeError, LookupError) as error:
+                _drop_missing(output.output_graph.guards, build, module, isinstance(error, AssertionError))
                 built = build()
         self._manager = built.guard_manager
         self._references = [entry.value for entry in entries if _is_compared_by_id(entry)]
@@ -239,18 +239,22 @@ def _reader(source: str, scope: dict[str, Any], convert: Callable[[Any], Any] = 
     return lambda module: convert(eval(code, scope, {"L": {"self": module}}))
 
 
-def _drop_missing(guards: Any, build: Callable[[], Any], module: torch.nn.Module) -> None:
-    """Drop guards of objects that the traced call created, and that restoring the module has removed."""
+def _drop_missing(guards: Any, build: Callable[[], Any], module: torch.nn.Module, remade: bool) -> None:
+    """Drop guards of objects that the traced call created, and that restoring the module has removed.
+
+    With ``remade``, also of those that a property makes at each read, which torch 2.11 cannot guard.
+    """
     found, collection = [*guards], type(guards.inner)
     guards.inner = collection()
     scope = _scope(build(), module)
 
     def exists(guard: Any) -> bool:
         try:
-            _reader(guard.name, scope)(module)
+            read = _reader(guard.name, scope)
+            value = read(module)
         except (AttributeError, LookupError):
             return False
-        return True
+        return not remade or read(module) is value or isinstance(value, _PLAIN)
 
     guards.inner = collection(
         [guard for guard in found if not guard.name or _is_on_arguments(guard) or exists(guard)]
