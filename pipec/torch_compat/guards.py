@@ -68,7 +68,7 @@ class Guards:
         with get_metrics_context(), dynamo_timed("build_guards", log_pt2_compile_event=True):
             try:
                 built = build()
-            except (AssertionError, AttributeError, LookupError) as error:
+            except (AssertionError, AttributeError, LookupError, TypeError) as error:
                 _drop_missing(output.output_graph.guards, build, module, isinstance(error, AssertionError))
                 built = build()
         self._manager = built.guard_manager
@@ -252,7 +252,7 @@ def _drop_missing(guards: Any, build: Callable[[], Any], module: torch.nn.Module
         try:
             read = _reader(guard.name, scope)
             value = read(module)
-        except (AttributeError, LookupError):
+        except (AttributeError, LookupError, TypeError):
             return False
         return not remade or read(module) is value or isinstance(value, _PLAIN)
 
