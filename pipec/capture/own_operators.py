@@ -143,11 +143,11 @@ def _ctc_loss(
     return ctc_loss(log_probs, targets, input_lengths, target_lengths, *others, **kwargs)
 
 
-def _cat(tensors: Any, dim: Any = 0) -> Any:
+def _cat(tensors: Any, *dim: Any, **named: Any) -> Any:
     """``cat([tensor([]), x], 1)``, as a cache of keys and values begins, is a copy of ``x``."""
     values = [fake_value(each.node) for each in tensors] if isinstance(tensors, list | tuple) else []
     filled = [k for k, value in enumerate(values) if [*map(formula, value.shape)] != [0]]
-    if len(filled) != 1 or len(values) == 1 or len({value.dtype for value in values}) > 1:
+    if len(filled) != 1 or len(values) == 1 or len({value.dtype for value in values}) > 1 or "out" in named:
         return None
     return torch.clone(tensors[filled[0]], memory_format=torch.contiguous_format)
 
