@@ -234,6 +234,10 @@ class Copy:
             return f"no end within {TIME_LIMIT:.0f} s"
         if run.returncode in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
             return re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - |$)", output, re.MULTILINE)[0]
+        if missing := re.search(r"^ERROR: not found: .*", output, re.MULTILINE):
+            raise ValueError(f"the map is of other tests, remove it: {missing[0]}")
+        if run.returncode == pytest.ExitCode.USAGE_ERROR:
+            return "no test begins"  # not even ``conftest.py`` can be imported
         is_ended = run.returncode < 0 or run.returncode == pytest.ExitCode.INTERNAL_ERROR
         return f"exit status {run.returncode}" if is_ended else ""
 
