@@ -118,6 +118,13 @@ def test_memory_for_waiting_forwards() -> None:
     spread(pipe(rows)).backward()
 
 
+def test_memory_has_the_outputs_and_once_their_gradients() -> None:
+    """Here they take nearly all of it."""
+    pipe = pipec.compile(nn.Sequential(net(), nn.Linear(4, 512).double()), devices=2, microbatches=2)
+    outputs = pipe(X.repeat(64, 1)).nbytes
+    assert 2 < pipe.memory().peak_bytes / outputs < 2.2
+
+
 @pytest.mark.parametrize("options", [{}, {"devices": 1}, {"recompute": "full"}])
 def test_dropout_is_that_of_a_step(options: dict[str, Any]) -> None:
     mse = nn.functional.mse_loss
