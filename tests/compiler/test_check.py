@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.compiler.check import check as checks
+from pipec.compiler.check.compare import TOLERANCES, Comparison
 from pipec.compiler.check.draws import FixedDraws
+from pipec.compiler.check.unsplit_run import StepValues
 from pipec.errors import MixedRowsError, UnequalStepError
 
 WIDTH = 6
@@ -289,3 +291,10 @@ def test_what_a_forward_notes_in_its_configuration_stays_as_it_was(said: list[st
         pipe.step(torch.randn(16, WIDTH), target=torch.randn(16))
     assert settings.kind is None
     assert not any("recompiling" in each for each in said)
+
+
+def test_a_gradient_that_one_step_lacks_is_a_difference() -> None:
+    comparison = Comparison((), TOLERANCES[torch.float32])
+    values = StepValues({}, {"w": torch.ones(2)}), StepValues()
+    assert not comparison(*values).is_equal
+    assert not comparison(*reversed(values)).is_equal

@@ -9,8 +9,10 @@ from bare_programs import lower, uniform_costs, verified, verify_programs
 from broken_programs import golden_steps
 from example_schedules import value
 
-from pipec.ir import ModelCollective, Op, Phase
+from pipec.ir import Instruction, ModelCollective, Op, Phase
+from pipec.ir.columns import InstructionColumns
 from pipec.ir.text_format import format_program, parse_program
+from pipec.programs.compute_segments import split_into_segments
 from pipec.programs.lower import chain_links
 from pipec.schedules import SCHEDULES, make_schedule
 from pipec.schedules.replicated import replicate_schedule
@@ -47,6 +49,14 @@ def test_a_segment_begins_when_the_last_replica_has_reached_its_collective() -> 
         if event.instruction.segment > 0:
             ends = [each.end for each in timeline.overlapped if each.rank == event.rank]
             assert any(end == pytest.approx(event.start) for end in ends)
+
+
+def test_a_compute_is_divided_into_its_segments() -> None:
+    """One that is a segment already stays."""
+    given = [Instruction(Op.FORWARD, 0, 0), *(Instruction(Op.BACKWARD, 0, k, segment=k - 1) for k in (0, 1))]
+    divided, numbers = split_into_segments(InstructionColumns.of(given, ()), {(0, Phase.BACKWARD): 2})
+    assert [each.segment for each in divided] == [-1, 0, 1, 0]
+    assert [*numbers] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
