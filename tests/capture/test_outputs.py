@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unsplit_reference import relative_error
 
 import pipec
-from pipec.errors import InputError
+from pipec.errors import InputError, MixedRowsError
 
 ROWS = 6
 
@@ -69,6 +69,13 @@ def test_what_a_step_returns_besides_the_loss_has_no_gradient(weight: str | None
     torch.testing.assert_close([loss, output["y"]], [expected["loss"].detach(), expected["y"].detach()])
     torch.testing.assert_close(output["loss"], loss)
     pair.check_gradients()
+
+
+def test_outputs_of_all_rows_are_refused_also_where_the_user_says_how_losses_add_up() -> None:
+    centred = Returning(lambda y: {"y": y - y.mean(0), "loss": y.square().mean()})
+    pipe = pipec.compile(centred, 1, microbatches=2, microbatch_weight="rows")
+    with pytest.raises(MixedRowsError, match="all rows together"):
+        pipe.step(torch.randn(ROWS, WIDTH), outputs=True)
 
 
 @pytest.mark.parametrize(
