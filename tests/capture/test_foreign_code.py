@@ -13,7 +13,11 @@ from awkward_modules import WIDTH, Net, Odd, Pair, train_as_eager
 from forward_modules import model
 from slow_params import slow
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -231,13 +235,20 @@ def double(module: nn.Module, gradients: Any) -> Any:
     return tuple(gradient if gradient is None else 2 * gradient for gradient in gradients)
 
 
-def test_hooks_of_every_module() -> None:
-    hook = register_module_forward_hook(lambda module, args, output: None)
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_hooks_around_the_forward_of_every_module_are_refused(register: Any) -> None:
+    x, target = batch()
+    pipe = compiled(Net(sine))
+    pipe.step(x, target=target)
+    hook = register(lambda module, *call: None)
     try:
-        with pytest.raises(CaptureError, match="with register_forward_hook"):
-            assert_trains_as_eager(sine)
+        with pytest.raises(CaptureError, match=r"with register_forward_(pre_)?hook"):
+            pipe.step(x, target=target)
     finally:
         hook.remove()
+
+
+def test_hooks_before_the_backward_of_every_module() -> None:
     hook = register_module_full_backward_pre_hook(double)
     try:
         assert_trains_as_eager(sine)
