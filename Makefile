@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 # What one process has compiled the next ones read, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-# A file's tests share the models that it captures, so that they stay in one process. Each takes 2 GB.
+# A file's tests share the models that it captures, so that they stay in one process.
 PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipec.capture.batch_inputs import positional_names
 from pipec.capture.block_masks import is_mask, with_block_masks
 from pipec.capture.markers import LOSS_OUTSIDE
 from pipec.capture.model_call import ModelCall
@@ -191,6 +192,21 @@ class TracedStep(nn.Module):
             with torch.enable_grad():
                 output = self._without_caches(self.model(*args, **kwargs))
         self.loss_path = find_loss(output, self.loss_path)
+
+
+def refuse_returned_cache(request: CaptureRequest) -> None:
+    """Raise InputError if a call whose output is returned asks for a cache of keys and values in it.
+
+    A script that passes on the None in its place would generate another text.
+    """
+    call = request.call
+    given = {**dict(zip(positional_names(request.model), call.args, strict=False)), **call.kwargs}
+    returns_output = request.outputs or request.mode in (Mode.FORWARD, Mode.OUTPUTS)
+    if returns_output and given.get("use_cache"):
+        raise InputError(
+            "use_cache=True asks for a cache of keys and values, which only generating text needs and no "
+            "stage returns; leave it out"
+        )
 
 
 def _loss_outside(output: Any) -> Tensor:

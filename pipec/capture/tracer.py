@@ -39,7 +39,13 @@ from pipec.capture.repeated_blocks import (
     instantiate_blocks,
     without_middle,
 )
-from pipec.capture.traced_step import CaptureRequest, TracedStep, model_names, named_tensors
+from pipec.capture.traced_step import (
+    CaptureRequest,
+    TracedStep,
+    model_names,
+    named_tensors,
+    refuse_returned_cache,
+)
 from pipec.capture.variable_history import symbolic_candidates
 from pipec.errors import CaptureError, InputError, NoLossError, PipecError, UnsupportedTorchError
 from pipec.graph import NO_FINDINGS, BatchFindings, Gradient, ReadValues, TrainingGraph
@@ -108,6 +114,7 @@ def capture(request: CaptureRequest) -> TrainingGraph:
         UnsupportedTorchError: torch is not as pipec knows it.
     """
     model, call, is_training = request.model, request.call, request.mode.trains
+    refuse_returned_cache(request)
     refuse_foreign_model(model)
     _refuse_other_splits(call)
     _refuse_cumulative_norms(model)

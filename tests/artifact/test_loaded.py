@@ -259,18 +259,3 @@ def test_the_inside_may_change_and_functions_may_be_added() -> None:
 def test_an_edit_of_the_interface_is_refused(old: str, new: str, message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         require_interface(CODE.replace(old, new), interface_of(CODE, "it"), "it")
-
-
-class Turned(nn.Linear):
-    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + other.t())
-
-
-def test_rows_are_counted_where_they_are(tmp_path: Path) -> None:
-    (x, other), options = torch.randn(2, 8, 4), {"loss_fn": nn.functional.mse_loss, "microbatches": 2}
-    pipe = pipec.compile(Turned(4, 4), 1, batched={0: 0, 1: 1, "target": 0}, **options)
-    pipe.prepare(x, other.t(), target=x).save(tmp_path, tensors=True)
-    loaded = pipec.load(tmp_path)
-    assert torch.equal(loaded.step(x, other.t(), target=x), pipe.step(x, other.t(), target=x))
-    with pytest.raises(InputError, match=r"args\[1\].*expected 8 rows"):
-        loaded.step(x, other[:7].t(), target=x)

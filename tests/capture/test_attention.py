@@ -374,3 +374,6 @@ def test_results_have_no_cache_of_keys_and_values(factory: Any) -> None:
     assert torch.allclose(found.logits, expected.logits, atol=1e-6)
     in_order = pipe(**inputs, return_dict=False)
     assert [x is None for x in in_order] == [isinstance(x, Cache) for x in expected.to_tuple()]
+    with pytest.raises(InputError, match="use_cache=True asks for a cache"):
+        pipe(**inputs, use_cache=True)
+    assert pipe.train().step(**inputs, use_cache=True).isfinite()

@@ -88,7 +88,6 @@ def test_time_first_models_train_as_the_unsplit_one(name: str) -> None:
     assert name != "encoder" or "check_branch(" in pair.pipe.source(0) + pair.pipe.source(1)
 
 
-@pytest.mark.slow
 def test_an_artifact_splits_by_the_same_dimensions(tmp_path: Path) -> None:
     pair = Pair(made(Recurrent), flat_loss, batched=BY_TIME)
     x, target = tokens(TIME, ROWS), tokens(TIME * ROWS, seed=2)

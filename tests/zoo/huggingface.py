@@ -53,11 +53,11 @@ LEVELS = {
 LOCAL = {"attention_types": [[["global", "local"], 1]]}
 LATENTS = {"num_cross_attention_heads": 1, "num_self_attention_heads": 4}
 
-WITHOUT_ATTENTION = ("Bamba", "GraniteMoeHybrid", "Jamba", "RecurrentGemma", "Zamba", "Zamba2", "xLSTM")
-"""Their small configurations have no layer for which transformers has a cache."""
+WITHOUT_CACHE = ("Bamba", "GraniteMoeHybrid", "Jamba", "RecurrentGemma", "Zamba", "Zamba2", "xLSTM")
+"""Their small configurations do not run with a cache in eager torch."""
 
 SIZES: dict[str, dict[str, Any]] = {
-    **{f"{name}ForCausalLM": {"use_cache": False} for name in WITHOUT_ATTENTION},
+    **{f"{name}ForCausalLM": {"use_cache": False} for name in WITHOUT_CACHE},
     "ConvNextForImageClassification": PYRAMID,
     "ConvNextV2ForImageClassification": PYRAMID,
     "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
